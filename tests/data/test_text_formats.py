@@ -14,9 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from corpora import read_corpus
 
 from jdp.data import text_data
-from jdp.data.text.documents import read_corpus
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(40)]
 DOCUMENTS = tuple(text.encode() for text in TEXTS)

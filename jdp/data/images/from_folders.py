@@ -2,7 +2,7 @@
 
 1. List the class folders in sorted order; a directory of two sets (train, and one to evaluate on) is recognised first.
 2. List the files of each, all the way down, in sorted order.
-3. Read each file's content score when the data are split: nothing is decoded yet.
+3. Read each file's content score, in threads: nothing is decoded yet.
 """
 
 import os
@@ -63,7 +63,9 @@ def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) ->
     _report_oddities(directory, files_by_class)
     pairs = [(file, name) for name, files in files_by_class.items() for file in files if _is_picture(file)]
     labels = labels_of([name for _, name in pairs], str(directory), names=classes)
-    return FilePictures(name=str(directory), files=tuple(file for file, _ in pairs), labels=labels)
+    pictures = FilePictures(name=str(directory), files=tuple(file for file, _ in pairs), labels=labels)
+    _ = pictures.scores  # refuses files that cannot be read, before one is decoded: reading a pipe would never end
+    return pictures
 
 
 def two_sets(directory: Path) -> tuple[Path, Path] | None:

@@ -111,31 +111,6 @@ def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDAr
     return _parts(found, field, of_rows=lambda table: table.integer_lists(field), of_file=of_file)
 
 
-def read_corpus(
-    source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None, field: str = "text"
-) -> Corpus[bytes]:
-    """Read all of a source into memory as it is: UTF-8 of rows, whatever bytes a file of text has.
-
-    Raises ValueError: a source that does not exist, something unreadable or not whole, a row that is not text, or
-    nothing but empty text.
-    """
-    found = find_text(source, suffixes=suffixes)
-    return corpus_of(found.name, text_parts(found, field))
-
-
-def read_token_ids(
-    source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None, field: str = "input_ids"
-) -> Corpus[NDArray[Any]]:
-    """Read text that was tokenised before: each row's `field` is a list of token ids.
-
-    The array `field` of an .npz, or all of an .npy, is one document [n], or a document a row [rows, n].
-
-    Raises ValueError: what `read_corpus` refuses; a row that is not a list of integers.
-    """
-    found = find_token_ids(source, suffixes=suffixes)
-    return corpus_of(found.name, token_id_parts(found, field))
-
-
 def corpus_of(name: str, parts: Iterable[Part[Document]]) -> Corpus[Document]:
     """Return the documents of all parts, in memory."""
     read = tuple(parts)
