@@ -235,12 +235,10 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
 
 def _scores(arrays: Arrays) -> NDArray[np.float64]:
     """Return each row's score in [0, 1), by the bytes that a sample holds of it: float64 [samples]."""
-    chosen = {key: array for key, array in sorted(arrays.items()) if key not in NOT_CONTENT} or dict(
-        sorted(arrays.items())
-    )
-    dtypes = {key: _sample_dtype(key, array.dtype) for key, array in chosen.items()}
-    rows = range(len(next(iter(chosen.values()))))
-    contents = (b"".join(a[row].astype(dtypes[key], copy=False).tobytes() for key, a in chosen.items()) for row in rows)
+    names = sorted(arrays.keys() - NOT_CONTENT) or sorted(arrays)
+    chosen = [(arrays[name], _sample_dtype(name, arrays[name].dtype)) for name in names]
+    rows = range(len(chosen[0][0]))
+    contents = (b"".join(array[row].astype(dtype, copy=False).tobytes() for array, dtype in chosen) for row in rows)
     return np.fromiter(map(content_score, contents), np.float64, len(rows))
 
 

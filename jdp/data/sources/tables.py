@@ -2,7 +2,7 @@
 
 `read_arrow` reads columns of parquet and Arrow files as a `pyarrow.Table`. `table_pieces` reads columns of any table
 file, some rows at a time. Each piece is a `Table`, which returns them as text or as lists of token ids, and names the
-file and row in errors. A file that is not whole is refused, by the last piece at the latest.
+file and row in errors. An incomplete file is refused, by the last piece at the latest.
 """
 
 import codecs
@@ -33,13 +33,13 @@ _PIECE_BYTES = 2**22  # of lines of JSON, parsed at a time
 class Table:
     """Some columns of a file, in memory."""
 
-    name: str  # the file, or what else they are from
-    unit: str  # what a row is called there: "row", counted from 0, or "line", counted from 1
+    name: str  # of the file or data set
+    unit: str  # of the numbers: "row", counted from 0, or "line", counted from 1
     numbers: Sequence[int]  # the number of each row in the file
     columns: Mapping[str, Any]  # name -> a list of Python values, or a `pyarrow.ChunkedArray`
 
     def name_of(self, row: int) -> str:
-        """Return what to call a row in errors: "data.jsonl, line 7"."""
+        """Return a row's name for errors: "data.jsonl, line 7"."""
         return f"{self.name}, {self.unit} {self.numbers[row]}"
 
     def texts(self, field: str) -> list[bytes]:
@@ -90,9 +90,8 @@ class Table:
         try:
             return value.encode()
         except UnicodeEncodeError as error:
-            raise _wrong(
-                self.name_of(row), f"half a surrogate pair at character {error.start}", field, "text"
-            ) from error
+            given = f"half a surrogate pair at character {error.start}"
+            raise _wrong(self.name_of(row), given, field, "text") from error
 
     def _integers(self, value: Any, row: int, field: str) -> NDArray[Any]:
         try:
@@ -144,7 +143,7 @@ def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
         table = file.read(columns=chosen) if hasattr(file, "iter_batches") else file.read_all().select(chosen)
         table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
     except Exception as error:
-        raise ValueError(_not_whole(path, error)) from error
+        raise ValueError(_incomplete(path, error)) from error
     return table
 
 
@@ -161,7 +160,7 @@ def _opened(path: Path) -> tuple[Any, Any]:
             schema = file.schema
         list(_column_names(schema, optional("pyarrow.types", str(path))))
     except Exception as error:  # a name that is no UTF-8 is not one of pyarrow's own exceptions
-        raise ValueError(_not_whole(path, error)) from error
+        raise ValueError(_incomplete(path, error)) from error
     return file, schema
 
 
@@ -176,7 +175,7 @@ def _chosen(schema: Any, fields: Iterable[str], path: Path) -> list[str]:
 
 
 def _batches(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
-    """Yield the columns as `pyarrow.Table`s, some rows each. Raises ValueError for a file that is not whole."""
+    """Yield the columns as `pyarrow.Table`s, some rows each. Raises ValueError for an incomplete file."""
     from_batches = optional("pyarrow", str(path)).Table.from_batches
     if hasattr(file, "iter_batches"):
         batches = file.iter_batches(batch_size=_PIECE_ROWS, columns=chosen)
@@ -192,7 +191,7 @@ def _batches(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
             table = from_batches([batch]).select(chosen)
             table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
         except Exception as error:
-            raise ValueError(_not_whole(path, error)) from error
+            raise ValueError(_incomplete(path, error)) from error
         yield table
 
 
@@ -233,9 +232,9 @@ def _column_names(fields: Iterable[Any], types: Any) -> Iterator[str]:
             list(_column_names(field.type, types))
 
 
-def _not_whole(path: Path, error: Exception) -> str:
+def _incomplete(path: Path, error: Exception) -> str:
     words = cut((str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__, 300)
-    return f"a data file must be whole; given {path}: {words}; fetch or write it again"
+    return f"a data file must be complete; given {path}: {words}; fetch or write it again"
 
 
 def _json_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
@@ -253,7 +252,7 @@ def _json_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
 def _lines(pieces: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
     """Yield the lines that are not empty, with their numbers from 1, some at a time.
 
-    A raw line feed cannot stand inside of JSON text, and no other byte of UTF-8 looks like one.
+    JSON text holds no raw line feed, and no other byte of UTF-8 looks like one.
     """
     number, size, open_line, lines = 1, 0, list[bytes](), list[tuple[int, bytes]]()
     for piece in itertools.chain(pieces, (b"\n",)):  # which closes the last line

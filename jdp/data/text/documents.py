@@ -1,4 +1,4 @@
-"""From what a user names to documents, in an order that is the same on every process.
+"""Find and read the documents of a source, in an order that is the same on every process.
 
 1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…", "hf-stream:…"), in
    the order given.
@@ -39,11 +39,11 @@ class Part(Generic[Document]):
 
     documents: Sequence[Document]  # bytes each, or integers [n] each
     name: str  # of the file or data set
-    unit: str = ""  # what one is called there, "row" or "line"; "": the file is one document
+    unit: str = ""  # of its numbers, "row" or "line"; "": the file is one document
     numbers: Sequence[int] = ()  # of each in the file
 
     def name_of(self, document: int) -> str:
-        """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
+        """Return a document's name for errors: "book.txt", or "rows.jsonl, line 7"."""
         return f"{self.name}, {self.unit} {self.numbers[document]}" if self.unit else self.name
 
 
@@ -56,7 +56,7 @@ class Corpus(Generic[Document]):
     parts: tuple[Part[Document], ...]  # of the documents, in their order
 
     def name_of(self, document: int) -> str:
-        """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
+        """Return a document's name for errors: "book.txt", or "rows.jsonl, line 7"."""
         part = bisect.bisect_right(self._firsts, document) - 1
         return self.parts[part].name_of(document - self._firsts[part])
 

@@ -27,7 +27,7 @@ _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-_BATCH_BYTES = 2**22  # of text that is tokenised at a time: what the library returns is many times larger than the ids
+_BATCH_BYTES = 2**22  # of text that is tokenised at a time: the library's encodings are many times larger than the ids
 
 
 class Tokenizer(Protocol):
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
     def decode(self, tokens: ArrayLike) -> str: ...
 
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        """Return documents as ids, without separators; `name_of` returns what to call a document in errors."""
+        """Return documents as ids, without separators; `name_of` returns a document's name for errors."""
         ...
 
 
@@ -78,7 +78,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Bytes:
-    """The tokenizer whose tokens are bytes: of UTF-8, or of whatever a file holds."""
+    """The tokenizer whose tokens are bytes: of UTF-8, or of a file of any kind."""
 
     name: str = "bytes"
     identity: str = "bytes"

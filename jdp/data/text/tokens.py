@@ -25,7 +25,7 @@ class TextSides:
     name: str  # of the source
     documents: int  # their number
     train: TokenArray  # the documents to train on, each closed by the separator
-    heldout: TokenArray  # likewise, those held out
+    heldout: TokenArray  # the documents held out, likewise
     whole: bool  # whether documents were held out whole; else the tail of each
     vocab_size: int  # every token is below it
     folder: Path | None = None  # that holds the tokens; None: they are in memory
@@ -128,13 +128,13 @@ def _check_ids(tokens: TokenArray, name_of: Callable[[int], str], vocab_size: in
 
 
 def _with_separator(tokens: TokenArray, tokenizer: Tokenizer) -> int:
-    """Return the number of documents that contain what closes a document."""
+    """Return the number of documents that contain the separator."""
     separators = np.flatnonzero(tokens.ids == tokenizer.separator)
     return len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
 
 
 def _report_separators(name: str, doubtful: int, tokenizer: Tokenizer) -> None:
-    """Report text that contains what closes a document: it would be read as the end of one."""
+    """Report text that contains the separator: it would be read as the end of a document."""
     if doubtful:
         unit = "byte" if tokenizer.name == BYTES else "token"
         notice(
