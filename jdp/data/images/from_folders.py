@@ -54,7 +54,10 @@ def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) ->
             f"a directory of pictures must have a folder for each class, two or more; given {directory} with "
             f"{len(folders)} and {_pictures_in(directory)} pictures beside: put each class' pictures in its own folder"
         )
-    files_by_class = {folder.name: _visible_files(folder) for folder in folders}
+    files_by_class = {
+        folder.name: sorted(inside + os.sep + name for inside, name in walk(folder) if not name.startswith("."))
+        for folder in folders
+    }
     if empty := [name for name, files in files_by_class.items() if not any(map(_is_picture, files))]:
         raise ValueError(
             f"every class folder must hold pictures ({', '.join(PICTURE_SUFFIXES)}); given none in "
@@ -88,10 +91,6 @@ def visible_folders(directory: Path) -> list[Path]:
         return sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError as error:
         raise ValueError(unreadable(error)) from error
-
-
-def _visible_files(folder: Path) -> list[str]:
-    return sorted(inside + os.sep + name for inside, name in walk(folder) if not name.startswith("."))
 
 
 def _report_oddities(directory: Path, files_by_class: dict[str, list[str]]) -> None:

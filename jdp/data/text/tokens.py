@@ -51,10 +51,7 @@ def sides_in_memory(
         ids = corpus_of(found.name, token_id_parts(found, field))
         part, highest = _id_part(ids.documents, ids.name_of, vocab_size)
         size = highest + 1 if vocab_size is None else vocab_size
-        tokens, scores = (
-            TokenArray(part.tokens.ids.astype(smallest_uint(size), copy=False), part.tokens.bounds),
-            part.scores,
-        )
+        tokens, scores = part.tokens.astype(smallest_uint(size)), part.scores
     else:
         corpus, size = corpus_of(found.name, text_parts(found, field)), tokenizer.vocab_size
         entry = None if tokenizer.name == BYTES else entry_name(tokenizer.identity, corpus.documents)
@@ -88,9 +85,7 @@ def tokenised_parts(
 
 
 def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
-    """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by the separator if there is
-    one.
-    """
+    """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by any separator."""
     pieces = [tokens.ids[start:end] for start, end in spans.tolist()]
     sizes = spans[:, 1] - spans[:, 0]
     if separator is not None:
