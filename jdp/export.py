@@ -3,28 +3,32 @@
 A tree of parameters, by default under its own paths, or under names of another layout:
 
 >>> import pathlib, tempfile
->>> import jax, jax.numpy as jnp, numpy as np
+>>> import jax, numpy as np
 >>> folder = tempfile.TemporaryDirectory()
 >>> file = pathlib.Path(folder.name, "linear.safetensors")
->>> export_safetensors(file, {"linear": {"kernel": jnp.eye(2)}}, names={"weight": "linear/kernel"})
->>> zeros = {"linear": {"kernel": jnp.zeros((2, 2))}}
->>> import_safetensors(file, zeros, names={"weight": "linear/kernel"})["linear"]["kernel"].tolist()
+>>> params = {"linear": {"kernel": jax.device_put(np.eye(2))}}
+>>> export_safetensors(file, params, names={"weight": "linear/kernel"})
+>>> import_safetensors(file, params, names={"weight": "linear/kernel"})["linear"]["kernel"].tolist()
 [[1.0, 0.0], [0.0, 1.0]]
 
-A GPT as `transformers` reads it:
+A GPT as `transformers` reads it, and its low-rank updates as PEFT reads them:
 
 >>> from flax import nnx
 >>> from jdp.models import GPT, GPTConfig
->>> config = GPTConfig(vocab_size=8, context=4, layers=1, width=4, heads=2, lora_rank=1)
+>>> config = GPTConfig(vocab_size=8, context=4, layers=1, width=4, heads=2, lora_rank=1, lora_targets=("query",))
 >>> shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
 >>> params = jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype)), shapes)
->>> export_peft(pathlib.Path(folder.name, "adapter"), params, config)
->>> lora_from_peft(pathlib.Path(folder.name, "adapter"))["lora_rank"]
-1
+>>> export_peft(folder.name, params, config)
+>>> lora_from_peft(folder.name)["lora_targets"]
+('query',)
+>>> params = import_peft(folder.name, params, config)
 >>> merged, plain = merge_lora(params, config)
 >>> export_hf(folder.name, merged, plain)
 >>> gpt_config_from_hf(folder.name).heads, hf_names(plain) == llama_names(plain)
 (2, True)
+>>> small = GPTConfig(8, 4, layers=1, width=4, heads=2, positions="learned", activation="gelu", norm="layer", bias=True)
+>>> list(gpt2_names(small).tensors)[:2]
+['transformer.wte.weight', 'transformer.wpe.weight']
 >>> folder.cleanup()
 """
 

@@ -1,4 +1,4 @@
-"""What people have (files, rows, images, arrays) becomes global batches.
+"""Make global batches of files, rows, images and arrays.
 
 They are the same on any number of processes.
 
@@ -12,7 +12,7 @@ It becomes a data set, by its kind:
   mixtures.py    several data sets as one, drawn from by weight
 Its samples become batches:
   order.py       the sample at each position of an endless, reshuffled run: a pure function
-  batches.py     global batches, of which each process reads its own rows, ahead of time, in threads
+  batches.py     global batches; each process reads its own rows of them, ahead of time, in threads
   feed.py        their rows put on devices, as global arrays
 
 `global_batches` takes anything with a length and random access (a `grain.MapDataset` too). A data set is two such

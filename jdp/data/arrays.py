@@ -5,7 +5,6 @@
 3. Return a sample: a row of each array, in a dtype that devices hold, with a weight.
 """
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
-from jdp.data.held_out import fingerprint, split_samples
+from jdp.data.held_out import content_score, fingerprint, split_samples
 from jdp.data.labels import labels_of
 from jdp.data.sources.array_files import Arrays, ArraySource, read_arrays
 
@@ -236,16 +235,11 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
 
 def _scores(arrays: Arrays) -> NDArray[np.float64]:
     """Return each row's score in [0, 1), by the bytes that a sample holds of it: float64 [samples]."""
-    chosen = {key: array for key, array in sorted(arrays.items()) if key not in NOT_CONTENT}
-    chosen = chosen or dict(sorted(arrays.items()))
-    dtypes = {key: _sample_dtype(key, array.dtype) for key, array in chosen.items()}
-    hashed = np.empty(len(next(iter(chosen.values()))), np.uint64)
-    for row in range(len(hashed)):
-        digest = hashlib.blake2b(digest_size=8)
-        for key, array in chosen.items():
-            digest.update(array[row].astype(dtypes[key], copy=False).tobytes())
-        hashed[row] = int.from_bytes(digest.digest(), "big")
-    return (hashed >> np.uint64(11)) / 2**53
+    names = sorted(arrays.keys() - NOT_CONTENT) or sorted(arrays)
+    chosen = [(arrays[name], _sample_dtype(name, arrays[name].dtype)) for name in names]
+    rows = range(len(chosen[0][0]))
+    contents = (b"".join(array[row].astype(dtype, copy=False).tobytes() for array, dtype in chosen) for row in rows)
+    return np.fromiter(map(content_score, contents), np.float64, len(rows))
 
 
 def _check_alike(arrays: Arrays, given: Arrays, name: str) -> None:

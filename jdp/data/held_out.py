@@ -24,7 +24,7 @@ class Spans:
     """Both sides of a text whose documents stand end to end, as ranges of it."""
 
     train: NDArray[np.int64]  # int64 [ranges, 2], from and up to; none is empty
-    heldout: NDArray[np.int64]  # likewise
+    heldout: NDArray[np.int64]  # likewise, of the held-out text
     whole: bool  # whether each document is on one side; else the tail of each is held out
 
 
@@ -34,7 +34,7 @@ def content_score(content: bytes) -> float:
 
 
 def ends_score(size: int, read: Callable[[int, int], bytes]) -> float:
-    """Return the `content_score` of up to 64 KiB; of what is larger, that of its size and its first and last 32 KiB.
+    """Return the `content_score` of up to 64 KiB; of more, that of the size and the first and last 32 KiB.
 
     Pictures are compressed, so any two differ there, and a set larger than memory is split without reading all of it.
     """

@@ -1,6 +1,6 @@
 """GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` and the mesh traced for only.
 
-Configurations and sizes by name need no JAX; models, and what computes with them, are imported when first used.
+Configurations and sizes by name need no JAX; models and functions of models are imported when first used.
 """
 
 import importlib

@@ -112,7 +112,7 @@ def _blocks(length: int) -> int:
 
 
 def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks: int, window: int | None) -> jax.Array:
-    """Return what `attend` does, causal: queries in blocks, each with the keys that one of them sees.
+    """Return causal attention: queries in blocks, each with the keys that one of them sees.
 
     The heads that share a key are rows of one matrix: [batch, kv_heads, heads / kv_heads * block, D].
     """

@@ -57,7 +57,8 @@ def attend_in_documents(
 ) -> jax.Array:
     """Return softmax(query key^T / sqrt(D)) value within documents; statistics and sums in float32.
 
-    Shapes are those of `jdp.models.attention.attend`; `sight` is what a position attends to, and the size of a block.
+    Shapes are those of `jdp.models.attention.attend`; `sight` has the keys that a position
+    attends to, and the size of a block.
     """
     batch, length, heads, width = query.shape
     more = -length % sight.size
@@ -72,7 +73,7 @@ def attend_in_documents(
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, to_all: jax.Array | None, sight: Sight
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Return what attention gives, and what its backward pass takes.
+    """Return the result of attention, and the residuals of its backward pass.
 
     Query and result are [batch, kv_heads, heads of each, length, D], key and value [batch, kv_heads, length, D].
     """

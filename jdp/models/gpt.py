@@ -1,4 +1,4 @@
-"""A decoder-only transformer; what distinguishes GPT-2 from Llama are fields of its configuration.
+"""A decoder-only transformer; GPT-2 and Llama differ in fields of its configuration.
 
 Embedding, then per layer attention and feed-forward, each normalised before and added to the residual stream after,
 then a last norm and the logits. The configuration is in `jdp.models.configs.gpt`, the layers themselves are in
@@ -86,11 +86,10 @@ class GPT(nnx.Module):
         Args:
             tokens: [batch, length] integers; length at most `context`.
             rng: typed key for dropout; None: no dropout.
-            segments: [batch, length] integers, the document of each token of a packed row; None: a row is one document.
+            segments: as for a call of the model.
 
         Raises:
-            ValueError: tokens or segments of another rank or dtype, or longer than the context; "cudnn" attention
-                that cuDNN does not have.
+            ValueError: as for a call of the model.
         """
         config = self.config
         _check_tokens(tokens, config)
@@ -121,7 +120,7 @@ class GPT(nnx.Module):
             targets: [batch, length] integers. Those of weight zero may be any integer.
             weights: [batch, length]; 0 for padding.
             rng: typed key for dropout; None: no dropout.
-            segments: [batch, length] integers, the document of each token of a packed row; None: a row is one document.
+            segments: as for a call of the model.
 
         Returns:
             The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.

@@ -10,6 +10,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from corpora import read_corpus, read_token_ids
 
 from jdp.cli import main as cli
 from jdp.data import array_data, text_data
@@ -17,7 +18,6 @@ from jdp.data.images.samples import image_data
 from jdp.data.sources import array_files as reads_arrays
 from jdp.data.sources.array_files import read_arrays
 from jdp.data.sources.hub import OutsideError, _check_files, hub_splits
-from jdp.data.text.documents import read_corpus, read_token_ids
 from jdp.data.text.tokenizers import open_tokenizer
 
 LONGEST = 600

@@ -170,7 +170,7 @@ def test_a_corrupt_table_is_one_error(tmp_path, suffix, damage):
     else:
         write_arrow(table(), path, pa.ipc.new_file)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"a data file must be whole; given {path}: ") as caught:
+    with pytest.raises(ValueError, match=f"a data file must be complete; given {path}: ") as caught:
         image_data(path)
     assert cli._is_users_mistake(caught.value)
 

@@ -117,7 +117,7 @@ def test_a_tar_that_is_cut_is_refused_wherever(tmp_path):
     for size in [len(whole) // 2, 512 + 10, 512, 100, 700, 0, end, (end // 512 + 1) * 512, *range(37, end, 517)]:
         path.write_bytes(whole[:size])
         said = refusal(path)
-        assert said.startswith("a tar file must be whole; given ") and "fetch or write it again" in said
+        assert said.startswith("a tar file must be complete; given ") and "fetch or write it again" in said
         assert f"of {size} bytes" in said
     path.write_bytes(whole[: 512 + 40])
     assert f"it breaks off in 0000.png, which ends at byte {512 + len(PNGS[0])}" in refusal(path)
@@ -132,7 +132,7 @@ def test_a_tar_with_other_bytes_is_refused(tmp_path):
     path.write_bytes(whole[:header] + b"\x7f" * 512 + whole[header + 512 :])
     assert f"byte {header}, after 0001.cls: no header" in refusal(path)
     path.write_bytes(b"this is not a tar file" * 100)
-    assert "must be whole" in refusal(path)
+    assert "must be complete" in refusal(path)
 
 
 def test_what_is_no_sample_is_named(tmp_path):
@@ -182,7 +182,7 @@ def test_bad_data_of_an_experiment_is_one_error(shards, tmp_path, damage, monkey
     if damage == "a tar cut in half":
         path = shards / "001.tar"
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        expected = f"a tar file must be whole; given {path} of "
+        expected = f"a tar file must be complete; given {path} of "
     else:
         iterdir, expected = type(shards).iterdir, f"all of the data must be readable; given {shards}, Permission denied"
 

@@ -115,7 +115,7 @@ def test_a_tar_cut_in_half_is_one_error_that_names_its_address(bucket, tmp_path,
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main(["train", str(file), "--run-dir", f"{bucket}/runs", "--model.features_in", "192"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert f"{address}/shard-1.tar" in error and "Traceback" not in error and "whole" in error, error
+    assert f"{address}/shard-1.tar" in error and "Traceback" not in error and "complete" in error, error
     assert sorted(path.name for path in tmp_path.iterdir()) in (before, sorted([*before, "cache"]))
     assert not Remote(f"{bucket}/runs").files()
 

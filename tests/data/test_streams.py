@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from corpora import read_corpus
 from huggingface_hub.utils import http_backoff
 from tiny_experiment import train_here
 
@@ -16,7 +17,6 @@ from jdp.data import global_batches, mixture, text_data
 from jdp.data.feed import process_rows
 from jdp.data.sources.hub import _reading
 from jdp.data.text import samples as reads_text
-from jdp.data.text.documents import read_corpus
 from jdp.run.outputs.metrics import read
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(60)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import read_corpus
 
 from jdp.data import TextSamples, decode, encode, text_data
-from jdp.data.text.documents import read_corpus
 
 
 def write(folder, **texts):

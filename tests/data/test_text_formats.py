@@ -14,9 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from corpora import read_corpus
 
 from jdp.data import text_data
-from jdp.data.text.documents import read_corpus
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(40)]
 DOCUMENTS = tuple(text.encode() for text in TEXTS)
@@ -254,27 +254,27 @@ def one_letter_changed():
 BAD = {
     "cut.txt.gz": (
         gzip.compress(DOCUMENTS[0])[:-6],
-        "compressed file must be whole; given .*cut.txt.gz: Compressed file ended",
+        "compressed file must be complete; given .*cut.txt.gz: Compressed file ended",
     ),
-    "not.txt.gz": (b"plain text", r"must be whole; given .*not.txt.gz: Not a gzipped file"),
-    "none.txt.gz": (b"", "must be whole; given .*none.txt.gz: the file is empty"),
-    "sum.txt.gz": (gzip.compress(b"text")[:-8] + bytes(8), "must be whole; given .*sum.txt.gz: CRC check failed"),
-    "cut.txt.zst": (zstd(DOCUMENTS[0])[:-2], "must be whole; given .*cut.txt.zst: it ends in the middle of a frame"),
-    "not.txt.zst": (b"plain text", "must be whole; given .*not.txt.zst: zstd decompress"),
-    "cut.jsonl.gz": (gzip.compress(lines(ROWS))[:-30], "must be whole; given .*cut.jsonl.gz"),
+    "not.txt.gz": (b"plain text", r"must be complete; given .*not.txt.gz: Not a gzipped file"),
+    "none.txt.gz": (b"", "must be complete; given .*none.txt.gz: the file is empty"),
+    "sum.txt.gz": (gzip.compress(b"text")[:-8] + bytes(8), "must be complete; given .*sum.txt.gz: CRC check failed"),
+    "cut.txt.zst": (zstd(DOCUMENTS[0])[:-2], "must be complete; given .*cut.txt.zst: it ends in the middle of a frame"),
+    "not.txt.zst": (b"plain text", "must be complete; given .*not.txt.zst: zstd decompress"),
+    "cut.jsonl.gz": (gzip.compress(lines(ROWS))[:-30], "must be complete; given .*cut.jsonl.gz"),
     "cut.parquet": (
         whole("rows.parquet")[:-9],
-        r"data file must be whole; given .*cut.parquet: Parquet magic bytes .*; fetch",
+        r"data file must be complete; given .*cut.parquet: Parquet magic bytes .*; fetch",
     ),
-    "none.parquet": (b"", "must be whole; given .*none.parquet: Parquet file size is 0"),
-    "hole.parquet": (one_letter_changed(), "data file must be whole; given .*hole.parquet: .*CRC checksum"),
+    "none.parquet": (b"", "must be complete; given .*none.parquet: Parquet file size is 0"),
+    "hole.parquet": (one_letter_changed(), "data file must be complete; given .*hole.parquet: .*CRC checksum"),
     "latin.parquet": (
         whole("rows.parquet").replace(b"\xc3\xafv", b"\xefiv"),
-        "must be whole; given .*latin.parquet: .* Invalid UTF8",
+        "must be complete; given .*latin.parquet: .* Invalid UTF8",
     ),
-    "cut.arrow": (whole("rows.arrow")[:-9], "must be whole; given .*cut.arrow: Not an Arrow file"),
-    "stream.arrow": (whole("stream.arrow")[:-99], "must be whole; given .*stream.arrow: Expected"),
-    "none.arrow": (b"", "must be whole; given .*none.arrow"),
+    "cut.arrow": (whole("rows.arrow")[:-9], "must be complete; given .*cut.arrow: Not an Arrow file"),
+    "stream.arrow": (whole("stream.arrow")[:-99], "must be complete; given .*stream.arrow: Expected"),
+    "none.arrow": (b"", "must be complete; given .*none.arrow"),
     "a.jsonl": (
         b'{"text": "a"}\n{"text": }\n',
         r"JSON must be valid; given b'{\"text\": }' … in .*a.jsonl, line 2: Expecting value",

@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from corpora import read_token_ids
 
 from jdp.data import text_data
 from jdp.data.sources.tables import table_pieces
-from jdp.data.text.documents import read_token_ids
 
 
 def parquet(path, table):

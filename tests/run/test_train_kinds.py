@@ -217,8 +217,8 @@ def cut(file, write):
 IMAGES = {**RESNET, "classes": 2}
 CORRUPT = {
     "picture": (IMAGES, picture_folder, "images must be readable"),
-    "table of pictures": (IMAGES, picture_table, "a data file must be whole"),
-    "table of text": (GPT, text_table, "a data file must be whole"),
+    "table of pictures": (IMAGES, picture_table, "a data file must be complete"),
+    "table of text": (GPT, text_table, "a data file must be complete"),
 }
 
 

@@ -26,7 +26,7 @@ _UNCLEAR = ("I", "F")  # 32 bits: no agreed black and white
 class Pictures:
     """Encoded pictures with their classes, by random access; safe to read in threads."""
 
-    name: str  # of what they were read from
+    name: str  # of the source
     labels: Labels  # the class of each
     most: float = 255.0  # the largest value that a pixel can have; black is 0
 
@@ -92,7 +92,7 @@ class Frame:
 
 
 def _eight_bits(image: Any, mode: str) -> Any:
-    """Return the first picture of a file, 8 bits a channel; what is transparent shows its colour."""
+    """Return the first picture of a file, 8 bits a channel; a transparent part shows its colour."""
     if image.mode in _SIXTEEN_BITS:
         values = np.asarray(image).astype(np.uint16) >> 8
         image = optional("PIL.Image", "decoding an image").fromarray(values.astype(np.uint8))

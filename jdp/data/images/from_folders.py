@@ -2,7 +2,7 @@
 
 1. List the class folders in sorted order; a directory of two sets (train, and one to evaluate on) is recognised first.
 2. List the files of each, all the way down, in sorted order.
-3. Read each file's content score when the data are split: nothing is decoded yet.
+3. Read each file's content score, in threads: nothing is decoded yet.
 """
 
 import os
@@ -54,7 +54,10 @@ def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) ->
             f"a directory of pictures must have a folder for each class, two or more; given {directory} with "
             f"{len(folders)} and {_pictures_in(directory)} pictures beside: put each class' pictures in its own folder"
         )
-    files_by_class = {folder.name: _visible_files(folder) for folder in folders}
+    files_by_class = {
+        folder.name: sorted(inside + os.sep + name for inside, name in walk(folder) if not name.startswith("."))
+        for folder in folders
+    }
     if empty := [name for name, files in files_by_class.items() if not any(map(_is_picture, files))]:
         raise ValueError(
             f"every class folder must hold pictures ({', '.join(PICTURE_SUFFIXES)}); given none in "
@@ -63,7 +66,9 @@ def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) ->
     _report_oddities(directory, files_by_class)
     pairs = [(file, name) for name, files in files_by_class.items() for file in files if _is_picture(file)]
     labels = labels_of([name for _, name in pairs], str(directory), names=classes)
-    return FilePictures(name=str(directory), files=tuple(file for file, _ in pairs), labels=labels)
+    pictures = FilePictures(name=str(directory), files=tuple(file for file, _ in pairs), labels=labels)
+    _ = pictures.scores  # refuses files that cannot be read, before one is decoded: reading a pipe would never end
+    return pictures
 
 
 def two_sets(directory: Path) -> tuple[Path, Path] | None:
@@ -86,10 +91,6 @@ def visible_folders(directory: Path) -> list[Path]:
         return sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError as error:
         raise ValueError(unreadable(error)) from error
-
-
-def _visible_files(folder: Path) -> list[str]:
-    return sorted(inside + os.sep + name for inside, name in walk(folder) if not name.startswith("."))
 
 
 def _report_oddities(directory: Path, files_by_class: dict[str, list[str]]) -> None:

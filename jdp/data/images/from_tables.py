@@ -135,7 +135,7 @@ def _report_files_outside(paths: Sequence[str | None], name: str) -> None:
 
 
 def _columns(schema: Any, name: str, columns: Columns) -> tuple[str, str]:
-    """Return the column of pictures and the column of labels; `name` is what the schema was read from."""
+    """Return the column of pictures and the column of labels; `name` is the file's."""
     noted = _noted(schema, name)
     pictures = [key for key in schema.names if noted.get(key, {}).get("_type") == "Image"]
     pictures = pictures or [key for key in schema.names if _holds_bytes(schema.field(key).type)]

@@ -5,7 +5,7 @@
 2. A picture is then read at its place. So the order is that of all data, over all samples (jdp.data.order), not file by
    file through a buffer.
 
-A file that is cut is refused: whatever its place, the end of an archive is marked.
+A file that was cut anywhere is refused, as the end of an archive is marked.
 """
 
 import json
@@ -145,8 +145,8 @@ def _scan(path: Path, size: int, columns: Columns) -> _Index:
 
 
 def _members(file: BinaryIO, path: Path, size: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the files in a tar file but hidden ones. Raises ValueError if it is not whole."""
-    refused, again = f"a tar file must be whole; given {path} of {size} bytes", "fetch or write it again"
+    """Yield the files in a tar file but hidden ones. Raises ValueError if it is incomplete."""
+    refused, again = f"a tar file must be complete; given {path} of {size} bytes", "fetch or write it again"
     last = "its beginning"
     archive: Any
     try:
@@ -217,7 +217,7 @@ def _label(texts: dict[str, bytes], chosen: str | None) -> int | str | None:
 
 
 def _at(file: BinaryIO, start: int, stop: int) -> bytes:
-    """Return the bytes of a file from one place to another, wherever it stands. Raises OSError if it is shorter."""
+    """Return the bytes of a file from one place to another. Raises OSError if it is shorter."""
     content = os.pread(file.fileno(), stop - start, start)
     if len(content) < stop - start:
         raise OSError(f"it ends before byte {stop}")

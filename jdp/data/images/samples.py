@@ -164,11 +164,11 @@ def image_data(
             directory. So are .tar files of KEY.jpg and KEY.cls (or KEY.json), as WebDataset writes them. "hf:NAME",
             "hf:OWNER/NAME" and "hf:OWNER/NAME/CONFIG" are on the Hugging Face hub, "hf:/local/path" is on disk. An .npz
             has "images" uint8 and "labels".
-        size: what every image is fitted to, in pixels: the largest centred part of its proportions, resized (bilinear,
+        size: of every image, in pixels: its largest centred part of these proportions is resized (bilinear,
             antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
             of one size. A file's EXIF rotation is not applied.
         channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
-            what is transparent shows its colour.
+            a transparent part shows its colour.
         heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
             Unused if the source has a held-out set of its own: folders, or splits of a Hugging Face data set.
         heldout: a held-out set of its own, of the same classes.

@@ -1,4 +1,4 @@
-"""From what a user names to pictures: one set to split, or two that are split already."""
+"""Open the pictures of a source: one set to split, or two that are split already."""
 
 import glob
 import os

@@ -1,5 +1,5 @@
-"""What a user names, and the formats behind it.
+"""Sources of data, and their formats.
 
 `files.py` and `hub.py` find it; `tables.py`, `array_files.py` and `compressed.py` read it; `optional_packages.py`
-imports what only some formats need.
+imports packages that only some formats need.
 """

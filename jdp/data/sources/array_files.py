@@ -30,7 +30,7 @@ _CHUNK = 2**24  # bytes that are looked through at a time
 
 
 def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
-    """Return the arrays of a source, checked, and what to call it."""
+    """Return the arrays of a source, checked, and its name for errors."""
     if isinstance(source, Mapping):
         arrays, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
     else:
@@ -95,12 +95,12 @@ def _check_total(members: list[zipfile.ZipInfo]) -> None:
     if memory is not None and total > memory:
         raise ValueError(
             f"its arrays have {format_bytes(total)}, and this machine has {format_bytes(memory)} of memory; save each "
-            "as an .npy, which is not read whole"
+            "as an .npy, which is mapped, not read"
         )
 
 
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    """Read one array, after comparing the size that its header claims with what the file holds."""
+    """Read one array, after comparing the size that its header claims with the file's."""
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

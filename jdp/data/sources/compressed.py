@@ -41,7 +41,9 @@ def stream_bytes(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from _decompressed(file, path) if is_compressed(path) else _pieces(file)
     except (gzip.BadGzipFile, EOFError, zlib.error, struct.error) as error:
-        raise ValueError(f"a compressed file must be whole; given {path}: {error}; fetch or write it again") from error
+        raise ValueError(
+            f"a compressed file must be complete; given {path}: {error}; fetch or write it again"
+        ) from error
     except OSError as error:
         raise ValueError(unreadable(error, path)) from error
 

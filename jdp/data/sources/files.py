@@ -1,4 +1,4 @@
-"""From what a user names to files, in an order that is the same on every process: sorted by path, each file once."""
+"""Find the files that a user names: sorted by path on every process, each file once."""
 
 import glob
 import os
@@ -22,7 +22,7 @@ PathLike = str | os.PathLike[str]
 class Kinds:
     """The files of a directory that are wanted, by how their names end, with or without .gz or .zst after it."""
 
-    name: str  # what such files are called, for messages
+    name: str  # of such files, for messages
     suffixes: tuple[str, ...]  # of the files wanted
     # suffixes of files that are data too: a directory that holds both is ambiguous, and refused
     others: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ def find_files(entries: Sequence[PathLike], kinds: Kinds) -> list[Path]:
     """
     unique: dict[Path, Path] = {}
     for path in sorted(path for entry in entries for path in _files(entry, kinds)):
-        unique.setdefault(path.resolve(), path)  # whatever links lead to it
+        unique.setdefault(path.resolve(), path)  # by whichever links
     return list(unique.values())
 
 

@@ -93,7 +93,7 @@ def _tables(rows: Any, source: str) -> Iterator[Any]:
 
 
 def _reading(source: str, read: Callable[[], T]) -> T:
-    """Return what `read` returns. Raises ValueError for what it raises."""
+    """Return what `read` returns. Raises ValueError in place of its errors."""
     log, once = logging.getLogger("huggingface_hub.utils._http"), _SaidOnce()
     log.addFilter(once)
     try:

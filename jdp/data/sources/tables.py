@@ -2,7 +2,7 @@
 
 `read_arrow` reads columns of parquet and Arrow files as a `pyarrow.Table`. `table_pieces` reads columns of any table
 file, some rows at a time. Each piece is a `Table`, which returns them as text or as lists of token ids, and names the
-file and row in errors. A file that is not whole is refused, by the last piece at the latest.
+file and row in errors. An incomplete file is refused, by the last piece at the latest.
 """
 
 import codecs
@@ -24,6 +24,7 @@ from jdp.data.sources.optional_packages import optional
 
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_IDS = "lists of token ids"
 _PIECE_ROWS = 1024  # of a table, read at a time
 _PIECE_BYTES = 2**22  # of lines of JSON, parsed at a time
 
@@ -32,44 +33,45 @@ _PIECE_BYTES = 2**22  # of lines of JSON, parsed at a time
 class Table:
     """Some columns of a file, in memory."""
 
-    name: str  # the file, or what else they are from
-    unit: str  # what a row is called there: "row", counted from 0, or "line", counted from 1
+    name: str  # of the file or data set
+    unit: str  # of the numbers: "row", counted from 0, or "line", counted from 1
     numbers: Sequence[int]  # the number of each row in the file
     columns: Mapping[str, Any]  # name -> a list of Python values, or a `pyarrow.ChunkedArray`
 
     def name_of(self, row: int) -> str:
-        """Return what to call a row in errors: "data.jsonl, line 7"."""
+        """Return a row's name for errors: "data.jsonl, line 7"."""
         return f"{self.name}, {self.unit} {self.numbers[row]}"
 
     def texts(self, field: str) -> list[bytes]:
         """Return a column of text, in UTF-8 (an Arrow column of bytes is returned as it is)."""
         column = self.columns[field]
         if isinstance(column, list):
-            values = cast("list[Any]", column)
-            return [self._utf8(value, row, field) for row, value in enumerate(values)]
+            return [self._utf8(value, row, field) for row, value in enumerate(cast("list[Any]", column))]
         pyarrow = optional("pyarrow", self.name)
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        if not (_is_text(pyarrow, column.type) or pyarrow.types.is_null(column.type)):
-            raise ValueError(_not_text(self.name, f"type {column.type}", field))
-        if column.null_count:
-            raise ValueError(_not_text(self.name_of(_first_null(column)), "nothing (null)", field))
+        kinds = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+        if not any(getattr(pyarrow.types, f"is_{kind}")(column.type) for kind in kinds):
+            raise _wrong(self.name, f"type {column.type}", field, "text")
+        self._check_nulls(column, field, "text")
         return column.cast(pyarrow.large_binary()).to_pylist()
 
     def integer_lists(self, field: str) -> list[NDArray[Any]]:
         """Return a column of lists of integers: [n] of some integer dtype each."""
         column = self.columns[field]
         if isinstance(column, list):
-            values = cast("list[Any]", column)
-            return [self._integers(value, row, field) for row, value in enumerate(values)]
+            return [self._integers(value, row, field) for row, value in enumerate(cast("list[Any]", column))]
         pyarrow = optional("pyarrow", self.name)
         kind = column.type
-        is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
-        if not (is_list or pyarrow.types.is_fixed_size_list(kind)) or not pyarrow.types.is_integer(kind.value_type):
-            raise ValueError(_not_integers(self.name, f"type {kind}", field))
-        if column.null_count:
-            raise ValueError(_not_integers(self.name_of(_first_null(column)), "nothing (null)", field))
+        is_list = any(getattr(pyarrow.types, f"is_{name}")(kind) for name in ("list", "large_list", "fixed_size_list"))
+        if not is_list or not pyarrow.types.is_integer(kind.value_type):
+            raise _wrong(self.name, f"type {kind}", field, _IDS)
+        self._check_nulls(column, field, _IDS)
         return self._split(column.cast(pyarrow.large_list(kind.value_type)), field)
+
+    def _check_nulls(self, column: Any, field: str, rule: str) -> None:
+        if column.null_count:
+            raise _wrong(self.name_of(_first_null(column)), "nothing (null)", field, rule)
 
     def _split(self, column: Any, field: str) -> list[NDArray[Any]]:
         lists: list[NDArray[Any]] = []
@@ -78,18 +80,18 @@ class Table:
             flat = flat.slice(offsets[0], offsets[-1] - offsets[0])
             if flat.null_count:
                 row = len(lists) + int(np.searchsorted(offsets - offsets[0], _first_null(flat), side="right")) - 1
-                raise ValueError(_not_integers(self.name_of(row), "a list with nothing (null) in it", field))
+                raise _wrong(self.name_of(row), "a list with nothing (null) in it", field, _IDS)
             lists += np.split(flat.to_numpy(zero_copy_only=False), offsets[1:-1] - offsets[0]) if len(chunk) else []
         return lists
 
     def _utf8(self, value: Any, row: int, field: str) -> bytes:
         if not isinstance(value, str):
-            raise ValueError(_not_text(self.name_of(row), json.dumps(value)[:40], field))
+            raise _wrong(self.name_of(row), json.dumps(value)[:40], field, "text")
         try:
             return value.encode()
         except UnicodeEncodeError as error:
-            problem = f"half a surrogate pair at character {error.start}"
-            raise ValueError(_not_text(self.name_of(row), problem, field)) from error
+            given = f"half a surrogate pair at character {error.start}"
+            raise _wrong(self.name_of(row), given, field, "text") from error
 
     def _integers(self, value: Any, row: int, field: str) -> NDArray[Any]:
         try:
@@ -97,7 +99,7 @@ class Table:
         except ValueError:  # lists of unequal length
             array = np.zeros((), object)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(_not_integers(self.name_of(row), json.dumps(value)[:40], field))
+            raise _wrong(self.name_of(row), json.dumps(value)[:40], field, _IDS)
         return array.astype(np.int64) if not array.size else array
 
 
@@ -141,7 +143,7 @@ def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
         table = file.read(columns=chosen) if hasattr(file, "iter_batches") else file.read_all().select(chosen)
         table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
     except Exception as error:
-        raise ValueError(_not_whole(path, error)) from error
+        raise ValueError(_incomplete(path, error)) from error
     return table
 
 
@@ -158,7 +160,7 @@ def _opened(path: Path) -> tuple[Any, Any]:
             schema = file.schema
         list(_column_names(schema, optional("pyarrow.types", str(path))))
     except Exception as error:  # a name that is no UTF-8 is not one of pyarrow's own exceptions
-        raise ValueError(_not_whole(path, error)) from error
+        raise ValueError(_incomplete(path, error)) from error
     return file, schema
 
 
@@ -173,7 +175,7 @@ def _chosen(schema: Any, fields: Iterable[str], path: Path) -> list[str]:
 
 
 def _batches(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
-    """Yield the columns as `pyarrow.Table`s, some rows each. Raises ValueError for a file that is not whole."""
+    """Yield the columns as `pyarrow.Table`s, some rows each. Raises ValueError for an incomplete file."""
     from_batches = optional("pyarrow", str(path)).Table.from_batches
     if hasattr(file, "iter_batches"):
         batches = file.iter_batches(batch_size=_PIECE_ROWS, columns=chosen)
@@ -189,7 +191,7 @@ def _batches(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
             table = from_batches([batch]).select(chosen)
             table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
         except Exception as error:
-            raise ValueError(_not_whole(path, error)) from error
+            raise ValueError(_incomplete(path, error)) from error
         yield table
 
 
@@ -230,9 +232,9 @@ def _column_names(fields: Iterable[Any], types: Any) -> Iterator[str]:
             list(_column_names(field.type, types))
 
 
-def _not_whole(path: Path, error: Exception) -> str:
+def _incomplete(path: Path, error: Exception) -> str:
     words = cut((str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__, 300)
-    return f"a data file must be whole; given {path}: {words}; fetch or write it again"
+    return f"a data file must be complete; given {path}: {words}; fetch or write it again"
 
 
 def _json_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
@@ -250,7 +252,7 @@ def _json_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
 def _lines(pieces: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
     """Yield the lines that are not empty, with their numbers from 1, some at a time.
 
-    A raw line feed cannot stand inside of JSON text, and no other byte of UTF-8 looks like one.
+    JSON text holds no raw line feed, and no other byte of UTF-8 looks like one.
     """
     number, size, open_line, lines = 1, 0, list[bytes](), list[tuple[int, bytes]]()
     for piece in itertools.chain(pieces, (b"\n",)):  # which closes the last line
@@ -291,19 +293,10 @@ def _parse(content: bytes, name: str) -> Any:
         raise ValueError(f"JSON must be valid; given {content[:40]!r} … in {name}: {error}; fix it") from error
 
 
-def _is_text(pyarrow: Any, kind: Any) -> bool:
-    types = pyarrow.types
-    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    return text or types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-
-
 def _first_null(column: Any) -> int:
     return int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
 
 
-def _not_text(name: str, given: str, field: str) -> str:
-    return f'the field "{field}" must be text; given {given} in {name}: give another field, or leave that out'
-
-
-def _not_integers(name: str, given: str, field: str) -> str:
-    return f'the field "{field}" must be lists of token ids; given {given} in {name}: give another field, or fix it'
+def _wrong(name: str, given: str, field: str, rule: str) -> ValueError:
+    fix = "leave that out" if rule == "text" else "fix it"
+    return ValueError(f'the field "{field}" must be {rule}; given {given} in {name}: give another field, or {fix}')

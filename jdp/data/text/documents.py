@@ -1,4 +1,4 @@
-"""From what a user names to documents, in an order that is the same on every process.
+"""Find and read the documents of a source, in an order that is the same on every process.
 
 1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…", "hf-stream:…"), in
    the order given.
@@ -39,11 +39,11 @@ class Part(Generic[Document]):
 
     documents: Sequence[Document]  # bytes each, or integers [n] each
     name: str  # of the file or data set
-    unit: str = ""  # what one is called there, "row" or "line"; "": the file is one document
+    unit: str = ""  # of its numbers, "row" or "line"; "": the file is one document
     numbers: Sequence[int] = ()  # of each in the file
 
     def name_of(self, document: int) -> str:
-        """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
+        """Return a document's name for errors: "book.txt", or "rows.jsonl, line 7"."""
         return f"{self.name}, {self.unit} {self.numbers[document]}" if self.unit else self.name
 
 
@@ -56,7 +56,7 @@ class Corpus(Generic[Document]):
     parts: tuple[Part[Document], ...]  # of the documents, in their order
 
     def name_of(self, document: int) -> str:
-        """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
+        """Return a document's name for errors: "book.txt", or "rows.jsonl, line 7"."""
         part = bisect.bisect_right(self._firsts, document) - 1
         return self.parts[part].name_of(document - self._firsts[part])
 
@@ -109,31 +109,6 @@ def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDAr
     """
     of_file = functools.partial(_array_rows, field=field)
     return _parts(found, field, of_rows=lambda table: table.integer_lists(field), of_file=of_file)
-
-
-def read_corpus(
-    source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None, field: str = "text"
-) -> Corpus[bytes]:
-    """Read all of a source into memory as it is: UTF-8 of rows, whatever bytes a file of text has.
-
-    Raises ValueError: a source that does not exist, something unreadable or not whole, a row that is not text, or
-    nothing but empty text.
-    """
-    found = find_text(source, suffixes=suffixes)
-    return corpus_of(found.name, text_parts(found, field))
-
-
-def read_token_ids(
-    source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None, field: str = "input_ids"
-) -> Corpus[NDArray[Any]]:
-    """Read text that was tokenised before: each row's `field` is a list of token ids.
-
-    The array `field` of an .npz, or all of an .npy, is one document [n], or a document a row [rows, n].
-
-    Raises ValueError: what `read_corpus` refuses; a row that is not a list of integers.
-    """
-    found = find_token_ids(source, suffixes=suffixes)
-    return corpus_of(found.name, token_id_parts(found, field))
 
 
 def corpus_of(name: str, parts: Iterable[Part[Document]]) -> Corpus[Document]:

@@ -88,7 +88,7 @@ class PackedSamples:
 
 
 def pack(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut documents into pieces, and place these in rows, none of which is empty.
+    """Cut documents into pieces, and place these in rows. No row is empty.
 
     Returns int64 [pieces] each: a piece's first token, its number of pairs (1 to `length`), and its row.
     """

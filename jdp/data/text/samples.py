@@ -92,7 +92,7 @@ class TextData:
         heldout: the samples kept from training.
         whole: whether documents were held out whole; else the tail of each.
         vocab_size: every token is below it.
-        tokenizer: what made the tokens; None if the source held token ids.
+        tokenizer: it made the tokens; None if the source held token ids.
         folder: that holds the tokens; None: they are in memory.
 
     >>> import pathlib, tempfile
@@ -307,7 +307,7 @@ def encode(text: str) -> NDArray[np.int32]:
 
 
 def decode(tokens: ArrayLike) -> str:
-    """Return bytes as text; what is not UTF-8 (a character cut in two) becomes �.
+    """Return bytes as text; bytes that are not UTF-8 (a character cut in two) become �.
 
     Args:
         tokens: integers [n] below 256.

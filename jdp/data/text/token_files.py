@@ -5,7 +5,7 @@
 2. A folder of files takes its name when it is complete. Its name is a hash of the source's files (path, size, time),
    the tokenizer and the split, so a run that is started again finds it without reading text.
 3. Samples are copied out of the mapping, and its pages given back now and then. They stay in the kernel's page cache,
-   one copy for all processes of the host, so a process' memory does not grow with what it has read.
+   one copy for all processes of the host, so a process' memory does not grow as it reads.
 
 A folder holds index.json, and for each side SIDE.tokens and SIDE.bounds. Tokens are the smallest unsigned integers that
 hold the vocabulary, little-endian, documents end to end. Bounds are int64: the start of each document, and the end of
@@ -56,7 +56,7 @@ class TokenFiles:
         return default_folder() / "token_files" / self.key
 
     def open(self) -> TextSides | None:
-        """Return the tokens; None if they are not written, or files are not whole."""
+        """Return the tokens; None if they are not written, or a file is incomplete."""
         try:
             index = json.loads((self.folder / "index.json").read_bytes())
             train, heldout = (self._side(side, index[side]) for side in _SIDES)
@@ -91,17 +91,17 @@ class TokenFiles:
         return sides
 
     def _side(self, side: str, tokens: int) -> TokenArray:
-        """Return one side. Raises ValueError if its files are not whole."""
+        """Return one side. Raises ValueError if a file is incomplete."""
         path = self.folder / f"{side}.tokens"
         if path.stat().st_size != tokens * self.dtype.itemsize:
-            raise ValueError(f"{path} is not whole")
+            raise ValueError(f"{path} is incomplete")
         ids = MappedTokens(path, self.dtype) if tokens else np.zeros(0, self.dtype)
         bounds = np.asarray(np.memmap(self.folder / f"{side}.bounds", np.dtype("<i8"), mode="r"))
         return TokenArray(ids, bounds)
 
 
 def once(path: Path, compute: Callable[[], str]) -> str:
-    """Return the text of a file; if it is not there, what `compute` returns, and write it."""
+    """Return the text of a file; if there is none, write the text that `compute` returns."""
     try:
         return path.read_text()
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def _one_process(folder: Path) -> Generator[None]:
 def _write(
     folder: Path, parts: Iterable[TokenisedPart], dtype: np.dtype[Any], separator: int | None, heldout_fraction: float
 ) -> dict[str, Any]:
-    """Write both sides, and return what index.json says of them."""
+    """Write both sides, and return the facts for index.json."""
     with _both(folder, dtype) as sides:
         for part in parts:
             spans = whole_documents(part.scores, part.tokens.bounds, heldout_fraction)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,35 +27,39 @@ _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-_BATCH_BYTES = 2**22  # of text that is tokenised at a time: what the library returns is many times larger than the ids
+_BATCH_BYTES = 2**22  # of text that is tokenised at a time: the library's encodings are many times larger than the ids
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back.
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back."""
 
-    Attributes:
-        name: for people.
-        identity: distinguishes it from other tokenizers, for caches.
-        vocab_size: ids are below it.
-        separator: the id that closes a document.
-    """
+    name: str  # for people
+    identity: str  # distinguishes it from other tokenizers, for caches
+    vocab_size: int  # ids are below it
+    separator: int  # the id that closes a document
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def identity(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def separator(self) -> int: ...
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Return text as tokens: int32 [n]."""
+        raise NotImplementedError
 
-    def encode(self, text: str) -> NDArray[np.int32]: ...
+    def decode(self, tokens: ArrayLike) -> str:
+        """Return tokens [n] as text. Raises ValueError for one outside the vocabulary."""
+        values = np.asarray(tokens)
+        if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
+            kind = "must be a byte," if self.name == BYTES else f"of {self.name} must be"
+            raise ValueError(
+                f"a token {kind} 0 to {self.vocab_size - 1}; given {values.min()} to {values.max()}: "
+                f"decode the samples of a model whose vocab_size is {self.vocab_size}"
+            )
+        return self._text(values)
 
-    def decode(self, tokens: ArrayLike) -> str: ...
+    def _text(self, values: NDArray[Any]) -> str:
+        raise NotImplementedError
 
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        """Return documents as ids, without separators; `name_of` returns what to call a document in errors."""
-        ...
+        """Return documents as ids, without separators; `name_of` returns a document's name for errors."""
+        raise NotImplementedError
 
 
 def open_tokenizer(name: str) -> Tokenizer:
@@ -77,60 +81,38 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """The tokenizer whose tokens are bytes: of UTF-8, or of whatever a file holds."""
+class Bytes(Tokenizer):
+    """The tokenizer whose tokens are bytes: of UTF-8, or of a file of any kind; what is not UTF-8 is decoded as �."""
 
-    name: str = "bytes"
-    identity: str = "bytes"
+    name: str = BYTES
+    identity: str = BYTES
     vocab_size: int = VOCAB_SIZE
     separator: int = SEPARATOR
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Return text as tokens: int32 [bytes of its UTF-8]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
-    def decode(self, tokens: ArrayLike) -> str:
-        """Return tokens [n], integers below 256, as text; bytes that are not UTF-8 become �."""
-        values = np.asarray(tokens)
-        if values.size and not 0 <= values.min() <= values.max() < VOCAB_SIZE:
-            raise ValueError(
-                f"a token must be a byte, 0 to {VOCAB_SIZE - 1}; given {values.min()} to {values.max()}: "
-                f"decode the samples of a model whose vocab_size is {VOCAB_SIZE}"
-            )
+    def _text(self, values: NDArray[Any]) -> str:
         return values.astype(np.uint8).tobytes().decode(errors="replace")
 
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        """Return documents as uint8."""
         del name_of  # every byte is a token
         return TokenArray(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
 
 
-@dataclass(frozen=True, eq=False)
-class FileTokenizer:
-    """A tokenizer.json; `tokenizer` is the `tokenizers.Tokenizer`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FileTokenizer(Tokenizer):
+    """A tokenizer.json; special tokens are encoded only where the text contains them, and decoded as all others."""
 
-    tokenizer: Any
-    name: str
-    identity: str
-    vocab_size: int
-    separator: int
+    tokenizer: Any  # the `tokenizers.Tokenizer`
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Return text as tokens: int32 [n], without special tokens but those that the text contains."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def decode(self, tokens: ArrayLike) -> str:
-        """Return tokens [n] as text, special ones too."""
-        values = np.asarray(tokens)
-        if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
-            raise ValueError(
-                f"a token of {self.name} must be 0 to {self.vocab_size - 1}; given {values.min()} to {values.max()}: "
-                f"decode the samples of a model whose vocab_size is {self.vocab_size}"
-            )
+    def _text(self, values: NDArray[Any]) -> str:
         return self.tokenizer.decode(values.tolist(), skip_special_tokens=False)
 
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        """Return documents as the smallest unsigned integers that hold the vocabulary."""
         dtype = smallest_uint(self.vocab_size)
         ids: list[NDArray[Any]] = [np.zeros(0, dtype)]
         for texts in _batches(documents, name_of):

@@ -25,7 +25,7 @@ class TextSides:
     name: str  # of the source
     documents: int  # their number
     train: TokenArray  # the documents to train on, each closed by the separator
-    heldout: TokenArray  # likewise, those held out
+    heldout: TokenArray  # the documents held out, likewise
     whole: bool  # whether documents were held out whole; else the tail of each
     vocab_size: int  # every token is below it
     folder: Path | None = None  # that holds the tokens; None: they are in memory
@@ -51,10 +51,7 @@ def sides_in_memory(
         ids = corpus_of(found.name, token_id_parts(found, field))
         part, highest = _id_part(ids.documents, ids.name_of, vocab_size)
         size = highest + 1 if vocab_size is None else vocab_size
-        tokens, scores = (
-            TokenArray(part.tokens.ids.astype(smallest_uint(size), copy=False), part.tokens.bounds),
-            part.scores,
-        )
+        tokens, scores = part.tokens.astype(smallest_uint(size)), part.scores
     else:
         corpus, size = corpus_of(found.name, text_parts(found, field)), tokenizer.vocab_size
         entry = None if tokenizer.name == BYTES else entry_name(tokenizer.identity, corpus.documents)
@@ -88,9 +85,7 @@ def tokenised_parts(
 
 
 def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
-    """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by the separator if there is
-    one.
-    """
+    """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by any separator."""
     pieces = [tokens.ids[start:end] for start, end in spans.tolist()]
     sizes = spans[:, 1] - spans[:, 0]
     if separator is not None:
@@ -128,13 +123,13 @@ def _check_ids(tokens: TokenArray, name_of: Callable[[int], str], vocab_size: in
 
 
 def _with_separator(tokens: TokenArray, tokenizer: Tokenizer) -> int:
-    """Return the number of documents that contain what closes a document."""
+    """Return the number of documents that contain the separator."""
     separators = np.flatnonzero(tokens.ids == tokenizer.separator)
     return len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
 
 
 def _report_separators(name: str, doubtful: int, tokenizer: Tokenizer) -> None:
-    """Report text that contains what closes a document: it would be read as the end of one."""
+    """Report text that contains the separator: it would be read as the end of a document."""
     if doubtful:
         unit = "byte" if tokenizer.name == BYTES else "token"
         notice(

@@ -30,7 +30,7 @@ class GPTConfig:
         bias: biases in linear maps and in layer norms.
         qkv_bias: biases in the maps to queries, keys and values alone, as Qwen2 has them.
         qk_norm: an RMS norm of each head of queries and keys, as Qwen3 has it (arXiv:2010.04245).
-        post_norm: norms of what attention and feed-forward return too, before it is added, as Gemma 3 has them.
+        post_norm: norms of the outputs of attention and feed-forward too, before they are added, as Gemma 3 has them.
         scale_embedding: multiply the embedding by sqrt(width), as Gemma does (arXiv:1706.03762, section 3.4).
         window: a position attends to itself and the window - 1 before it (arXiv:2310.06825); None: to all before it.
         global_every: with window, layers whose number, from 1, it divides attend to all before; None: no layer does.

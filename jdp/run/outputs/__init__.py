@@ -1,1 +1,1 @@
-"""What a run writes and shows: `metrics.py` and `trackers.py`, the `terminal.py`, and the `profiler.py`'s traces."""
+"""Outputs of a run: `metrics.py` and `trackers.py`, the `terminal.py`, and the `profiler.py`'s traces."""

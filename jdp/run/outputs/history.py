@@ -1,4 +1,4 @@
-"""What happened to a run, visit by visit: `history.jsonl` in its folder, which is only ever appended to.
+"""The events of a run, visit by visit: `history.jsonl` in its folder, which is only appended to.
 
 One JSON object a line, each with "time" (Unix seconds), "event" and "step" (batches consumed):
 
@@ -95,7 +95,7 @@ def _append(folder: Path, event: str, step: int, **values: Any) -> None:
 
 
 def devices_of(mesh: Mesh) -> dict[str, Any]:
-    """Return what the visit computes on."""
+    """Return the devices and versions of a visit."""
     devices = list(mesh.devices.flat)
     return {
         "platform": devices[0].platform,

@@ -116,7 +116,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def read_counted(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
-    """Return what `read` returns, the number of damaged rows, and whether the last row is half-written."""
+    """Return the rows, as `read` does, the number of damaged ones, and whether the last row is half-written."""
     stored = _Rows.of(file)
     rows = [
         row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()}
@@ -177,7 +177,7 @@ class _Rows:
 
 
 def _rows_in(line: bytes) -> Iterator[bytes | None]:
-    """Yield the rows in a line, None for what is no row: the row of a killed writer may be followed by the next."""
+    """Yield the rows in a line, None for a damaged one: the row of a killed writer may be followed by the next."""
     if _is_row(line):
         yield line
         return
@@ -192,7 +192,7 @@ def _is_row(line: bytes) -> bool:
         row = json.loads(line)
         words = row.get("nonfinite", {})
         return type(row["step"]) is int and all(math.isnan(x) or math.isinf(x) for x in map(float, words.values()))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of whatever JSON, or bytes, it is
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # any JSON, or any bytes
         return False
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, for those who use them: a copy of what `metrics.py` writes into the run's own folder.
+"""Weights & Biases and MLflow, for those who use them: a copy of the metrics in the run's own folder.
 
 The folder's trackers.json has the tracker's name for this run, so a run that resumes continues the same curves. A
 tracker starts before the first step, and a failure then is an error. Later it only gets rows, on a thread of its own,
