@@ -79,8 +79,8 @@ class Plan(Drawn):
             of `data`. So is its optimizer state. Between steps these leaves have other shapes than the model's
             (`TrainState.unpadded`). They stay replicated, and this is reported, with a model axis, with `offload`,
             under a rule for them, or if the optimizer mixes a matrix's elements (adafactor, muon). The same holds for
-            other trees than a train state (`jdp.init`, `jdp.place`). Give False when your own code reads `state.params`
-            in the model's shapes.
+            other trees than a train state (`jdp.init`, `jdp.place`). Give False, and all stay replicated, when your own
+            code reads `state.params` in the model's shapes.
         offload: "optimizer" keeps the optimizer state and the master weights in the hosts' pinned memory between steps,
             except leaves of fewer than `min_shard_size` elements. Take it when the state does not fit into device
             memory under zero3 either. None: everything is on the devices.

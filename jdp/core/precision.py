@@ -101,13 +101,10 @@ class Precision:
                 )
 
     def working_shapes(self, params: PyTree) -> PyTree:
-        """Return the shapes and dtypes of the working copy: floating-point leaves in `compute`, others unchanged.
+        """Return the working copy as `jax.ShapeDtypeStruct`: floating-point leaves in `compute`, others unchanged.
 
         Args:
             params: a pytree of parameters, real or abstract.
-
-        Returns:
-            A tree of `jax.ShapeDtypeStruct`.
         """
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
