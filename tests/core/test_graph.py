@@ -19,6 +19,7 @@ from jdp.core.tracing.graph import (
     read,
     run,
     run_bodies,
+    traced_like,
     with_bodies,
 )
 from jdp.core.tracing.graph import called as called_by
@@ -66,9 +67,8 @@ def test_a_program_that_is_read_and_evaluated_gives_the_same(name):
 
 def rewritten(eqn, operands, functions):
     """Bind an operation again, with programs of the functions in it."""
-    shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inner.in_avals] for inner, _ in bodies(eqn, operands)]
-    programs = [jax.make_jaxpr(function)(*given) for function, given in zip(functions, shapes, strict=True)]
-    return bind(with_bodies(eqn, programs), operands)
+    programs = [inner for inner, _ in bodies(eqn, operands)]
+    return bind(with_bodies(eqn, list(map(traced_like, programs, functions))), operands)
 
 
 @pytest.mark.parametrize("again", [run_bodies, rewritten])

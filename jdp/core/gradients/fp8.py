@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jdp.base.notices import notice
 from jdp.core.flax_nnx.fp8 import fp8_product
 from jdp.core.sharding.traced_mesh import traced_device
-from jdp.core.tracing.graph import PLAIN, REMATERIALISED, bodies, carried, run, with_bodies
+from jdp.core.tracing.graph import PLAIN, REMATERIALISED, bodies, carried, run, traced_like, with_bodies
 from jdp.core.tracing.jaxprs import bind, traced_at, user_line
 
 _WEIGHT, _BATCH = 1, 2
@@ -104,9 +104,8 @@ class _Rewriter:
             return fp8_product(left, right, eqn.params["dimension_numbers"], _has_fp8(traced_device()))
 
     def _rewritten(self, program: ClosedJaxpr, sources: Sources) -> ClosedJaxpr:
-        count, avals = len(self.made), (var.aval for var in program.jaxpr.invars)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in avals]
-        new = jax.make_jaxpr(lambda *args: self.run(program, args, sources))(*shapes)
+        count = len(self.made)
+        new = traced_like(program, lambda *args: self.run(program, args, sources))
         return program if len(self.made) == count else new
 
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jdp.core.tracing.collectives import is_gather, is_reduction
-from jdp.core.tracing.graph import Env, Graph, Operation, Value, after, before, called, evaluate, known, read, run
+from jdp.core.tracing.graph import Env, Operation, Value, after, before, called, evaluate, known, read, run, traced_like
 from jdp.core.tracing.jaxprs import bind, every_eqn, inner_jaxprs, scan_counts, traced_at
 
 _COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}
@@ -67,7 +67,7 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
 
 def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any], begin_after: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr as `_run` does, its collectives outside of loops in turn with those of the loops."""
-    graph = _read(closed)
+    graph = read(closed, ())
     operations, env = graph.operations, Env(zip(graph.inputs, args, strict=True))
     scans = [each for each in operations if each.name == "scan"]
     after_any = after(operations, _results_of(scans))
@@ -155,8 +155,8 @@ def _results(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
 def _scan(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
     """Run a scan whose rounds gather or reduce, one layer ahead and one behind where it can be."""
     inner, length, reverse = eqn.params["jaxpr"], eqn.params["length"], eqn.params["reverse"]
-    body = jax.make_jaxpr(lambda *args: _run(inner, args))(*map(_like, inner.in_avals))
-    parts = _Parts.of(_read(body), *scan_counts(eqn))
+    body = traced_like(inner, lambda *args: _run(inner, args))
+    parts = _Parts.of(body, *scan_counts(eqn))
     if length > 1 and (parts.ahead or parts.behind):
         return _Loop(parts, operands, length, reverse).run(last)
     return _in_order(body, eqn, operands, last)
@@ -177,10 +177,6 @@ def _in_order(body: ClosedJaxpr, eqn: JaxprEqn, operands: list[Any], last: _Last
     stacks = last.empty(length, body.out_avals[carried:])
     carry, stacks = jax.lax.fori_loop(0, length, step, (operands[first:end], stacks))
     return [*carry, *stacks]
-
-
-def _like(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 @dataclass(frozen=True)
@@ -208,9 +204,10 @@ class _Parts:
     reduced: list[Value]
 
     @staticmethod
-    def of(body: Graph, first: int, carried: int) -> _Parts:
+    def of(body: ClosedJaxpr, first: int, carried: int) -> _Parts:
         """Split a scan's body with `first` constants and `carried` carried inputs."""
-        operations, inputs, outputs = body.operations, body.inputs, body.outputs
+        graph = read(body, ())
+        operations, inputs, outputs = graph.operations, graph.inputs, graph.outputs
         constants, state, sliced = inputs[:first], inputs[first : first + carried], inputs[first + carried :]
         of_layer = after(operations, sliced) - after(operations, state)
         ahead, _ = before(_results_of(each for each in operations if is_gather(each.eqn) and each in of_layer))
@@ -337,11 +334,6 @@ class _Loop:
             if value in used:
                 env[value] = jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
         return env
-
-
-def _read(closed: ClosedJaxpr) -> Graph:
-    """Read a program with its calls as operations."""
-    return read(closed, lambda eqn: None)
 
 
 def _inputs_of(operations: Sequence[Operation]) -> list[Value]:

@@ -11,7 +11,6 @@ GPT-2 on a GPU. But most of its leaves differ in nothing but their keys:
 `threefry.py` has the keys of 1, and on CPU devices the random numbers, in a form that is compiled sooner or not at all.
 """
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jdp.core.random.threefry import derived, random_bits
-from jdp.core.tracing.graph import FORWARD, Env, Graph, Operation, Value, after, before, called, evaluate, known, read
+from jdp.core.tracing.graph import FORWARD, Env, Graph, Operation, Value, after, before, evaluate, known, read
 from jdp.core.tracing.jaxprs import bind
 
 _MOST_KEYS = 4096
@@ -33,7 +32,7 @@ def run_init(make: Callable[[jax.Array], Any], key: jax.Array, shardings: Any) -
     traced: Any = jax.jit(make).trace(key)
     if traced.jaxpr.effects:  # prints and callbacks keep their order in one program only
         return jax.jit(make, out_shardings=shardings)(key)
-    graph = read(traced.jaxpr, functools.partial(called, names=FORWARD))
+    graph = read(traced.jaxpr, FORWARD)
     keyed, env = after(graph.operations, graph.inputs), dict[Value, Any](zip(graph.inputs, [key], strict=True))
     _derive_keys(graph, keyed, env)
     leaves, tree = jax.tree.flatten(shardings)
@@ -123,24 +122,15 @@ def _described(operations: Sequence[Operation], wanted: Sequence[Value]) -> tupl
 
 def _name_of(operation: Operation) -> Any:
     """Return the parameters as text; the operation itself if they hold arrays, which the text does not show."""
-    waiting: list[Any] = list(operation.eqn.params.values())
-    seen: dict[int, Any] = {}
+    waiting, seen = [operation.eqn.params], set[int]()
     while waiting:
-        value = waiting.pop()
-        if isinstance(value, np.ndarray | jax.Array):
-            return operation
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            if id(value) in seen:
-                continue
-            seen[id(value)] = value
-            program: Any = getattr(value, "jaxpr", value)
-            waiting += getattr(value, "consts", ())
-            waiting += [atom.val for eqn in program.eqns for atom in eqn.invars if isinstance(atom, Literal)]
-            waiting += [inner for eqn in program.eqns for inner in eqn.params.values()]
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, tuple | list):
-            waiting += value
+        for value in jax.tree.leaves(waiting.pop()):
+            if isinstance(value, np.ndarray | jax.Array):
+                return operation
+            if isinstance(value, ClosedJaxpr | Jaxpr) and id(value) not in seen:
+                seen.add(id(value))
+                literals = [atom.val for eqn in value.eqns for atom in eqn.invars if isinstance(atom, Literal)]
+                waiting += [getattr(value, "consts", ()), literals, [eqn.params for eqn in value.eqns]]
     return str(operation.eqn.params)
 
 

@@ -1,4 +1,4 @@
-"""What is said once of a plan when a state is made by it."""
+"""Notices about the placement of parameters, once for each plan."""
 
 from __future__ import annotations
 

@@ -120,16 +120,13 @@ class GlobalProgram:
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Thunk | None]) -> None:
         self.jaxpr = jaxpr
         self.iotas = {_iota(eqn) for eqn in jaxpr.eqns if eqn.primitive.name == "iota"}
-        self._known: dict[Any, Thunk] = {}
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            if not isinstance(const, Tracer):
-                self._known[var] = functools.partial(_itself, const)
-        self._known |= {var: arg for var, arg in zip(jaxpr.invars, args, strict=True) if arg is not None}
+        of_consts = (None if isinstance(const, Tracer) else functools.partial(_itself, const) for const in consts)
+        given = zip([*jaxpr.constvars, *jaxpr.invars], [*of_consts, *args], strict=True)
+        self._known: dict[Any, Thunk] = {var: thunk for var, thunk in given if thunk is not None}
         for eqn in jaxpr.eqns:
-            inputs = self.known(eqn.invars)
-            known = [thunk for thunk in inputs if thunk is not None]
-            if len(known) == len(inputs) and _is_pure(eqn):
-                values = functools.cache(functools.partial(_evaluate, eqn, known))
+            inputs = [thunk for thunk in self.known(eqn.invars) if thunk is not None]
+            if len(inputs) == len(eqn.invars) and _is_pure(eqn):
+                values = functools.cache(functools.partial(_evaluate, eqn, inputs))
                 self._known |= {var: functools.partial(_pick, values, n) for n, var in enumerate(eqn.outvars)}
 
     def known(self, atoms: Sequence[Any]) -> list[Thunk | None]:

@@ -93,13 +93,12 @@ def called(eqn: JaxprEqn, names: Collection[str] = CALLS) -> ClosedJaxpr | None:
     return None if program is None else closed(program)
 
 
-def read(program: ClosedJaxpr, call: Callable[[JaxprEqn], ClosedJaxpr | None] = called) -> Graph:
-    """Read a program; what `call` returns of an operation is inlined."""
+def read(program: ClosedJaxpr, calls: Collection[str] = CALLS) -> Graph:
+    """Read a program with `calls` inlined."""
     operations = list[Operation]()
 
     def add(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        inner = call(eqn)
-        if inner is not None:
+        if (inner := called(eqn, calls)) is not None:
             return run(inner, operands, add, _constant)
         operation = Operation(len(operations), eqn, operands, [])
         operation.results = [Value(var.aval, maker=operation) for var in eqn.outvars]
@@ -201,6 +200,14 @@ def carried(eqn: JaxprEqn) -> slice:
         return slice(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"], None)
     first, count = scan_counts(eqn) if eqn.primitive.name == "scan" else (0, 0)
     return slice(first, first + count)
+
+
+def traced_like(program: ClosedJaxpr, function: Callable[..., Any]) -> ClosedJaxpr:
+    """Trace a function for the arguments of a program."""
+    weak = lambda x: getattr(x, "weak_type", False)  # noqa: E731
+    return jax.make_jaxpr(function)(
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak(x)) for x in program.in_avals)
+    )
 
 
 def with_bodies(eqn: JaxprEqn, programs: Sequence[ClosedJaxpr]) -> JaxprEqn:

@@ -28,7 +28,7 @@ from jdp.core.plan import Plan
 from jdp.core.sharding.host_memory import to_device, to_host
 from jdp.core.sharding.placement import Placement, shards, spec_entry
 from jdp.core.state import TrainState
-from jdp.core.tracing.graph import FORWARD, Env, Operation, Value, after, before, called, evaluate, known, read
+from jdp.core.tracing.graph import FORWARD, Env, Operation, Value, after, before, evaluate, known, read
 from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
 
 SLICE_BYTES = 128 * 2**20
@@ -111,7 +111,7 @@ def streamed(
     traced = jax.make_jaxpr(lambda *x: update(*tree.unflatten([x[i] for i in same])), return_shape=True)
     program, structure = traced(*shapes)
 
-    graph = read(program, partial(called, names=FORWARD))
+    graph = read(program, FORWARD)
     numbers = {graph.inputs[i]: i for i in on_host}
     groups = _groups(graph.outputs, numbers, after(graph.operations, numbers))
     _report_mixed(groups, placements)
