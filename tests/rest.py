@@ -219,7 +219,6 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "core/test_fp8.py": {"test_zero3_rounds_the_same_numbers": ""},
         "core/test_local_steps.py": {"test_one_local_step_of_sgd_is_a_plain_step": ""},
         "core/test_padding.py": {"test_local_steps_on_padded_parameters": ""},
-        "models/test_blockwise.py": {"test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once": "dots-4"},
         "models/test_losses.py": {
             "test_chunks_have_the_loss_and_the_gradients_of_the_whole": "fp32-tied | bf16-untied",
         },
@@ -251,8 +250,11 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_a_finite_gradient_is_said_to_be_one": "zero1",
         },
         "prove/test_prove.py": {
-            "test_other_optimizers_and_bf16_are_equal_with_room": "sgd",
+            "test_other_optimizers_and_bf16_are_equal_with_room": "",
             "test_masks_that_are_the_same_on_every_shard_are_seen": "fp32",
+            "test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming": "",
+            "test_masks_that_are_the_same_at_every_step_are_seen": "",
+            "test_a_mean_of_means_in_the_gradient_alone_is_seen_in_a_leaf": "",
         },
         "experiment/test_wire_keys.py": {
             "test_resumed_without_wire_it_goes_on_and_says_what_it_leaves": "",
@@ -341,9 +343,11 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_list_have": (
                 "changes0-1 | changes1-3"
             ),
+            "test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are": "",
         },
         "models/test_blockwise.py": {
-            "test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more": "zero3-None",
+            "test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once": "dots-4",
+            "test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more": "",
         },
         "models/test_losses.py": {"test_compiled_for_h100s_the_head_is_gathered_and_reduced_once": "manual"},
         "foresight/test_any_step.py": {"test_an_equinox_step": ""},
