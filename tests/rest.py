@@ -428,7 +428,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         function = f"{item.path.relative_to(TESTS).as_posix()}::{getattr(item, 'originalname', item.name)}"
         name = item.callspec.id if hasattr(item, "callspec") else ""
-        if is_left_out(function, name):
+        default = not any(item.get_closest_marker(marker) for marker in ("slow", "gpu"))
+        if default and is_left_out(function, name):
             item.add_marker(pytest.mark.rest)
-        default = not any(item.get_closest_marker(marker) for marker in ("rest", "slow", "gpu"))
+            default = False
         collected.append(Collected(function, name, default))
