@@ -291,6 +291,12 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_old_gradients_need_a_lower_rate": "",
             "test_rounds_of_four_steps_learn": "",
         },
+        "test_losses_table.py": {
+            "test_a_sum_is_the_sum_of_its_parts": (
+                "gpt_with_padding | llama_in_a_scan_over_layers | dpo | label_smoothing | recurrent | ctc | "
+                "detection | flow_matching"
+            ),
+        },
     },
     # Real clusters, hosts and processes, and faults that they wait for.
     "processes": {
