@@ -380,6 +380,7 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_batch_statistics_are_counted_apart": "",
             "test_the_loop_over_the_layers_is_not_one_over_microbatches": "",
         },
+        "report/test_scaling_page.py": {"test_the_command_compares_targets": ""},
         "experiment/test_experiments.py": {"test_compiles_for_its_gpus_and_fits": ""},
         "lessons/test_scaling.py": {"test_fewer_sequences_a_gpu_scale_worse_and_hold_less": ""},
     },
