@@ -219,7 +219,47 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "core/test_fp8.py": {"test_zero3_rounds_the_same_numbers": ""},
         "core/test_local_steps.py": {"test_one_local_step_of_sgd_is_a_plain_step": ""},
         "core/test_padding.py": {"test_local_steps_on_padded_parameters": ""},
+        "models/test_losses.py": {
+            "test_chunks_have_the_loss_and_the_gradients_of_the_whole": "fp32-tied | bf16-untied",
+        },
+        "models/test_models.py": {
+            "test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients": (
+                "config1-False-full | config3-True-dots"
+            ),
+            "test_greedy_sampling_takes_the_likeliest_token_of_a_plain_forward_pass": "1-llama | 11-gpt2",
+            "test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits": "llama",
+            "test_scanned_and_unrolled_start_from_the_same_bits": "llama",
+            "test_a_token_changes_nothing_before_it_and_something_after": "llama | gemma",
+        },
+        "models/test_segments.py": {"test_a_packed_document_has_the_logits_that_it_has_alone": "llama | windows"},
+        "models/test_vision_models.py": {
+            "test_eight_devices_are_one_device": "vit-auto",
+            "test_a_resnet_is_its_formula_and_rows_of_weight_zero_leave_no_trace_in_it": "basic",
+            "test_sixteen_bit_parameters_compute_in_sixteen_bits_and_sum_in_float32": "vit",
+        },
         "foresight/test_foresee.py": {"test_without_a_target_it_is_this_machines_devices": ""},
+        "checkpoint/test_remote_checkpoints.py": {
+            "test_a_run_that_goes_back_sets_the_later_steps_aside_there_too": "",
+            "test_a_flipped_bit_is_found_and_the_step_set_aside_there_too": "",
+            "test_a_single_checkpoint_is_replaced_only_if_asked": "",
+        },
+        "guard/test_nonfinite.py": {
+            "test_nan_in_the_batch_is_named_with_its_rows": "zero3",
+            "test_gradients_break_where_the_backward_pass_does": "zero3",
+            "test_parameters_that_are_not_finite_come_before_the_loss": "ddp",
+            "test_a_finite_gradient_is_said_to_be_one": "zero1",
+        },
+        "prove/test_prove.py": {
+            "test_other_optimizers_and_bf16_are_equal_with_room": "",
+            "test_masks_that_are_the_same_on_every_shard_are_seen": "fp32",
+            "test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming": "",
+            "test_masks_that_are_the_same_at_every_step_are_seen": "",
+            "test_a_mean_of_means_in_the_gradient_alone_is_seen_in_a_leaf": "",
+        },
+        "experiment/test_wire_keys.py": {
+            "test_resumed_without_wire_it_goes_on_and_says_what_it_leaves": "",
+            "test_resumed_on_other_devices_it_shares_out_what_was_lost": "",
+        },
         "run/test_damaged_checkpoints.py": {
             "test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_moved": "",
         },
@@ -236,10 +276,26 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "run/test_remote_runs.py": {
             "test_a_killed_run_goes_on_from_its_newest_checkpoint": "",
             "test_an_address_is_one_in_upper_case_and_with_one_slash": "s3:/",
+            "test_one_run_at_a_time": "",
         },
         "run/test_train.py": {
             "test_skips_before_a_stop_are_not_counted_again": "",
             "test_an_evaluation_that_a_stop_came_before_is_made_up_for": "",
+        },
+        "run/test_train_kinds.py": {"test_lora_fine_tunes_a_run_and_leaves_its_weights_alone": ""},
+        "lessons/test_fewer_bytes.py": {"test_int8_trains_as_well": ""},
+        "lessons/test_large_batches.py": {
+            "test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate": "",
+        },
+        "lessons/test_staleness.py": {
+            "test_old_gradients_need_a_lower_rate": "",
+            "test_rounds_of_four_steps_learn": "",
+        },
+        "test_losses_table.py": {
+            "test_a_sum_is_the_sum_of_its_parts": (
+                "gpt_with_padding | llama_in_a_scan_over_layers | dpo | label_smoothing | recurrent | ctc | "
+                "detection | flow_matching"
+            ),
         },
     },
     # Real clusters, hosts and processes, and faults that they wait for.
@@ -280,9 +336,28 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "run/test_soak.py": {"*": ""},
         "run/test_sweep.py": {"test_a_sweep_end_to_end_stopped_and_resumed": ""},
         "run/test_trackers.py": {"test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed": ""},
+        "cli/test_doctor.py": {
+            "test_two_processes_with_three_faults": "",
+            "test_a_process_that_stops_in_the_all_reduce": "",
+            "test_process_1_does_not_come": "",
+            "test_two_hosts_with_and_without_a_link": "",
+        },
+        "lessons/test_bucketing.py": {"test_two_processes_measure": ""},
     },
     # Programs compiled for described GPUs: one of each kind stays.
     "described GPUs": {
+        "models/test_attention.py": {
+            "test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more": "zero3",
+            "test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_list_have": (
+                "changes0-1 | changes1-3"
+            ),
+            "test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are": "",
+        },
+        "models/test_blockwise.py": {
+            "test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once": "dots-4",
+            "test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more": "",
+        },
+        "models/test_losses.py": {"test_compiled_for_h100s_the_head_is_gathered_and_reduced_once": "manual"},
         "foresight/test_any_step.py": {"test_an_equinox_step": ""},
         "foresight/test_axes.py": {
             "test_the_smallest_cluster_is_compiled_with_the_size_below": "",
@@ -296,6 +371,7 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_gradients_are_accumulated_whole_under_ddp_and_sharded_under_zero2": "",
             "test_rematerialisation_saves_activations": "",
             "test_the_largest_buffers_are_named": "",
+            "test_the_working_copy_is_whole_under_zero2_and_a_layer_under_zero3": "",
         },
         "foresight/test_symptoms.py": {"test_random_numbers_that_travel": "takes_one_of_many_keys"},
         "foresight/test_timeline.py": {"test_a_training_step_does_three_times_the_forward_pass": ""},
@@ -304,6 +380,9 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_batch_statistics_are_counted_apart": "",
             "test_the_loop_over_the_layers_is_not_one_over_microbatches": "",
         },
+        "report/test_scaling_page.py": {"test_the_command_compares_targets": ""},
+        "experiment/test_experiments.py": {"test_compiles_for_its_gpus_and_fits": ""},
+        "lessons/test_scaling.py": {"test_fewer_sequences_a_gpu_scale_worse_and_hold_less": ""},
     },
 }
 
@@ -358,7 +437,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         function = f"{item.path.relative_to(TESTS).as_posix()}::{getattr(item, 'originalname', item.name)}"
         name = item.callspec.id if hasattr(item, "callspec") else ""
-        if is_left_out(function, name):
+        default = not any(item.get_closest_marker(marker) for marker in ("slow", "gpu"))
+        if default and is_left_out(function, name):
             item.add_marker(pytest.mark.rest)
-        default = not any(item.get_closest_marker(marker) for marker in ("rest", "slow", "gpu"))
+            default = False
         collected.append(Collected(function, name, default))
