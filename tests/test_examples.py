@@ -33,9 +33,6 @@ SHOWN_ELSEWHERE = {
     "jdp.prove.Training": "in the example of jdp.prove.prove_training",
 }
 """Name -> why it has no example of its own."""
-PENDING = {"jdp.export.gpt2_names", "jdp.export.import_peft"}
-"""Names whose examples are still to be written: take out those that have one."""
-PENDING_MODULES = {"jdp.data", "jdp.models", "jdp.export"}
 
 
 def public():
@@ -96,8 +93,6 @@ def first_lines():
 @pytest.mark.parametrize("name", IN_THIS_PROCESS)
 def test_the_example_runs(name, first_lines, monkeypatch, tmp_path):
     found = examples(name)
-    if not found and (name in PENDING or name.rpartition(".")[0] in PENDING_MODULES):
-        pytest.skip("pending")
     assert found, "a public name has an example in its docstring: lines with >>>, and what they print"
     monkeypatch.chdir(tmp_path)
     own = jax.tree.map(lambda x: x.copy(), first_lines["state"])  # examples donate it

@@ -1,4 +1,4 @@
-"""`jdp train FILE` reads through seven packages and `base`, one way down: who follows it from `cli/train.py` enters no other."""
+"""`jdp train FILE` reads through `base` and seven packages, one way down, from `cli/train.py`."""
 
 import ast
 from pathlib import Path
