@@ -1,4 +1,4 @@
-"""`jdp doctor`: the state of this machine or of all processes; what is wrong, and the command that fixes it."""
+"""`jdp doctor`: checks of this machine, or of all processes together, and the fix of each fault."""
 
 import contextlib
 import json as as_json
@@ -29,11 +29,11 @@ _REPORTING, _VERIFYING = 60.0, 86400.0  # how long the others wait for process 0
 
 @dataclass(frozen=True)
 class Options:
-    """Examines this machine, or all processes together; reports what is wrong and the command that fixes it.
+    """Examines this machine, or all processes together, and reports each fault with the command that fixes it.
 
-    Looked at are devices, versions, names, ports, disk, memory and limits; for two seconds all devices all-reduce. As
-    several processes it also looks whether they reach each other, run the same, share a folder and have the same time:
-    start it as the training will be: jdp launch -n 2 -- -m jdp doctor, srun jdp doctor, mpirun jdp doctor.
+    It checks devices, versions, names, ports, disk, memory and limits; for two seconds all devices all-reduce. As
+    several processes it also checks that they reach each other, run the same, share a folder and have the same time.
+    Start it as the training will be: jdp launch -n 2 -- -m jdp doctor, srun jdp doctor, mpirun jdp doctor.
 
     With RUN it also compares the run's checkpoints with their checksums. Exit 0 if nothing is wrong, else 1.
     """
@@ -52,11 +52,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Examine, print what was found, and return 0 if nothing is wrong, else 1.
-
-    Raises:
-        UsageError: RUN is no folder; --shared is none; --timeout is not a positive number.
-    """
+    """Run all checks, print the findings, and return 0 if nothing is wrong, else 1."""
     options = parse(Options, "doctor", arguments)
     folder = _check(options)
     with os.fdopen(os.dup(1), "w") as stdout, stdout_to_stderr() if options.json else contextlib.nullcontext():
@@ -64,7 +60,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(options: Options) -> Path | None:
-    """Return the folder of RUN; None if none is given. Raises UsageError."""
+    """Return the folder of RUN; None if none is given."""
     if not (math.isfinite(options.timeout) and 0 < options.timeout <= 86400):
         raise UsageError(f"--timeout takes seconds, above 0 and at most a day; given {options.timeout}: write 25")
     if options.shared is not None and not options.shared.is_dir():
@@ -85,15 +81,15 @@ def _check(options: Options) -> Path | None:
 
 @dataclass
 class _Examination:
-    """What is known so far, so that it can be printed whatever happens next.
+    """The findings so far, so that they can be printed whatever happens next.
 
     Attributes:
         options: as given.
-        run_folder: whose checkpoints are verified.
-        stdout: where the report goes.
-        me, count: this process, of how many.
-        findings: of this process, those apart that `gathered` holds.
-        gathered: of every process, once they have told each other.
+        run_folder: of the run whose checkpoints are verified.
+        stdout: the stream of the report.
+        me, count: index of this process, and the number of all.
+        findings: of this process, without those in `gathered`.
+        gathered: of every process, once they were exchanged.
         hosts: of every process.
     """
 
@@ -200,7 +196,7 @@ class _Examination:
 
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Generator[None]:
-        """Report and end this process if what is in `with` does not come back in time: it may hang in C++."""
+        """Report and end this process if the code in `with` does not end in time: it may hang in C++."""
         from jdp.launch.doctor.findings import Finding
         from jdp.launch.doctor.together import told_failures
 
@@ -231,7 +227,7 @@ class _Examination:
         return from_first_process("whether all is well", code, seconds=_VERIFYING if self.run_folder else _REPORTING)
 
     def _report(self) -> int:
-        """Print what was found, in all processes if they could say it, and return the exit code."""
+        """Print the findings, of all processes that sent them, and return the exit code."""
         from jdp.launch.doctor.findings import Examined
         from jdp.launch.doctor.together import described
 
@@ -258,7 +254,7 @@ def _verdict(wrong: int) -> str:
 
 
 def _verified(folder: Path) -> "list[Finding]":
-    """Return whether each checkpoint of a run is as it was saved, and whether there is room for the next."""
+    """Check each checkpoint of a run against its checksums, and the room for the next."""
     from jdp.checkpoint import check
     from jdp.launch.doctor.disk import examine_room
     from jdp.launch.doctor.findings import Finding

@@ -1,12 +1,12 @@
-"""A run in a bucket: its folder is s3://bucket/runs/NAME, with a scratch folder on this host as its working copy.
+"""A run in a bucket: its folder is s3://bucket/runs/NAME, and a scratch folder of this host has a copy.
 
-Process 0 downloads the run's files. `jdp.Checkpoints` handles the checkpoints. Every `EVERY_SECONDS`, before each
-checkpoint is committed, and at the end, process 0 uploads changed files completely, as storage cannot append. A killed
-run loses only rows that were logged in its last seconds after the newest checkpoint; it takes these steps again.
+Process 0 fetches the files except checkpoints, which `jdp.Checkpoints` keeps there itself. It sends changed files
+completely, as storage appends nothing: every `EVERY_SECONDS`, before each checkpoint counts, and at the end. A run that
+is killed loses what it logged after its newest checkpoint in its last seconds, and does those steps again.
 
-The file `.lock` in the bucket names the process that holds the run, and is renewed with the files. Another run takes
-the lock over if its process on this host has exited. From another host or container it takes the lock over after
-`LEASE_SECONDS` without a renewal. A run that finds another's lock stops, so two runs never write.
+A file `.lock` in the bucket names the process that holds the run; it is renewed with the files. A lock is taken over if
+its process on this host has ended; one of another host or container, if it was not renewed for `LEASE_SECONDS`. A run
+that finds the lock to be another's stops, so two runs never write to one folder.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from jdp.base.bucket import Remote, RemoteError
+from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
@@ -36,12 +37,7 @@ EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 
 
 class RemoteRun:
-    """The folder of a run in a bucket.
-
-    Attributes:
-        remote: the folder in the bucket.
-        folder: its working copy, a scratch folder on this host.
-    """
+    """The folder of a run in a bucket (`remote`), and the scratch folder of this host with its copy (`folder`)."""
 
     def __init__(self, address: str, *, together: bool) -> None:
         self.remote = Remote.at(address)
@@ -53,9 +49,9 @@ class RemoteRun:
         self._problem: RemoteError | None = None
 
     def fetch(self) -> bool:
-        """Download the run's files except checkpoints (each becomes an empty folder here). Return True if a run exists.
+        """Download the run's files except checkpoints (each becomes an empty folder). Return True if a run exists.
 
-        If the folder holds no run, only the names of its entries are made. Raises RemoteError.
+        In the copy of a folder that has no run, files are empty.
         """
         files = self.remote.files()
         parts = [name.split("/") for name in files]
@@ -71,7 +67,7 @@ class RemoteRun:
         return FILE in files
 
     def push(self) -> None:
-        """Check that this process holds the lock, and upload the files that have changed. Raises RemoteError."""
+        """Send the files that have changed, if the lock is still this process'."""
         with self._busy:
             if self._problem is not None:
                 raise self._problem
@@ -79,7 +75,7 @@ class RemoteRun:
             now = self._files()
             changed = [name for name, seen in now.items() if self._sent.get(name) != seen]
             for names in ([FILE] if FILE in changed else [], [name for name in changed if name != FILE]):
-                self._send(names)  # the first makes it a run's folder
+                self._send(names)  # with the first it is a run's folder
             self.remote.delete([name for name in self._sent if name not in now])
             self._sent = now
 
@@ -93,13 +89,13 @@ class RemoteRun:
             self.remote.send(left, self.folder)  # one was renamed meanwhile
 
     def before_commit(self, checkpoint: Path) -> None:
-        """Upload the rows of the steps before a checkpoint is committed. Raises RemoteError."""
+        """Send the rows of the steps before a checkpoint, which counts next."""
         self.push()
         (self.folder / CHECKPOINTS / checkpoint.name).mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """Hold the lock and a working copy of the run's files; upload them in the background, and at the end."""
+        """Hold the lock; fetch the run's files, send them in the background and at the end."""
         self._take()
         sender = threading.Thread(target=self._send_now_and_then, name="jdp sender", daemon=True)
         try:
@@ -115,10 +111,10 @@ class RemoteRun:
         self._finish(sender)
 
     def _finish(self, sender: threading.Thread) -> None:
-        """Upload the remaining changes, or delete the files of a discarded run, and release the lock."""
+        """Send what is left, or remove what was sent of a discarded run, and release the lock."""
         self._ended.set()
         try:
-            if sender.ident is not None:  # it was started; else the copy may be incomplete
+            if sender.ident is not None:  # it was started; else the copy may be half-fetched
                 sender.join()
                 self.push()
         except Exception as error:
@@ -133,7 +129,7 @@ class RemoteRun:
         while not self._ended.wait(EVERY_SECONDS):
             try:
                 self.push()
-            except Exception as error:  # of any kind: nothing would be sent from then on
+            except Exception as error:  # of any kind: the thread must go on
                 notice(f"{self._in_words(error)}; it is tried again")
 
     def _in_words(self, error: Exception) -> str:
@@ -142,7 +138,7 @@ class RemoteRun:
         return f"files must be sent while a run goes on; {self.remote.address} was not: {type(error).__name__}: {error}"
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Return the files to upload, each with its time and size."""
+        """Return the files to send, each with its time of change and size."""
         files: dict[str, tuple[int, int]] = {}
         for parent, folders, names in os.walk(self.folder, onerror=_raise_unless_gone):
             if Path(parent) == self.folder:
@@ -158,14 +154,14 @@ class RemoteRun:
     # The lock.
 
     def _take(self) -> None:
-        """Create the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
+        """Make the lock, or take over that of a run that has ended."""
         if (there := self.remote.read(LOCK)) is not None:
             self._wait_for_its_end(there)
         self._token = secrets.token_hex(8)
         held = self.remote.read(LOCK) is not None
         self.remote.write(LOCK, self._mine(), new=not held)
         if held:
-            time.sleep(1)  # of two that take it over, the later one has it
+            time.sleep(1)  # of two that take it over, the later one holds it
         if not self._is_mine(self.remote.read(LOCK)):
             raise ExperimentError(
                 f"a folder is for one run at a time; {self.remote.address} was taken by another one just now: choose "
@@ -173,7 +169,7 @@ class RemoteRun:
             )
 
     def _wait_for_its_end(self, there: bytes) -> None:
-        """Wait until the run that holds the lock has ended; on another host, until the lock is not renewed any more."""
+        """Return when the run that holds this lock has ended: on another host, when it is no longer renewed."""
         holder, until = _parsed(there), time.monotonic() + LEASE_SECONDS
         lives, now = _lives(holder), there
         if lives is None:
@@ -192,7 +188,7 @@ class RemoteRun:
             )
 
     def _renew(self) -> None:
-        """Renew the lock. Raises RemoteError if another run holds it, or it cannot be written now."""
+        """Renew the lock; raise RemoteError if another run holds it."""
         if not self._is_mine(self.remote.read(LOCK)):
             self._problem = RemoteError(
                 f"a folder is for one run at a time; {self.remote.address} was taken over by another run, as this one "
@@ -207,7 +203,7 @@ class RemoteRun:
         return json.dumps(holder | {"token": self._token, "heard": time.time()}).encode()
 
     def _is_mine(self, lock: bytes | None) -> bool:
-        """Return whether a lock is this run's, of any renewal: a write may succeed though its answer is lost."""
+        """Return True if a lock is this run's, whenever it was renewed: the answer to a write may be lost."""
         return _parsed(lock).get("token") == self._token
 
 
@@ -215,13 +211,13 @@ _held: dict[Path, RemoteRun] = {}
 
 
 def held_at(folder: Path) -> RemoteRun | None:
-    """Return the run of which a folder is the working copy; None for a folder of this machine."""
+    """Return the run in a bucket whose copy this folder is; None for a run on a disk."""
     return _held.get(folder)
 
 
 @contextlib.contextmanager
 def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
-    """Yield the run's folder on this host: below `root`, or a working copy of the folder in a bucket."""
+    """Yield the run's folder on this host: below `root`, or its copy for an address."""
     if isinstance(root, Path):
         yield root / name
         return
@@ -236,7 +232,7 @@ def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
 
 
 def fetched(address: str) -> Path:
-    """Download a run's folder to read it; the copy is removed when this process exits."""
+    """Return a copy of a run's folder to read from, which is removed when this process ends."""
     run = RemoteRun(address, together=False)
     if not run.fetch():
         raise ExperimentError(f"a run is a folder with an {FILE}; given {run.remote.address}, which has none: fix it")
@@ -248,7 +244,7 @@ _looked_at: list[RemoteRun] = []
 
 
 def _parsed(lock: bytes | None) -> dict[str, Any]:
-    """Return the contents of a lock; {} if it is damaged or missing."""
+    """Return the table in a lock; {} for one that is damaged or gone."""
     try:
         found = json.loads(lock or b"{}")
     except ValueError:
@@ -257,7 +253,7 @@ def _parsed(lock: bytes | None) -> dict[str, Any]:
 
 
 def within() -> str:
-    """Return an id of this host's boot and of the container's processes; "" where it is not Linux."""
+    """Return an identity of this host's boot and of a container's processes; "" outside Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
@@ -266,13 +262,13 @@ def within() -> str:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """Raise the error of a folder that cannot be listed: its files would count as deleted."""
+    """Raise the error of a folder that cannot be listed: its files would be taken for deleted ones."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _lives(holder: dict[str, Any]) -> bool | None:
-    """Return whether a lock's process lives; None for one of another host or container."""
+    """Return True if a lock's process lives; None for one of another host or container."""
     pid = holder.get("pid")
     if (holder.get("host"), holder.get("within")) != (socket.gethostname(), within()) or not isinstance(pid, int):
         return None
@@ -282,4 +278,4 @@ def _lives(holder: dict[str, Any]) -> bool | None:
         return False
     except OSError:
         pass
-    return pid != os.getpid()  # its own: of a process that ended before this one got its number
+    return pid != os.getpid()  # equal: of a process that ended before this one got its number
