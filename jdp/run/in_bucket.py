@@ -25,7 +25,6 @@ from typing import Any
 import jax
 
 from jdp.base.bucket import Remote, RemoteError
-from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
