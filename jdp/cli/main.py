@@ -46,7 +46,9 @@ COMMANDS = {
     "manifest": "Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.",
     "report": "Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.",
     "why": "Says why a run is slow, hung or dead, and which process caused it.",
-    "doctor": "Examines this machine, or all processes together; reports what is wrong and the command that fixes it.",
+    "doctor": (
+        "Examines this machine, or all processes together, and reports each fault with the command that fixes it."
+    ),
 }
 """Each command, a module of this package, with the first line of its help."""
 

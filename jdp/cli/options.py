@@ -86,8 +86,11 @@ def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[
 
 
 @contextlib.contextmanager
-def stdout_to_stderr() -> Generator[None]:
-    """Redirect stdout to stderr, also for C++ (Gloo prints when it connects)."""
+def stdout_to_stderr(wanted: bool = True) -> Generator[None]:
+    """Redirect stdout to stderr if `wanted`, also for C++ (Gloo prints when it connects)."""
+    if not wanted:
+        yield
+        return
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,6 +1,5 @@
 """`jdp plan`: compile an experiment's step under every strategy, for devices that this machine need not have."""
 
-import contextlib
 import dataclasses
 import json as as_json
 import re
@@ -42,7 +41,7 @@ def run(arguments: list[str]) -> int:
         check_writable(path)
     failures = read_failures(options)
     targets = _targets(options)
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         plans = compile_plans(options, overrides, failures, targets)
         scaling = _side_by_side(plans)
         if not options.json:
@@ -50,7 +49,7 @@ def run(arguments: list[str]) -> int:
     if options.json:
         found = plans.reports[0] if scaling is None else scaling
         print(as_json.dumps(found.to_json(), allow_nan=False), flush=True)
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         if scaling is None:
             _write(options, plans.reports[0], plans.described[0])
         elif options.html is not None:

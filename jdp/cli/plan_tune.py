@@ -1,6 +1,5 @@
 """`jdp plan --tune`: search for the fastest way that fits, and write the experiment that has it."""
 
-import contextlib
 import json as as_json
 import shlex
 import sys
@@ -52,7 +51,7 @@ def check_tune(options: Options) -> None:
 
 def tune(options: Options, overrides: dict[str, str]) -> int:
     """Search, print what was found, and write the experiment that has it."""
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         tuning, found = _search(options, overrides)
     if options.json:
         print(as_json.dumps({"target": str(tuning.target), **found.to_json()}, allow_nan=False), flush=True)

@@ -1,6 +1,5 @@
 """`jdp prove`: check that an experiment learns the same on one device and on many, whatever is sharded."""
 
-import contextlib
 import json as as_json
 import logging
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"--quick chooses the runs itself; given {other} too: remove one of them")
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be 1 or more optimizer steps of each run; given {options.steps}: raise it")
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         proof = _prove(options, overrides)
     print(as_json.dumps(proof.to_json(), allow_nan=False) if options.json else proof)
     return 0 if proof.equal else DIFFERENT

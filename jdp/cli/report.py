@@ -1,6 +1,5 @@
 """`jdp report`: one page of one or several runs."""
 
-import contextlib
 import json as as_json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -58,7 +57,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Read the runs, compile their steps, write the page, and print where it is."""
     options = parse(Options, "report", arguments, addresses=("run_dir",))
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         from jdp.report.run_page import run_page
         from jdp.run.read_folder import read_run
 

@@ -4,7 +4,6 @@ Each run is a separate process, `jdp train` (or `jdp launch`) with the run's val
 do not affect the next run.
 """
 
-import contextlib
 import json
 import os
 import subprocess
@@ -42,7 +41,7 @@ def run(options: Options, overrides: Mapping[str, str], command: Sequence[str] =
     counted = command == TRAIN and not all(member.experiment.devices for member in sweep)
     devices = _device_count() if counted else None
     check(sweep, options.run_dir, processes=processes, devices=devices)
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         results = _run_all(sweep, options, overrides, command)
     _show(sweep[0].base, results, as_json=options.json)
     stopped = [result.exit_code for result in results if result.status == "stopped"]

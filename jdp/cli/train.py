@@ -1,6 +1,5 @@
 """`jdp train`: run an experiment, or with --sweep several."""
 
-import contextlib
 import json as as_json
 import os
 from typing import Any
@@ -18,7 +17,7 @@ def run(arguments: list[str]) -> int:
     from jdp.run.signals import Stopped
 
     stopped: Stopped | None = None
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         try:
             summary = _train(options, overrides)
         except Stopped as request:

@@ -1,6 +1,5 @@
 """`jdp verify`: compare what an experiment's compiled step sends with the communication contract."""
 
-import contextlib
 import json as as_json
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
-    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+    with stdout_to_stderr(options.json):
         report = _verify(options, overrides)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
     return 0 if report.kept else BROKEN

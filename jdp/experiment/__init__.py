@@ -1,4 +1,4 @@
-"""An experiment file: its keys, its checks, and the objects of a run.
+"""An experiment file: its keys, its checks, the objects it stands for.
 
 `file.py` reads and validates it, `schema/` has its keys, the others make the objects.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,22 +44,26 @@ class Flat:
 
 @dataclass(frozen=True)
 class Sides:
-    """A data set made from another one: its two sides, its fingerprint and its description."""
+    """A data set made from images: its two sides, and what is done to them, in words and for the fingerprint."""
 
+    images: ImageData
     train: Source
     heldout: Source
-    fingerprint: str
-    classes: tuple[str, ...]
-    described: str
+    words: str
+    drawn: str = ""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.images.classes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits, of the images and their augmentation."""
+        own = self.images.fingerprint
+        return hashlib.blake2b(f"{own} {self.drawn}".encode(), digest_size=8).hexdigest() if self.drawn else own
 
     def __str__(self) -> str:
-        return self.described
-
-
-def _flat(images: ImageData) -> Sides:
-    """Return a data set of images, each as a vector of features."""
-    train, heldout = Flat(images.train), Flat(images.heldout)
-    return Sides(train, heldout, images.fingerprint, images.classes, f"{images}; each as a vector")
+        return f"{self.images}; {self.words}"
 
 
 def _augmented(images: Any, experiment: Experiment) -> Any:
@@ -66,12 +71,9 @@ def _augmented(images: Any, experiment: Experiment) -> Any:
     padding, flip, seed = experiment.data.crop_padding, experiment.data.flip, experiment.seed
     if not padding and not flip:
         return images
-    train = augmented(images.train, crop_padding=padding, flip=flip, seed=seed)
-    drawn = f"{images.fingerprint} {padding} {flip} {seed}"
-    fingerprint = hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
     changes = [f"cropped after padding by {padding}"] * bool(padding) + ["flipped half the time"] * flip
-    described = f"{images}; to train on, {', '.join(changes)}"
-    return Sides(train, images.heldout, fingerprint, images.classes, described)
+    train = augmented(images.train, crop_padding=padding, flip=flip, seed=seed)
+    return Sides(images, train, images.heldout, f"to train on, {', '.join(changes)}", f"{padding} {flip} {seed}")
 
 
 def open_data(experiment: Experiment) -> Any:
@@ -146,7 +148,9 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
         image=field,
         label=given.label,
     )
-    return _flat(images) if kind == "features" else images
+    if kind == "images":
+        return images
+    return Sides(images, Flat(images.train), Flat(images.heldout), "each as a vector")
 
 
 def _holds_images(path: str, field: str | None) -> bool:

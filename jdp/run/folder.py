@@ -27,8 +27,8 @@ import jax
 from jdp.base.notices import notice
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError, from_table, to_toml
+from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight_recorder import FLIGHT
-from jdp.launch.output import LOGS
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
 

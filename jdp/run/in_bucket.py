@@ -215,10 +215,10 @@ def held_at(folder: Path) -> RemoteRun | None:
 
 
 @contextlib.contextmanager
-def at_hand(root: Path, name: str) -> Generator[Path]:
-    """Yield the folder on this host that has the run: `root`, or that of its copy for an address."""
-    if (address := address_of(root)) is None:
-        yield root
+def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
+    """Yield the run's folder on this host: below `root`, or its copy for an address."""
+    if isinstance(root, Path):
+        yield root / name
         return
     run = RemoteRun(f"{root.address}/{name}", together=True)
     with run.held() if jax.process_index() == 0 else contextlib.nullcontext():

@@ -34,7 +34,6 @@ from jdp.core.update.optimizer_checks import first_state
 from jdp.data.sources.in_bucket import fetch, local_path
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Train
-from jdp.models import GPTConfig
 
 LORA = ("*lora_*",)
 """Parameters that a model without LoRA does not have."""
@@ -140,7 +139,7 @@ def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainSt
             names = llama_names(config)
         return import_safetensors(path, state, names=names, missing=LORA)
     except CheckpointError as error:
-        if not isinstance(config, GPTConfig):
+        if not hasattr(config, "vocab_size"):  # no model of text
             raise
         raise ExperimentError(
             f'train.init_from: {error} (Names were read as train.init_names = "{train.init_names}" says; a '
