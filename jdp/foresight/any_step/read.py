@@ -88,15 +88,12 @@ class Sent:
     """Tensors of one shape that one kind of collective sends from one line."""
 
     kind: str  # of collective
-    # dtype, dims: of each tensor: an all-gather's result, a reduce-scatter's shard, else the operand, on one device
-    dtype: str
-    dims: tuple[int, ...]
+    dtype: str  # of each tensor
+    dims: tuple[int, ...]  # an all-gather's result, a reduce-scatter's shard, else the operand, on one device
     axes: tuple[str, ...]  # of the mesh, along which it is sent
     over_batch: bool  # among them are the batch's
-    # "file:line" that the user wrote; where there is none, the library's; None where the program has neither
-    source: str | None
-    # paths of the arguments that have the shape, whole or one device's shard; empty: an activation, say
-    like: tuple[str, ...]
+    source: str | None  # "file:line" that the user wrote, else the library's; None: the program has neither
+    like: tuple[str, ...]  # paths of the arguments that have the shape, whole or a shard; empty: an activation, say
     count: int  # how many a step, rounds of loops included
     wire_bytes: float  # what each device sends of all of them, a step, by the ring algorithms
     caveats: tuple[str, ...] = ()  # why `count` may differ from what runs

@@ -27,14 +27,10 @@ from jdp.core.sharding.axes import factors
 class Argument:
     """An array that a jitted function takes."""
 
-    # in the call, with the parameter's name first: "state/params/kernel"; of a number that jax made an array of, "(a
-    # number)"
-    path: str
-    # shape, dtype: global
-    shape: tuple[int, ...]
+    path: str  # in the call: "state/params/kernel"; "(a number)" of an array that jax made of one
+    shape: tuple[int, ...]  # global
     dtype: Any
-    # where it lies; None where the call leaves that to the compiler, as for NumPy arrays
-    sharding: NamedSharding | None
+    sharding: NamedSharding | None  # None where the call leaves it to the compiler, as for NumPy arrays
     number: int = -1  # of the positional argument that it is in; -1 outside of them
     slot: int = -1  # its place among the call's arrays; -1 outside of them
     weak_type: bool = False  # as jax has it for Python's numbers
@@ -117,8 +113,7 @@ class Traced:
     name: str  # the function's
     closed: core.ClosedJaxpr = field(repr=False)  # the jaxpr
     arguments: tuple[Argument, ...]  # one for each of the jaxpr's inputs
-    # of its results, where the function was jitted with them; else None each
-    out_shardings: tuple[NamedSharding | None, ...]
+    out_shardings: tuple[NamedSharding | None, ...]  # of its results; None: not given to the jit
     options: Mapping[str, Any]  # of the compiler, that the function was jitted with
 
     def lower(self) -> jax.stages.Lowered:

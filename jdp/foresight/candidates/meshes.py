@@ -59,8 +59,7 @@ class MeshWay:
 
     strategy: str  # its name
     axes: Mapping[str, int]  # the mesh, axis -> size
-    # what a step sends by closed form: seconds, or where the links' rates are not known bytes of a device
-    sends: float = 0.0
+    sends: float = 0.0  # by closed form: seconds, or bytes of a device where link rates are not known
 
     def __str__(self) -> str:
         return candidate_name(self.strategy, 1, None, self.axes)

@@ -46,13 +46,11 @@ class Promise:
 class Reductions:
     """The gradients of a step, and how they are sent."""
 
-    # plan, precision, wire, buckets: of the step
-    plan: Plan
+    plan: Plan  # of the step, as the next three are
     precision: Precision
     wire: Wire
     buckets: int | str | None
-    # (elements that a device computes with, placement) of each trained parameter
-    leaves: Sequence[tuple[int, Placement]]
+    leaves: Sequence[tuple[int, Placement]]  # (elements of a device, placement) of each trained parameter
 
     def promises(self, rounds: int) -> list[Promise]:
         """Return the promises; what is reduced for every microbatch is so `rounds` times a step."""
