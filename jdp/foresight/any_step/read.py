@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.formatting import format_bytes, format_percent
 from jdp.core.sharding.placement import Placement, axes_of
-from jdp.foresight.any_step.relocate import Moved
+from jdp.foresight.any_step.relocate import Relocated
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.memory.liveness import Liveness
 from jdp.foresight.memory.peak import Headroom, Held, headroom, largest_held
@@ -55,7 +55,7 @@ class StepMemory:
     host: int = 0  # of arguments, results and temporaries that are in the host's memory; in none of the others
 
 
-def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
+def memory_of(compiled: Compiled, moved: Relocated, target: Target) -> StepMemory:
     """Return what a compiled step holds on a device."""
     live, arguments, program = Liveness(compiled.program), moved.traced.arguments, compiled.program
     in_place, sizes = written_into(program), dict[int, int]()
@@ -106,7 +106,7 @@ class Sent:
         return f"{tensor} ({what}): {format_bytes(self.wire_bytes)} a device"
 
 
-def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
+def shapes_of(moved: Relocated, arguments: Iterable[Argument]) -> Parameters:
     """Return arguments to be found by shape: as placed at rest, and gathered along the batch's axes for compute."""
 
     def placement(each: Argument) -> Placement:
@@ -117,7 +117,7 @@ def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
     return Parameters(tuple(placement(each) for each in arguments if each.shape), dict(moved.mesh.shape), True)
 
 
-def sent_by(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters) -> tuple[Sent, ...]:
+def sent_by(compiled: Compiled, sites: Sites, moved: Relocated, shapes: Parameters) -> tuple[Sent, ...]:
     """Return what a compiled step sends, most bytes first."""
     sent = dict[tuple[Any, ...], Sent]()
     for each in collectives_on(moved.mesh, compiled, sites, moved.batch_axes):
@@ -138,8 +138,10 @@ _SHARE = 0.01  # of what a device sends, below which a line is not worth a sente
 _LINES = 4  # that get one
 
 
-def signs(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters, sent: Sequence[Sent]) -> tuple[str, ...]:
-    """Return signs of something unmeant, a sentence each."""
+def signs(
+    compiled: Compiled, sites: Sites, moved: Relocated, shapes: Parameters, sent: Sequence[Sent]
+) -> tuple[str, ...]:
+    """Return signs of something unintended, a sentence each."""
     donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
     meant = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
     offloads = any(each is not None and each.memory_kind == "pinned_host" for each in meant)
@@ -170,7 +172,7 @@ def _activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[st
             )
 
 
-def _not_donated(compiled: Compiled, moved: Moved) -> Iterator[str]:
+def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
     """Arguments that a result of the same shape replaces, and that nobody donated."""
     if any(each.donated for each in moved.traced.arguments):
         return

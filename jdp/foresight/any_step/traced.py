@@ -101,7 +101,7 @@ def _sharding(leaf: Any, path: str) -> NamedSharding | None:
     if isinstance(sharding, SingleDeviceSharding) and not getattr(leaf, "committed", False):
         return None
     raise ValueError(
-        f"A step's arguments lie on a mesh with named axes; given {path} as {sharding}. Place it with "
+        f"A step's arguments are placed on a mesh with named axes; given {path} as {sharding}. Place it with "
         "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), on the mesh of the others."
     )
 
@@ -174,8 +174,8 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
     meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
     if not meshes:
         raise ValueError(
-            "A step's arguments, real or abstract, name the mesh that they lie on; given none that does. Place them "
-            "with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or give "
+            "A step's arguments, real or abstract, name the mesh that they are placed on; given none that does. Place "
+            "them with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or give "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
         )
     mesh, path = next((pair for pair in meshes if isinstance(pair[0], Mesh)), meshes[0])
@@ -183,7 +183,7 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
         concrete = [each.devices.tolist() for each in (other, mesh) if isinstance(each, Mesh)]
         if other.shape != mesh.shape or (len(concrete) == 2 and concrete[0] != concrete[1]):
             raise ValueError(
-                f"All arguments of a step lie on one mesh; given {path} on {_axes(mesh)} and {there} on "
+                f"All arguments of a step are placed on one mesh; given {path} on {_axes(mesh)} and {there} on "
                 f"{_axes(other)}. Place them on one, with spec PartitionSpec() for what every device has whole."
             )
     return mesh

@@ -47,7 +47,7 @@ from jdp.foresight.traffic.theory import theory
 MOST = 3
 """Ways on other meshes that are compiled: each takes as long as a strategy does."""
 NAMED = 3
-"""Ways of a kind that are named; of more only the number is said."""
+"""Ways of a kind that are named; of more only the number is reported."""
 
 Refuse = Callable[[Mapping[str, int]], str | None]
 """A mesh (axis -> size) -> why the model cannot run on it; None: it can."""

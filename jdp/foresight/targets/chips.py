@@ -35,7 +35,7 @@ class Chip:
     network_latency: float = 0.0
     matmul_efficiency: float = 0.8  # share of `matmul_flops` that large products reach through a training run
     # how far foreseen times are from published runs on it, in words
-    held_against: str = "they were not compared with runs on this device"
+    compared_with: str = "they were not compared with runs on this device"
     # the largest of these errors, as a share: 0.22 where foreseen over published was within 1 / 1.22 and 1.22; None
     # where they were not compared
     time_error: float | None = None
@@ -125,7 +125,7 @@ _H100 = Gpu(
     network_efficiency=_PCIE,
     host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.58,
-    held_against=_HELD,
+    compared_with=_HELD,
     time_error=_WORST,
 )
 
@@ -151,7 +151,7 @@ _A100 = Gpu(
     network_efficiency=_PCIE,
     host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.75,
-    held_against=_HELD,
+    compared_with=_HELD,
     time_error=_WORST,
 )
 

@@ -188,6 +188,6 @@ def _devices(target: Target, model: CostModel | None) -> _Devices:
         rates,
         model or fitted,
         lambda kind, payload, groups: collective_seconds(kind, payload, groups, target),
-        (f"times are simulated from published peaks and fitted efficiencies: {chip.held_against}",),
+        (f"times are simulated from published peaks and fitted efficiencies: {chip.compared_with}",),
         None if chip.host_bandwidth is None else chip.host_bandwidth * chip.host_efficiency,
     )
