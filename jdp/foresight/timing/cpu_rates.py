@@ -59,7 +59,8 @@ def _measured(mesh: Mesh) -> Machine:
     exponential = time_of(lambda x: _repeated(lambda y: jnp.exp(-y), 8, x), cached, rounds=8) / (8 * cached.size)
     # One round: a step writes most of its values into memory that it was just given, page by page.
     copy = time_of(lambda x: x + 1, long, rounds=1)
-    transposed = time_of(_transposed, long, rounds=1)
+    # `x.T`, written out: the barrier keeps XLA from only renaming the dimensions.
+    transposed = time_of(lambda x: jax.lax.optimization_barrier(x.T) + 0.0, long, rounds=1)
     rates = Rates({"f32": 2 * 384**3 / product}, 2 / addition, 2 * long.nbytes / copy, 1)
     model = CostModel(
         matmul_efficiency=1.0,
@@ -72,11 +73,6 @@ def _measured(mesh: Mesh) -> Machine:
         transposed_efficiency=copy / transposed,
     )
     return Machine(rates, model, max(0.0, barrier - kernel))
-
-
-def _transposed(x: jax.Array) -> jax.Array:
-    """`x.T`, written out: the barrier keeps XLA from only renaming the dimensions."""
-    return jax.lax.optimization_barrier(x.T) + 0.0
 
 
 def _repeated(function: Callable[[jax.Array], jax.Array], times: int, x: jax.Array) -> jax.Array:
