@@ -26,6 +26,7 @@ MODULES = (
     "jdp.export",
     "jdp.foresight.any_step.forecast",
     "jdp.foresight.forecast",
+    "jdp.foresight.step_report",
     "jdp.foresight.targets",
     "jdp.foresight.verify",
     "jdp.guard",

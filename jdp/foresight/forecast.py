@@ -29,8 +29,7 @@ class Settings:
     """What is set already, so that advice does not ask for it; a field that is None is not known."""
 
     precision: str | None = None  # "fp32", "bf16" or "fp8"
-    # "default", "overlap", "own" for the user's options, or "none" on devices that no preset is for
-    compiler: str | None = None
+    compiler: str | None = None  # "default", "overlap", "own" for the user's options, "none" without a preset
     remat: str | None = None  # the model's policy: "none", "dots" or "full"; "" for a model that has none
     scan: bool | None = None  # True where layers are scanned
     attention: str | None = None  # "auto", "cudnn" or "xla"

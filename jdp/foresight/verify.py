@@ -5,7 +5,7 @@
    (`contract.collectives_on`).
 3. They are compared with theory (`contract.compare`), which for zero3 is what the step's own trace gathers.
 4. Where the contract is broken, the reasons (`breaches`); in any case what belongs to no parameter (`strays`), and
-   other signs of something unmeant (`symptoms`).
+   other signs of something unintended (`symptoms`).
 """
 
 from __future__ import annotations

@@ -99,8 +99,7 @@ class Record:
     """The reference at every step, and the deviations of its shadows."""
 
     noise: float  # the relative error that a sum over the batch in fp32 may always have
-    # the reference's snapshots; entry s is after s steps
-    values: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
+    values: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])  # snapshots, by step
     # for each step, name -> largest deviation of each element; `close` replaces deviations by bounds
     widest: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
 
@@ -148,7 +147,11 @@ class Record:
         if infinite and not bad:
             notes.append(f"from step {infinite[0]} on rounding alone makes values that are not finite: any would pass")
         names = [name for name in self.values[0] if name.startswith("params/")]
-        moved = {name: [self._movement(name, step) for step in range(1, len(self.values))] for name in names}
+        moved = dict[str, list[tuple[float, float]]]()  # of each step: the mean bound, the mean distance from the start
+        for name in names:
+            first, later = self.values[0][name].astype(np.float32), zip(self.widest[1:], self.values[1:], strict=True)
+            steps = ((bounds[name], values[name].astype(np.float32)) for bounds, values in later)
+            moved[name] = [(float(bound.mean()), float(np.abs(value - first).mean())) for bound, value in steps]
         if still := [name for name, steps in moved.items() if not any(movement for _, movement in steps)]:
             notes.append(f"{len(still)} of {len(names)} parameters did not move in these steps, such as {still[0]}")
         weak = [name for name in names if name not in still and all(10 * bound > by for bound, by in moved[name])]
@@ -158,11 +161,6 @@ class Record:
                 f"such as {weak[0]}: an error of that size would pass; --precision fp32 makes the bound sharp"
             )
         return tuple(notes)
-
-    def _movement(self, name: str, step: int) -> tuple[float, float]:
-        """Return the mean bound of a parameter after `step` steps, and its mean distance from the initial value."""
-        first, last = self.values[0][name].astype(np.float32), self.values[step][name].astype(np.float32)
-        return float(self.widest[step][name].mean()), float(np.abs(last - first).mean())
 
     def _closest(self, step: int, name: str, value: Array) -> Closest:
         """Return the element of one leaf or metric that comes closest to its bound."""

@@ -207,7 +207,10 @@ def prove_training(
     for run in runs:
         count_run(str(run))
         results[run] = trials.run(run)
-    for run in _suspects(results):
+    # Settings of differing resumed runs that were not run by themselves: the fault may be theirs.
+    resumed = [run for run, at in results.items() if isinstance(run, Resume) and at.ratio > 1]
+    suspects = dict.fromkeys(setting for run in resumed for setting in (run.first, run.second))
+    for run in [setting for setting in suspects if setting not in results]:
         count_run.total += 1
         count_run(str(run))
         results[run] = trials.run(run)
@@ -228,13 +231,6 @@ def _quickly(make: Make) -> Make:
         return replace(plain, step=replace(plain.step, compiler=compiler))
 
     return made
-
-
-def _suspects(results: Mapping[RunSpec, Closest]) -> list[Setting]:
-    """Return the settings of differing resumed runs that were not run by themselves: the fault may be theirs."""
-    resumed = [run for run, at in results.items() if isinstance(run, Resume) and at.ratio > 1]
-    settings = dict.fromkeys(setting for run in resumed for setting in (run.first, run.second))
-    return [setting for setting in settings if setting not in results]
 
 
 def _first_difference(results: Mapping[RunSpec, Closest], record: Record) -> Difference | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,14 +73,13 @@ def _run_reference(
 class Trials:
     """Runs under different settings, all compared with one record."""
 
-    # builds the training under a setting; called once for each, so that a resumed run compiles nothing again
-    make: Make
+    make: Make  # builds the training under a setting
     batches: Batches  # the data
     steps: int  # optimizer steps of a run
     record: Record  # of the reference
 
     def __post_init__(self) -> None:
-        self._made: dict[Setting, Made] = {}
+        self._made_for = functools.cache(self.make)  # a resumed run compiles nothing again
 
     def run(self, run: RunSpec) -> Closest:
         """Run until the end or the first step beyond a bound; return the element closest to its bound or beyond it."""
@@ -119,8 +119,3 @@ class Trials:
                 state, metrics = made.step(holder.pop(), next(feed))
                 holder.append(state)
                 yield self.record.compare(step, snapshot(state, metrics))
-
-    def _made_for(self, setting: Setting) -> Made:
-        if setting not in self._made:
-            self._made[setting] = self.make(setting)
-        return self._made[setting]

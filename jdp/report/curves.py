@@ -34,9 +34,8 @@ class Curve:
     """One metric of one run."""
 
     run: int  # number of the run, which has a colour
-    # steps, values: as many of both, the steps in order; values that are not finite leave gaps
-    steps: Sequence[float]
-    values: Sequence[float]
+    steps: Sequence[float]  # in order
+    values: Sequence[float]  # as many; those that are not finite leave gaps
     kind: str = "line"  # "line"; "smoothed", a pale line under its running mean; "points", joined by a thin line
 
 
@@ -49,8 +48,7 @@ class Chart:
     unit: str = ""  # "", "percent" or "per second"
     from_zero: bool = False  # whether the axis begins at 0
     may_be_log: bool = True  # whether the axis is logarithmic where the curves span orders of magnitude
-    # what one step counts for on a second axis, and its name, such as (16384, "tokens")
-    per_step: tuple[float, str] | None = None
+    per_step: tuple[float, str] | None = None  # units a step for a second axis, such as (16384, "tokens")
     x_label: str = "step"  # of the axis
     levels: Sequence[tuple[int, float]] = ()  # (run, value) of horizontal lines
     moments: Sequence[tuple[int, float]] = ()  # (run, step) of vertical lines

@@ -9,7 +9,7 @@ from jdp.foresight.forecast import PlanReport
 from jdp.report.page import Markup, element
 
 Number = tuple[str, str, str]
-"""What it is, the number, and what is said below it."""
+"""Its name, the number, and the text below it."""
 
 
 def numbers(shown: Sequence[Number]) -> Markup:

@@ -43,7 +43,7 @@ def happened(rows: Sequence[Row], history: History) -> list[Happened]:
 
 
 def state(history: History, summary: Mapping[str, Any] | None) -> str:
-    """Return how a run stands, in words."""
+    """Return how a run ended, or that it goes on, in words."""
     if not history:
         return "not known" if summary is None else "stopped early" if summary.get("stopped_early") else "finished"
     last = history[-1]

@@ -49,13 +49,13 @@ def fragment(shown: object) -> str:
 @fragment.register
 def _(plan: Plan) -> str:
     row = plan.row
-    lie = f"sharded over {plan.data}" if row.shard_state else "replicated"
+    sharded = f"sharded over {plan.data}" if row.shard_state else "replicated"
     reduced = "reduced once a step"
     if row.shard_state:
         reduced = f"reduce-scattered {'at each microbatch' if row.reduce_each_microbatch else 'once a step'}"
     gathered = {"never": "–", "step": "gathered once a step", "use": "gathered at each use"}[row.gather]
     words = [
-        ("parameters and optimizer state", lie if plan.offload is None else f"{lie}, in the hosts’ memory"),
+        ("parameters and optimizer state", sharded if plan.offload is None else f"{sharded}, in the hosts’ memory"),
         ("gradients", reduced),
         ("working copy of the parameters", gathered),
         ("rows of a batch", f"split into {plan.batch_shards}"),

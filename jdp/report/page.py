@@ -120,10 +120,13 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
         *([element("nav", *links)] if links else []),
         *(element("section", element("h2", s.heading), s.body, id=s.anchor) for s in sections),
     ]
+    # Nothing but this page's own style and its one script.
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_policy()),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
         element("style", Markup(CSS)),
@@ -135,12 +138,6 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
 def fragment(*parts: str) -> Markup:
     """Return a part of somebody else's page, a notebook's, with its own look and without a script."""
     return element("div", element("style", Markup(FRAGMENT_CSS)), *parts, class_="jdp")
-
-
-def _policy() -> str:
-    """Return the content policy: nothing but this page's own style and its one script."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 # Colours: Okabe and Ito, "Color Universal Design" (2008), distinguishable with every common colour blindness.

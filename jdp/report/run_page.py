@@ -1,7 +1,7 @@
 """The report of one or several runs as one self-contained page: learning, speed, memory, timeline, what happened.
 
 The page takes plain values; `jdp report` reads them from the folders of runs, and compiles the step again for memory
-and timeline. What is not known is said, and the rest is there.
+and timeline. What is not known is reported as such.
 """
 
 from __future__ import annotations

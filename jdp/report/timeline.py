@@ -33,9 +33,8 @@ class Block:
     """One rectangle."""
 
     lane: str  # the one it is drawn on
-    # start, seconds: when; how wide it is drawn
-    start: float
-    seconds: float
+    start: float  # when it begins
+    seconds: float  # how wide it is drawn
     kind: str  # CSS class
     title: str  # what the reader sees who points at it
     times: int = 1  # rounds of a loop that it represents

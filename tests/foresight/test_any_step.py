@@ -259,11 +259,11 @@ BAD = {
     ),
     "no mesh": (
         lambda step, w, x: jdp.verify(jax.jit(lambda a: a + 1), np.ones(4)),
-        "name the mesh that they lie on; given none that does",
+        "name the mesh that they are placed on; given none that does",
     ),
     "two meshes": (
         lambda step, w, x: jdp.verify(jax.jit(lambda a, b: a.sum() + b.sum()), other_mesh(w), x),
-        r"lie on one mesh; given a on data=4 \(.*\) and b on data=4",
+        r"placed on one mesh; given a on data=4 \(.*\) and b on data=4",
     ),
     "one device": (
         lambda step, w, x: jdp.verify(step, jax.device_put(np.ones((64, 64)), jax.devices()[0]), x),

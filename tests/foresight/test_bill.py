@@ -60,8 +60,8 @@ def test_three_digits_and_no_more():
 def test_the_error_is_the_one_that_is_stated():
     """One number in the words that every plan notes and in the range."""
     for chip in GPUS.values():
-        assert (chip.time_error is None) == ("not compared" in chip.held_against)
-        assert chip.time_error is None or f"all within {100 * chip.time_error:.0f} %" in chip.held_against
+        assert (chip.time_error is None) == ("not compared" in chip.compared_with)
+        assert chip.time_error is None or f"all within {100 * chip.time_error:.0f} %" in chip.compared_with
 
 
 @pytest.mark.parametrize(

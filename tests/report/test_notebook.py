@@ -161,6 +161,21 @@ def test_a_foreign_step_is_shown_by_argument_and_line(step_forecast):
         assert words in page.text
 
 
+def test_a_report_of_any_step_is_printed_and_drawn_like_one_of_jdps(step_forecast):
+    lists = {"breaches": ("b",), "strays": ("r",), "symptoms": ("s",), "notes": ("n",)}
+    for report in (step_forecast, report_of()):
+        report = dataclasses.replace(report, **lists)
+        assert str(report).split("\n\n")[-4:] == [
+            "Breaches:\n- b",
+            "Sent besides:\n- r",
+            "Symptoms:\n- s",
+            "Notes:\n- n",
+        ]
+        _, _, html = shown(report)
+        assert '<p class="breach">b</p><p>s</p><p>Sent besides: r</p><p class="note">Note: n</p>' in html
+        assert f'"><p><strong>{report.verdict.split(",")[0]}' in html
+
+
 def drawn_objects(step_forecast, gone):
     report = dataclasses.replace(report_of(source=HOSTILE, breaches=[HOSTILE]), notes=(HOSTILE,), strategy=HOSTILE)
     yield from (gone, plan_of().placements(gone), plan_of(rules=[(HOSTILE, PartitionSpec())]), report)

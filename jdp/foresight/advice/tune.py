@@ -34,8 +34,7 @@ class Dimension:
 
     choices: tuple[Choice, ...]  # of which a way has one
     start: int = 0  # which of them the search begins with
-    # whether neighbours are alike, as numbers are: then the search goes on in a direction that pays
-    ordered: bool = False
+    ordered: bool = False  # neighbours are alike, as numbers are: the search goes on where it pays
 
 
 Way = tuple[Choice, ...]
@@ -80,8 +79,7 @@ class Tuned:
     """What a search found."""
 
     trials: tuple[Trial, ...]  # every way that was compiled, in order; the first is where it began
-    # the fastest that fits; where none does, the one that needs least memory; None where none compiled
-    best: Trial | None
+    best: Trial | None  # the fastest that fits, else the one that needs least memory; None: none compiled
     complete: bool  # whether it came to its end; False where the time was up
 
     @property

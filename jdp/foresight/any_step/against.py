@@ -24,7 +24,7 @@ from jdp.base.numbers import is_integer
 from jdp.base.tree_paths import matches
 from jdp.core.sharding.placement import axes_of, bytes_per_device
 from jdp.core.sharding.strategy import strategy
-from jdp.foresight.any_step.relocate import Moved
+from jdp.foresight.any_step.relocate import Relocated
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.traffic.reductions import ring_bytes
 
@@ -38,7 +38,7 @@ class Bound:
     over_batch: bool  # only what runs along the batch's axes counts
 
 
-def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Moved) -> Bound:
+def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Relocated) -> Bound:
     """Return what a device may send."""
     if not isinstance(against, str):
         if isinstance(against, bool) or not math.isfinite(against) or against < 0:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.formatting import format_bytes, format_percent
 from jdp.core.sharding.placement import Placement, axes_of
-from jdp.foresight.any_step.relocate import Moved
+from jdp.foresight.any_step.relocate import Relocated
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.memory.liveness import Liveness
 from jdp.foresight.memory.peak import Headroom, Held, headroom, largest_held
@@ -55,7 +55,7 @@ class StepMemory:
     host: int = 0  # of arguments, results and temporaries that are in the host's memory; in none of the others
 
 
-def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
+def memory_of(compiled: Compiled, moved: Relocated, target: Target) -> StepMemory:
     """Return what a compiled step holds on a device."""
     live, arguments, program = Liveness(compiled.program), moved.traced.arguments, compiled.program
     in_place, sizes = written_into(program), dict[int, int]()
@@ -88,15 +88,12 @@ class Sent:
     """Tensors of one shape that one kind of collective sends from one line."""
 
     kind: str  # of collective
-    # dtype, dims: of each tensor: an all-gather's result, a reduce-scatter's shard, else the operand, on one device
-    dtype: str
-    dims: tuple[int, ...]
+    dtype: str  # of each tensor
+    dims: tuple[int, ...]  # an all-gather's result, a reduce-scatter's shard, else the operand, on one device
     axes: tuple[str, ...]  # of the mesh, along which it is sent
     over_batch: bool  # among them are the batch's
-    # "file:line" that the user wrote; where there is none, the library's; None where the program has neither
-    source: str | None
-    # paths of the arguments that have the shape, whole or one device's shard; empty: an activation, say
-    like: tuple[str, ...]
+    source: str | None  # "file:line" that the user wrote, else the library's; None: the program has neither
+    like: tuple[str, ...]  # paths of the arguments that have the shape, whole or a shard; empty: an activation, say
     count: int  # how many a step, rounds of loops included
     wire_bytes: float  # what each device sends of all of them, a step, by the ring algorithms
     caveats: tuple[str, ...] = ()  # why `count` may differ from what runs
@@ -109,7 +106,7 @@ class Sent:
         return f"{tensor} ({what}): {format_bytes(self.wire_bytes)} a device"
 
 
-def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
+def shapes_of(moved: Relocated, arguments: Iterable[Argument]) -> Parameters:
     """Return arguments to be found by shape: as placed at rest, and gathered along the batch's axes for compute."""
 
     def placement(each: Argument) -> Placement:
@@ -120,7 +117,7 @@ def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
     return Parameters(tuple(placement(each) for each in arguments if each.shape), dict(moved.mesh.shape), True)
 
 
-def sent_by(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters) -> tuple[Sent, ...]:
+def sent_by(compiled: Compiled, sites: Sites, moved: Relocated, shapes: Parameters) -> tuple[Sent, ...]:
     """Return what a compiled step sends, most bytes first."""
     sent = dict[tuple[Any, ...], Sent]()
     for each in collectives_on(moved.mesh, compiled, sites, moved.batch_axes):
@@ -141,8 +138,10 @@ _SHARE = 0.01  # of what a device sends, below which a line is not worth a sente
 _LINES = 4  # that get one
 
 
-def signs(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters, sent: Sequence[Sent]) -> tuple[str, ...]:
-    """Return signs of something unmeant, a sentence each."""
+def signs(
+    compiled: Compiled, sites: Sites, moved: Relocated, shapes: Parameters, sent: Sequence[Sent]
+) -> tuple[str, ...]:
+    """Return signs of something unintended, a sentence each."""
     donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
     meant = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
     offloads = any(each is not None and each.memory_kind == "pinned_host" for each in meant)
@@ -173,7 +172,7 @@ def _activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[st
             )
 
 
-def _not_donated(compiled: Compiled, moved: Moved) -> Iterator[str]:
+def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
     """Arguments that a result of the same shape replaces, and that nobody donated."""
     if any(each.donated for each in moved.traced.arguments):
         return

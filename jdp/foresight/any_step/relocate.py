@@ -30,10 +30,10 @@ from jdp.foresight.targets.resolve import Target
 
 
 @dataclass(frozen=True)
-class Moved:
+class Relocated:
     """A program on the mesh that it is compiled for."""
 
-    traced: Traced  # the program; its arguments lie on `mesh`
+    traced: Traced  # the program; its arguments are placed on `mesh`
     mesh: Mesh  # of the target's devices
     batch_axes: tuple[str, ...]  # the axes that rows of a batch are split over
     batch: frozenset[int]  # numbers of the positional arguments that are a batch
@@ -46,7 +46,7 @@ def move(
     given: tuple[Any, ...],
     target: Target | None,
     sizes: Mapping[str, int] | None = None,
-) -> Moved:
+) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
     arguments = Arguments.of(function, given)
     traced = trace(function, arguments)
@@ -58,7 +58,7 @@ def move(
                 "Without a target a step is compiled for its arguments' devices; given an abstract mesh, which has "
                 "none. Name a target, such as h100:1x8."
             )
-        return Moved(traced, old, batch_axes or old.axis_names[:1], batch)
+        return Relocated(traced, old, batch_axes or old.axis_names[:1], batch)
     new_sizes = moved_sizes(dict(old.shape), batch_axes, target, sizes)
     mesh = Mesh(np.array(target.devices).reshape(tuple(new_sizes.values())), old.axis_names, axis_types=old.axis_types)
     rows, notes = _rows(traced, batch, old, mesh)
@@ -68,7 +68,7 @@ def move(
     on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
     for each in on_target.arguments:
         _check_divides(each, mesh)
-    return Moved(on_target, mesh, batch_axes or (_moving(dict(old.shape), ()),), batch, notes, in_context)
+    return Relocated(on_target, mesh, batch_axes or (_moving(dict(old.shape), ()),), batch, notes, in_context)
 
 
 # Sizes.
@@ -205,7 +205,7 @@ def _trace_for(
     raise next((error for error in reasons if isinstance(error, OtherSize)), reasons[0]) from None
 
 
-def lowering(moved: Moved) -> AbstractContextManager[Any]:
+def lowering(moved: Relocated) -> AbstractContextManager[Any]:
     """Return the context in which a moved program is lowered: the one it was traced in, or that Explicit axes need."""
     explicit = AxisType.Explicit in moved.mesh.axis_types
     return jax.set_mesh(moved.mesh) if explicit or moved.in_context else without_mesh()

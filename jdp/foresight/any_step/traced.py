@@ -27,14 +27,10 @@ from jdp.core.sharding.axes import factors
 class Argument:
     """An array that a jitted function takes."""
 
-    # in the call, with the parameter's name first: "state/params/kernel"; of a number that jax made an array of, "(a
-    # number)"
-    path: str
-    # shape, dtype: global
-    shape: tuple[int, ...]
+    path: str  # in the call: "state/params/kernel"; "(a number)" of an array that jax made of one
+    shape: tuple[int, ...]  # global
     dtype: Any
-    # where it lies; None where the call leaves that to the compiler, as for NumPy arrays
-    sharding: NamedSharding | None
+    sharding: NamedSharding | None  # None where the call leaves it to the compiler, as for NumPy arrays
     number: int = -1  # of the positional argument that it is in; -1 outside of them
     slot: int = -1  # its place among the call's arrays; -1 outside of them
     weak_type: bool = False  # as jax has it for Python's numbers
@@ -105,7 +101,7 @@ def _sharding(leaf: Any, path: str) -> NamedSharding | None:
     if isinstance(sharding, SingleDeviceSharding) and not getattr(leaf, "committed", False):
         return None
     raise ValueError(
-        f"A step's arguments lie on a mesh with named axes; given {path} as {sharding}. Place it with "
+        f"A step's arguments are placed on a mesh with named axes; given {path} as {sharding}. Place it with "
         "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), on the mesh of the others."
     )
 
@@ -117,8 +113,7 @@ class Traced:
     name: str  # the function's
     closed: core.ClosedJaxpr = field(repr=False)  # the jaxpr
     arguments: tuple[Argument, ...]  # one for each of the jaxpr's inputs
-    # of its results, where the function was jitted with them; else None each
-    out_shardings: tuple[NamedSharding | None, ...]
+    out_shardings: tuple[NamedSharding | None, ...]  # of its results; None: not given to the jit
     options: Mapping[str, Any]  # of the compiler, that the function was jitted with
 
     def lower(self) -> jax.stages.Lowered:
@@ -179,8 +174,8 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
     meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
     if not meshes:
         raise ValueError(
-            "A step's arguments, real or abstract, name the mesh that they lie on; given none that does. Place them "
-            "with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or give "
+            "A step's arguments, real or abstract, name the mesh that they are placed on; given none that does. Place "
+            "them with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or give "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
         )
     mesh, path = next((pair for pair in meshes if isinstance(pair[0], Mesh)), meshes[0])
@@ -188,7 +183,7 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
         concrete = [each.devices.tolist() for each in (other, mesh) if isinstance(each, Mesh)]
         if other.shape != mesh.shape or (len(concrete) == 2 and concrete[0] != concrete[1]):
             raise ValueError(
-                f"All arguments of a step lie on one mesh; given {path} on {_axes(mesh)} and {there} on "
+                f"All arguments of a step are placed on one mesh; given {path} on {_axes(mesh)} and {there} on "
                 f"{_axes(other)}. Place them on one, with spec PartitionSpec() for what every device has whole."
             )
     return mesh

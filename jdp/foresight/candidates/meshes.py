@@ -47,7 +47,7 @@ from jdp.foresight.traffic.theory import theory
 MOST = 3
 """Ways on other meshes that are compiled: each takes as long as a strategy does."""
 NAMED = 3
-"""Ways of a kind that are named; of more only the number is said."""
+"""Ways of a kind that are named; of more only the number is reported."""
 
 Refuse = Callable[[Mapping[str, int]], str | None]
 """A mesh (axis -> size) -> why the model cannot run on it; None: it can."""
@@ -59,8 +59,7 @@ class MeshWay:
 
     strategy: str  # its name
     axes: Mapping[str, int]  # the mesh, axis -> size
-    # what a step sends by closed form: seconds, or where the links' rates are not known bytes of a device
-    sends: float = 0.0
+    sends: float = 0.0  # by closed form: seconds, or bytes of a device where link rates are not known
 
     def __str__(self) -> str:
         return candidate_name(self.strategy, 1, None, self.axes)

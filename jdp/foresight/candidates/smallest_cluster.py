@@ -43,8 +43,7 @@ class Smallest:
     needed: int  # bytes a device holds; compiled or foreseen
     available: int  # bytes of a device's memory that a step can have
     compiled: bool = False  # whether the sizes were compiled
-    # the size below it and what a device would hold there, None where XLA gives up on it; None: there is none
-    below: tuple[str, int | None] | None = None
+    below: tuple[str, int | None] | None = None  # the next smaller size, and its bytes (None: does not compile)
 
     @property
     def held(self) -> str:

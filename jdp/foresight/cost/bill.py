@@ -24,8 +24,7 @@ class Bill:
     step_seconds: float  # simulated seconds of a step
     devices: int  # how many are paid for
     price: float | None = None  # of one device for an hour, in any currency; None: not given
-    # the largest error of the simulated times, as a share (`Chip.time_error`); None: not known
-    error: float | None = None
+    error: float | None = None  # largest error of the simulated times (`Chip.time_error`); None: not known
     goodput: float | None = None  # the share of the time that trains, where that was asked for
 
     @property

@@ -35,8 +35,7 @@ class Buffer:
     """Memory that one or more arrays share."""
 
     home: str = "temporary"  # "argument", "output" (a result in memory of its own), "constant", or "temporary"
-    # bytes, dtype, dims: of its largest array
-    bytes: int = 0
+    bytes: int = 0  # of its largest array, as dtype and dims are
     dtype: str = ""
     dims: tuple[int, ...] = ()
     writes: list[Write] = field(default_factory=list[Write], repr=False)  # what writes it, in time order
@@ -45,8 +44,7 @@ class Buffer:
     # (first, last) times in which it is held, both ends included
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     on_host: bool = False  # whether it is in host memory
-    # jax's name of the entry's parameter, such as "state.params['w']"; None where it is none
-    argument: str | None = None
+    argument: str | None = None  # jax's name of the entry's parameter, such as "state.params['w']"
 
 
 class Liveness:

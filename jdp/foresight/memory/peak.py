@@ -55,15 +55,12 @@ class Held:
     """Temporaries of one kind that are held at the peak."""
 
     role: str  # "working", "gradients" or "activations"; empty where they are not told apart
-    # count, bytes: how many there are; bytes of all of them
-    count: int
-    bytes: int
-    # dtype, dims: of each
-    dtype: str
+    count: int  # how many there are
+    bytes: int  # of all of them
+    dtype: str  # of each
     dims: tuple[int, ...]
-    # op_name, source: the operation that wrote them last, and "file:line"; None where the program does not have it
-    op_name: str | None
-    source: str | None
+    op_name: str | None  # of the operation that wrote them last
+    source: str | None  # "file:line" of that; None: the program does not have it
 
     def __str__(self) -> str:
         times = f"{self.count} × " if self.count > 1 else ""
@@ -79,8 +76,7 @@ class Headroom:
     fits: bool  # `needed` is at most `available`
     needed: int  # bytes that jax's pool must hold
     available: int  # bytes that it can have (`available_bytes`)
-    # what XLA_CLIENT_MEM_FRACTION has to be for it; None where jax's default is enough, or nothing is
-    fraction: float | None
+    fraction: float | None  # for XLA_CLIENT_MEM_FRACTION; None: jax's default is enough, or nothing is
     words: str  # all that as a sentence without its subject: "needs …: fits"
 
 
@@ -88,8 +84,7 @@ class Headroom:
 class Memory:
     """Bytes per device at a step's peak, by class (`CLASSES` has them in words); they add up to `total`."""
 
-    # parameters, optimizer, batch: as the program takes them; exact
-    parameters: int
+    parameters: int  # as the program takes them, like optimizer state and batch; exact
     gradients: int  # gradients, their accumulators and reduced sums, whole or sharded, and the optimizer's updates
     optimizer: int
     working: int  # weights in compute dtype, gathered or cast
@@ -101,11 +96,8 @@ class Memory:
     # of "working", "gradients" and "activations", the most that each holds at any time of the step, which need not be
     # that of the peak
     most: Mapping[str, int] = field(default_factory=dict[str, int])
-    # leaves of the state that the program does not take (an evaluation step needs no optimizer state) and that are on
-    # the device all the same; not in `total`
-    outside: int = 0
-    # bytes of the device's part of the state, and of copies, that are in its host's memory; not in `total`
-    host: int = 0
+    outside: int = 0  # leaves on the device that the program does not take, as in an evaluation; not in `total`
+    host: int = 0  # state and copies in the host's memory, for this device; not in `total`
     at: str | None = None  # "file:line" of what runs at the peak, or its jax name; None where the program has neither
     largest: tuple[Held, ...] = ()  # temporaries held at the peak, largest first, equal ones together
 

@@ -36,13 +36,10 @@ class ZeroRow:
 class JdpRow:
     """Bytes on a device under jdp, rounded up."""
 
-    # master, moments: at rest: fp32 master weights, and Adam's two moments in fp32
-    master: int
-    moments: int
-    # gradients, working: within a step: gradients as they are summed, and the working copy; under zero3 `working` is 0,
-    # since one layer's weights are gathered at a time
-    gradients: int
-    working: int
+    master: int  # at rest: fp32 master weights
+    moments: int  # at rest: Adam's two moments in fp32
+    gradients: int  # within a step: as they are summed
+    working: int  # within a step: the working copy; 0 under zero3, which gathers a layer at a time
 
     @property
     def at_rest(self) -> int:

@@ -47,10 +47,8 @@ class Collective:
     name: str  # the instruction's; of an asynchronous pair the start's
     op_name: str | None = None  # jax's path to the operation; None where the text does not have it
     source_lines: tuple[str, ...] = ()  # "file:line" of the operation and of its callers, innermost first
-    # (element type, dimensions) of each tensor of the result, on one device
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    # trip counts of the enclosing loops, outermost first; None where XLA does not know one
-    loops: tuple[int | None, ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of each tensor of the result
+    loops: tuple[int | None, ...] = ()  # trip counts around it, outermost first; None: XLA does not know
     in_conditional: bool = False  # it is in a branch, which may not be taken
 
     @property

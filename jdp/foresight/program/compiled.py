@@ -38,18 +38,15 @@ class Compiled:
     """What was read off one compiled step. Sizes are bytes per device, from XLA's memory analysis."""
 
     text: str = field(repr=False)  # the scheduled program
-    # argument_bytes, output_bytes: the step's inputs and results
-    argument_bytes: int
-    output_bytes: int
+    argument_bytes: int  # the step's inputs
+    output_bytes: int  # its results
     alias_bytes: int  # the part of the results that is written into donated inputs
     temp_bytes: int  # what else it allocates while it runs
     peak_bytes: int  # XLA's own estimate of the most that is live at once, host memory included
     warnings: tuple[str, ...]  # lines about resharding and memory that XLA wrote while it compiled
     seconds: float  # how long compiling took
     cached: bool = False  # whether it was read from the cache
-    # what is allocated in host memory, for this device: arguments, results that are not written into them, and
-    # temporaries. None of the others but `peak_bytes` counts it.
-    host_bytes: int = 0
+    host_bytes: int = 0  # in host memory, for this device; of the others only `peak_bytes` counts it
 
     @cached_property
     def program(self) -> Program:

@@ -102,12 +102,10 @@ class Program:
     """An XLA module."""
 
     entry: str  # name of the computation that runs
-    # name -> instructions; in schedule order, where the module is scheduled
-    computations: dict[str, tuple[Instruction, ...]] = field(repr=False)
+    computations: dict[str, tuple[Instruction, ...]] = field(repr=False)  # in schedule order
     devices: int  # partitions × replicas
     header: str = field(repr=False)  # the module's first line: aliases of inputs and outputs, layouts
-    # stack_frame_id -> its source lines "file:line", innermost first
-    frames: dict[str, tuple[str, ...]] = field(repr=False)
+    frames: dict[str, tuple[str, ...]] = field(repr=False)  # id -> "file:line"s, innermost first
 
     def __getitem__(self, computation: str) -> tuple[Instruction, ...]:
         if computation not in self.computations:

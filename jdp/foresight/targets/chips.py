@@ -18,8 +18,7 @@ class Chip:
     """Rates of one device, in bytes and floating-point operations a second."""
 
     name: str  # as jax gives it (`device_kind`)
-    # memory_bytes, memory_bandwidth: of the device's own memory
-    memory_bytes: int
+    memory_bytes: int  # of the device's own memory, as its bandwidth is
     memory_bandwidth: float
     # dense peak of the matrix units by the XLA element type of the operands ("bf16", "f16", "f32", "f64", "f8e4m3fn",
     # "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" is what jax's default precision uses:
@@ -27,21 +26,16 @@ class Chip:
     matmul_flops: Mapping[str, float] = field(hash=False)
     vector_flops: float  # fp32, outside the matrix units
     link_bandwidth: float  # inside a host (a TPU: inside a slice), in one direction
-    # between hosts (a TPU: between slices), in one direction, for each device: its own share of the host's network
-    # cards
-    network_bandwidth: float
-    # between a device and its host's memory, in one direction; None where it is not known
-    host_bandwidth: float | None = None
-    # link_efficiency, network_efficiency, host_efficiency: the part of these three that arrives as payload
-    link_efficiency: float = 1.0
+    network_bandwidth: float  # between hosts (a TPU: slices), in one direction, for each device
+    host_bandwidth: float | None = None  # to its host's memory, in one direction; None: not known
+    link_efficiency: float = 1.0  # the part of `link_bandwidth` that arrives as payload; so for the next two
     network_efficiency: float = 1.0
     host_efficiency: float = 1.0
-    # link_latency, network_latency: seconds a hop, added to the tables in `jdp.foresight.timing.collectives`
-    link_latency: float = 0.0
+    link_latency: float = 0.0  # seconds a hop, added to the tables in `jdp.foresight.timing.collectives`
     network_latency: float = 0.0
     matmul_efficiency: float = 0.8  # share of `matmul_flops` that large products reach through a training run
     # how far foreseen times are from published runs on it, in words
-    held_against: str = "they were not compared with runs on this device"
+    compared_with: str = "they were not compared with runs on this device"
     # the largest of these errors, as a share: 0.22 where foreseen over published was within 1 / 1.22 and 1.22; None
     # where they were not compared
     time_error: float | None = None
@@ -131,7 +125,7 @@ _H100 = Gpu(
     network_efficiency=_PCIE,
     host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.58,
-    held_against=_HELD,
+    compared_with=_HELD,
     time_error=_WORST,
 )
 
@@ -157,7 +151,7 @@ _A100 = Gpu(
     network_efficiency=_PCIE,
     host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.75,
-    held_against=_HELD,
+    compared_with=_HELD,
     time_error=_WORST,
 )
 

@@ -61,15 +61,12 @@ class Candidate:
     """One way to run a step: the step and its abstract operands on one mesh."""
 
     step: Step  # on the mesh; its partitioning is settled when it is lowered
-    # state, batch: `jax.ShapeDtypeStruct` leaves with their shardings
-    state: TrainState
+    state: TrainState  # `jax.ShapeDtypeStruct` leaves with their shardings, as in the batch
     batch: Batch
     notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
-    # the rematerialisation policy that distinguishes it from other candidates; None: the model's own
-    remat: str | None = None
+    remat: str | None = None  # the policy that distinguishes it from other candidates; None: the model's own
     axes: Mapping[str, int] | None = None  # the mesh that distinguishes it; None: as it was given
-    # the version of cuDNN that the devices, which are described, are taken to have; None: they are at hand
-    cudnn: int | None = None
+    cudnn: int | None = None  # the version that described devices are taken to have; None: they are at hand
 
     @property
     def name(self) -> str:

@@ -29,12 +29,10 @@ class Attention:
     """One call of a fused kernel, forward or backward."""
 
     heads: int  # query heads of all sequences, which is batch x heads
-    # queries, keys: of a sequence
-    queries: int
-    keys: int
-    # width, value_width: elements of a head of queries and keys, and of values
-    width: int
-    value_width: int
+    queries: int  # of a sequence
+    keys: int  # of a sequence
+    width: int  # elements of a head of queries and keys
+    value_width: int  # elements of a head of values
     dtype: str  # XLA's name of the operands' type
     causal: bool = False  # whether a query sees no later keys
     window: int = 0  # how many keys a query sees at most; 0 for all

@@ -32,13 +32,13 @@ class Machine:
 
     rates: Rates  # measured, so that the model's efficiencies are 1
     model: CostModel  # the constants that fit
-    meeting_seconds: float  # time of a collective that carries next to nothing
+    barrier_seconds: float  # time of a collective that carries next to nothing
 
     def collective_seconds(self, kind: str, payload_bytes: float, groups: tuple[tuple[int, ...], ...]) -> float:
         """Return the seconds of one execution: a device reads its operand and writes its result in shared memory."""
         shard = payload_bytes / max(map(len, groups))
         moved = payload_bytes + shard if kind in ("all-gather", "reduce-scatter") else 2 * payload_bytes
-        return self.meeting_seconds + moved / self.rates.memory_bandwidth
+        return self.barrier_seconds + moved / self.rates.memory_bandwidth
 
 
 @functools.cache
@@ -53,13 +53,14 @@ def _measured(mesh: Mesh) -> Machine:
     cached, long = np.full(2**16, 0.5, np.float32), np.zeros((2048, 2048), np.float32)
     time_of = functools.partial(_seconds_a_round, mesh)
     kernel = time_of(lambda x: x + 1, tiny, rounds=64)
-    meeting = time_of(lambda x: jax.lax.psum(x, _AXIS) * 0.5, tiny, rounds=64)
+    barrier = time_of(lambda x: jax.lax.psum(x, _AXIS) * 0.5, tiny, rounds=64)
     product = time_of(lambda x: x @ x, square, rounds=8)
     addition = time_of(lambda x: _repeated(lambda y: y * x + 0.1, 32, x), cached, rounds=8) / (64 * cached.size)
     exponential = time_of(lambda x: _repeated(lambda y: jnp.exp(-y), 8, x), cached, rounds=8) / (8 * cached.size)
     # One round: a step writes most of its values into memory that it was just given, page by page.
     copy = time_of(lambda x: x + 1, long, rounds=1)
-    transposed = time_of(_transposed, long, rounds=1)
+    # `x.T`, written out: the barrier keeps XLA from only renaming the dimensions.
+    transposed = time_of(lambda x: jax.lax.optimization_barrier(x.T) + 0.0, long, rounds=1)
     rates = Rates({"f32": 2 * 384**3 / product}, 2 / addition, 2 * long.nbytes / copy, 1)
     model = CostModel(
         matmul_efficiency=1.0,
@@ -71,12 +72,7 @@ def _measured(mesh: Mesh) -> Machine:
         integer_cost=1.0,
         transposed_efficiency=copy / transposed,
     )
-    return Machine(rates, model, max(0.0, meeting - kernel))
-
-
-def _transposed(x: jax.Array) -> jax.Array:
-    """`x.T`, written out: the barrier keeps XLA from only renaming the dimensions."""
-    return jax.lax.optimization_barrier(x.T) + 0.0
+    return Machine(rates, model, max(0.0, barrier - kernel))
 
 
 def _repeated(function: Callable[[jax.Array], jax.Array], times: int, x: jax.Array) -> jax.Array:

@@ -20,8 +20,7 @@ from jdp.foresight.timing.matmuls import LIBRARY_PRODUCTS, Product, custom_call_
 class Rates:
     """What one device can do in a second."""
 
-    # XLA element type of the operands -> FLOP/s of matrix products
-    matmul_flops: Mapping[str, float] = field(repr=False)
+    matmul_flops: Mapping[str, float] = field(repr=False)  # element type -> FLOP/s of products
     vector_flops: float  # FLOP/s outside tensor cores, float32, a fused multiply-add counted as two
     memory_bandwidth: float  # bytes/s
     cores: int  # how many work on one product, a tile each
@@ -57,8 +56,7 @@ class CostModel:
     # lane-cycles of exp, log, sqrt and the like, against one of an addition: 16 results a clock and core against 128
     # (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0)
     special_function_cost: float = 8.0
-    # lane-cycles of integer arithmetic, against one of a float addition: 64 results against 128
-    integer_cost: float = 2.0
+    integer_cost: float = 2.0  # lane-cycles of integer arithmetic, against a float addition: 64 results against 128
     # bandwidth of a copy into another layout over that of a plain copy: 1, through shared memory (Ruetsch and
     # Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009)
     transposed_efficiency: float = 1.0
@@ -71,8 +69,7 @@ class KernelCost:
 
     products: tuple[Product, ...] = ()  # its matrix products and convolutions
     bytes: float = 0.0  # read from memory and written to it
-    # operations, integer_operations, special_functions: element-wise work outside tensor cores, in elements
-    operations: float = 0.0
+    operations: float = 0.0  # element-wise, outside tensor cores, in elements; so are the next two
     integer_operations: float = 0.0
     special_functions: float = 0.0
     transposes: bool = False  # whether it writes in another order than it reads

@@ -23,9 +23,7 @@ class Product:
     m: int
     n: int
     k: int
-    # XLA's name of the type that the operands are multiplied in; "vector" where that is full float32, which tensor
-    # cores do not have
-    dtype: str
+    dtype: str  # that operands are multiplied in, by XLA's name; "vector": full float32, not on tensor cores
     passes: int = 1  # how often it is multiplied, where the algorithm splits operands into several of a narrower type
 
     @property

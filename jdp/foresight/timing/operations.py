@@ -40,16 +40,13 @@ class TimedOp:
 class Total:
     """Sums over operations, as if none overlapped."""
 
-    # compute, communication, host: seconds of kernels, of collectives, and of copies from and to host memory
-    compute: float = 0.0
-    communication: float = 0.0
-    host: float = 0.0
-    # flops, bytes, kernels: of kernels: FLOPs of products, memory traffic, launches
-    flops: float = 0.0
-    bytes: float = 0.0
-    kernels: int = 0
-    # seconds of a kernel with products, fused attention too -> how many take that long
-    matmuls: Counter[float] = field(default_factory=Counter[float])
+    compute: float = 0.0  # seconds of kernels
+    communication: float = 0.0  # of collectives
+    host: float = 0.0  # of copies from and to host memory
+    flops: float = 0.0  # of products
+    bytes: float = 0.0  # memory traffic of kernels
+    kernels: int = 0  # launches
+    matmuls: Counter[float] = field(default_factory=Counter[float])  # seconds of a kernel with products -> how many
     attention: float = 0.0  # seconds of fused attention
 
     def add(self, other: Total, times: int = 1) -> None:
@@ -191,6 +188,6 @@ def _devices(target: Target, model: CostModel | None) -> _Devices:
         rates,
         model or fitted,
         lambda kind, payload, groups: collective_seconds(kind, payload, groups, target),
-        (f"times are simulated from published peaks and fitted efficiencies: {chip.held_against}",),
+        (f"times are simulated from published peaks and fitted efficiencies: {chip.compared_with}",),
         None if chip.host_bandwidth is None else chip.host_bandwidth * chip.host_efficiency,
     )

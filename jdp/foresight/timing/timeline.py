@@ -33,9 +33,8 @@ class Event:
 
     name: str  # the instruction
     lane: str  # "compute", "communication" or "host"
-    # start, seconds: since the step began; how long the lane is busy
-    start: float
-    seconds: float
+    start: float  # since the step began
+    seconds: float  # how long the lane is busy
     what: str  # jax's path to the operation, or the kind of instruction where the text does not have it
     source: str | None = None  # "file:line" that wrote it
     times: int = 1  # how many rounds of a loop it stands for
@@ -47,9 +46,8 @@ class Timeline:
     """A step as simulated; everything per device."""
 
     step_seconds: float  # from its first kernel to the end of its last
-    # compute_seconds, communication_seconds, host_seconds: how long each lane is busy
-    compute_seconds: float
-    communication_seconds: float
+    compute_seconds: float  # how long the lane is busy
+    communication_seconds: float  # likewise
     exposed_seconds: float  # communication that overlaps with no computation: compute waits
     flops: float  # executed, of matrix products, convolutions and fused attention; recomputation included
     bytes: float  # memory traffic of all kernels

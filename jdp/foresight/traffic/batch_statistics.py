@@ -21,11 +21,9 @@ ITEMSIZE = 4
 class BatchStatistics:
     """The statistics that a step takes over all devices."""
 
-    # of the running averages, two for each BatchNorm (mean and variance), stacked ones with their layers
-    shapes: tuple[tuple[int, ...], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the running averages, two for each BatchNorm, layers stacked
     rounds: int = 1  # microbatches a step
-    # shapes of the metrics that are arrays, and of no parameter's shape: those could hide its gradient
-    metrics: tuple[tuple[int, ...], ...] = ()
+    metrics: tuple[tuple[int, ...], ...] = ()  # shapes of metrics that are arrays, and of no parameter's shape
 
     @property
     def elements(self) -> int:

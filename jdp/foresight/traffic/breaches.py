@@ -115,11 +115,9 @@ class Reason:
 class Fault:
     """Tensors sent by one kind of collective, in one dtype, from one source line, for the same reason."""
 
-    # reason, sent_by: of the first of them
-    reason: Reason
+    reason: Reason  # of the first of them, as `sent_by` is
     sent_by: MeshCollective
-    # dtype, source_line: of all of them
-    dtype: str
+    dtype: str  # of all of them, as `source_line` is
     source_line: str | None
     paths: dict[str, None] = field(default_factory=dict[str, None])  # their parameters'
     payload_bytes: int = 0  # of one execution, together

@@ -122,15 +122,13 @@ class Row:
     """One kind of collective: what was promised and what was found."""
 
     kind: str  # of collective
-    # expected_bytes, found_bytes: payload a step
-    expected_bytes: float
-    found_bytes: int
+    expected_bytes: float  # payload a step
+    found_bytes: int  # payload a step
     in_loop_bytes: int  # the part of `found_bytes` that is sent in the loop over the microbatches
-    # wire_bytes, theory_wire_bytes: what each device sends a step, found and promised
-    wire_bytes: float
-    theory_wire_bytes: float
-    # whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack, an all-
-    # reduce with the gradients that are all-reduced by plan; and not more of them than promised
+    wire_bytes: float  # what each device sends a step
+    theory_wire_bytes: float  # what is promised of that
+    # this kind alone stays in bounds: promised ones within the tolerance, others within the slack, where an all-reduce
+    # may have the gradients that are all-reduced by plan; and there are not more of them than promised
     kept: bool
     count: int = 0  # how many collectives of more than a few bytes a step has
     most: int | None = None  # how many it may have; None: any number
@@ -158,12 +156,10 @@ class Verdict:
     """Whether a program keeps the contract."""
 
     kept: bool  # it does
-    # wire_bytes, theory_wire_bytes: what each device sends a step along the batch axes, found and promised
-    wire_bytes: float
-    theory_wire_bytes: float
+    wire_bytes: float  # what each device sends a step along the batch axes
+    theory_wire_bytes: float  # what is promised of that
     rows: tuple[Row, ...]  # one a kind; the promised ones first
-    # one a kind of what runs along the model's own axes only; nothing is promised about it
-    model_axes: tuple[Row, ...] = field(default=())
+    model_axes: tuple[Row, ...] = field(default=())  # along the model's own axes only: nothing is promised
     statistics: Row | None = None  # of the batch norms' statistics; None where there are none
 
     @property

@@ -32,9 +32,8 @@ Names = dict[str, Instruction]
 class Piece:
     """One tensor of a collective."""
 
-    # dtype, dims: as one device holds it: an all-gather's result, a reduce-scatter's shard, else the operand
-    dtype: str
-    dims: tuple[int, ...]
+    dtype: str  # as one device holds it
+    dims: tuple[int, ...]  # of an all-gather's result, a reduce-scatter's shard, else the operand
     payload_bytes: int  # of the whole tensor, once, as `Collective.payload_bytes` counts
     source_line: str | None = None  # "file:line" of the collective; else of what made the tensor, or uses it
 

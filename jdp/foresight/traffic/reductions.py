@@ -46,13 +46,11 @@ class Promise:
 class Reductions:
     """The gradients of a step, and how they are sent."""
 
-    # plan, precision, wire, buckets: of the step
-    plan: Plan
+    plan: Plan  # of the step, as the next three are
     precision: Precision
     wire: Wire
     buckets: int | str | None
-    # (elements that a device computes with, placement) of each trained parameter
-    leaves: Sequence[tuple[int, Placement]]
+    leaves: Sequence[tuple[int, Placement]]  # (elements of a device, placement) of each trained parameter
 
     def promises(self, rounds: int) -> list[Promise]:
         """Return the promises; what is reduced for every microbatch is so `rounds` times a step."""
@@ -65,18 +63,14 @@ class Reductions:
             limit = plan.min_shard_size
             whole = [count for count in whole if count >= limit]
         sharded = [count for count, leaf in others if leaf.dim is not None]
-        factors = 4 * sum(map(self._factors, low_rank))
+        axes, factors, most = plan.batch_axes, sum(map(self._factors, low_rank)), 2 * rounds * len(low_rank)
+        powersgd = Promise("all-reduce", 4 * rounds * factors, axes, everyone, rounds, 4, factors, most)
         return [
-            *self._low_rank(factors, rounds, len(low_rank)),
+            *([powersgd] if factors else []),
             *self._scattered(sharded, n, rounds),
             *self._summed([count // n for count in sharded], (REPLICA,), replicas),
-            *self._summed(whole, plan.batch_axes, everyone),
+            *self._summed(whole, axes, everyone),
         ]
-
-    def _low_rank(self, payload: int, rounds: int, count: int) -> Iterator[Promise]:
-        if payload:
-            axes, everyone = self.plan.batch_axes, self.plan.batch_shards
-            yield Promise("all-reduce", rounds * payload, axes, everyone, rounds, 4, payload // 4, 2 * rounds * count)
 
     def _scattered(self, counts: Sequence[int], devices: int, rounds: int) -> Iterator[Promise]:
         r = self.precision.reduce_dtype.itemsize

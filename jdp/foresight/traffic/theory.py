@@ -70,15 +70,11 @@ class Unsharded:
 class Theory:
     """A row of the contract, in bytes."""
 
-    # Ψ, frozen ones among them; with axes of the model's own, the elements that each of their shards computes with
-    parameters: int
+    parameters: int  # Ψ, frozen ones among them, that each shard of the model's axes computes with
     promises: tuple[Promise, ...]  # the kinds of collective that the row names
-    # what batch norms send beside the row, as their part of the model asks, and metrics that are arrays
-    statistics: BatchStatistics = field(default_factory=BatchStatistics)
-    # the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce
-    unsharded: Unsharded = field(default_factory=Unsharded)
-    # under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound
-    gathered: tuple[Gathered, ...] | None = None
+    statistics: BatchStatistics = field(default_factory=BatchStatistics)  # of batch norms, and metrics that are arrays
+    unsharded: Unsharded = field(default_factory=Unsharded)  # whose gradients are all-reduced by plan
+    gathered: tuple[Gathered, ...] | None = None  # under zero3, by the step's own trace; None: not known
     most_gathered_bytes: float = 0.0  # that upper bound, 2·K·c·Ψ; for another strategy what its row gathers
     # kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape
     packed: dict[str, float] = field(default_factory=dict[str, float])
