@@ -7,8 +7,8 @@
    in the middle and restored, under the same setting and under another.
 5. `proof.py`: the table, or where the simplest differing run first differs: step, leaf, size.
 
-Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own. `memory_check.py` refuses what
-does not fit into memory, and what cannot be run unchanged is listed with the reason.
+Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own. `guard/memory_check.py` refuses
+what does not fit into memory, and what cannot be run unchanged is listed with the reason.
 """
 
 from __future__ import annotations
