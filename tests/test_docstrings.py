@@ -184,14 +184,10 @@ PRIVATE_WORDS = (
 )
 """What strangers did not understand, each with a plain word: in a bucket, custom, processes, is reported, fixes."""
 PENDING = {
-    "base",
     "core",
     "models",
     "data",
-    "launch",
     "foresight",
-    "checkpoint",
-    "guard",
     "report",
     "prove",
     "experiment",

@@ -41,23 +41,27 @@ class Checkpoints:
     """A directory of checkpoints, one a step.
 
     A checkpoint stays while any of `keep`, `keep_every` and `best` keeps it. A run that goes back to an earlier one and
-    saves again loses nothing: the later ones are set aside in the directory's `abandoned-1` (then `-2`, …), and that is
-    reported; each of these can be restored from like any directory of checkpoints, and is yours to delete.
+    saves again loses nothing: the later ones are set aside in the directory's `abandoned-1` (then `-2`, …), which is
+    reported. Each of these can be restored from like any directory of checkpoints, and is yours to delete.
 
-    Every file has a checksum. What has changed on the disk is found before it is read; if the newest checkpoint is
-    damaged, the one before it is restored, and the damaged one set aside as `damaged-STEP`, which is reported.
+    Every file has a checksum, so changes on the disk are found before a file is read. If the newest checkpoint is
+    damaged, it is set aside as `damaged-STEP`, which is reported, and the one before it is restored.
 
     Args:
-        directory: created if it does not exist; `~` is expanded. All processes see the same one. Or s3://bucket/run, …
+        directory: created if it does not exist; `~` is expanded. All processes see the same one. Or an address such as
+            s3://bucket/run.
         keep: how many of the newest to keep; None: all.
         keep_every: also keep every step that this divides, for good; None: no others.
         best: also keep the one that is best by this metric, among those saved with a finite value of it; the newest of
             equals.
         mode: "min" if less of that metric is better, as of a loss, "max" if more is.
 
+    Attributes:
+        before_commit: called on process 0 with the folder of a checkpoint before it counts in a bucket.
+
     Raises:
-        CheckpointError: the directory cannot be created, or is none; it has an entry named by a number that is no
-            checkpoint; or the metrics of one are damaged; or what is behind an address cannot be reached.
+        CheckpointError: the directory cannot be created, or the bucket not be reached. Or it has an entry named by a
+            number that is no checkpoint, or one with damaged metrics.
         ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
 
@@ -153,9 +157,9 @@ class Checkpoints:
     ) -> None:
         """Save `state` under the number of batches it has consumed, or any tree under `step`, in the background.
 
-        The arrays are copied before this returns, so the next step may donate them. The state that was
-        saved or restored last is not written again. If this step or later ones exist already, this run has gone back,
-        or they are another run's: they are set aside as the class describes.
+        The arrays are copied before this returns, so the next step may donate them. The state that was saved or
+        restored last is not written again. If this step or later ones exist already, they are set aside as the class
+        describes.
 
         Args:
             state: the whole train state; or any tree of arrays, numbers, NNX modules and optimizers, such as
@@ -165,10 +169,10 @@ class Checkpoints:
             step: the number of a tree's checkpoint, 0 or more. A train state has its own.
 
         Raises:
-            CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are whole.
-                Or the state is abstract, `record` is not JSON, or this directory is closed.
-            ValueError: a tree is given without `step`, or a train state with one that is not its own; or the metric
-                `best` is not in `metrics`, or one of these is no number.
+            CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are
+                complete. Or the state is abstract, `record` is not JSON, or this directory is closed.
+            ValueError: a tree is given without `step`, or a train state with another step than its own. Or the metric
+                `best` is not in `metrics`, or a metric is no number.
         """
         if self._closed:
             raise CheckpointError(
@@ -210,7 +214,7 @@ class Checkpoints:
         Args:
             target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not
                 read. Any strategy, mesh and number of devices.
-            step: which one; "best" is the best by the metric, None the newest that is whole.
+            step: which one; "best" is the best by the metric, None the newest that is complete.
 
         Returns:
             The state, with the shardings of `target`, and the record.
@@ -241,7 +245,7 @@ class Checkpoints:
 
         Args:
             target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings.
-            step: which one; "best" is the best by the metric, None the newest that is whole.
+            step: which one; "best" is the best by the metric, None the newest that is complete.
             missing: path patterns (`fnmatch`) of parameters that the checkpoint may lack; they keep the target's
                 values.
             ignore: path patterns of parameters in the checkpoint that are left unread; each must match.
@@ -283,7 +287,7 @@ class Checkpoints:
             self._bucket.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
 
     def close(self) -> None:
-        """Wait for what is being written, and end Orbax' threads. Existing checkpoints can still be read.
+        """Wait for the save in the background, and end Orbax' threads. Existing checkpoints can still be read.
 
         Raises:
             CheckpointError: the last save failed.
@@ -373,7 +377,7 @@ class Checkpoints:
     def _prepare(self, step: int) -> None:
         """Clear the way for a step, on process 0. Orbax has the others wait, except while steps are set aside.
 
-        Its threads wait long for a folder that cannot be created: creating the mark first fails at once.
+        Its threads wait long for a folder that cannot be created, and creating the mark first fails at once.
         """
         abandoned: list[int] = []
         if jax.process_index() == 0:
@@ -384,7 +388,7 @@ class Checkpoints:
                 ownership.remove_leftovers(self.directory)
             ownership.discard_unfinished(self.directory, step)
             abandoned = self._lineage.abandoned_by(step, ownership.committed_steps(self.directory))
-            if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither whole nor marked
+            if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither complete nor marked
                 abandoned.append(step)
         if from_first_process("whether checkpoints are set aside", bool(abandoned)):
             if abandoned:

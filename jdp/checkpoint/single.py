@@ -37,8 +37,8 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
         overwrite: replace a checkpoint at `path`; anything else is never replaced.
 
     Raises:
-        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed. Or what
-            is behind an address cannot be reached.
+        CheckpointError: `path` is taken, or cannot be written or reached, or the state is abstract; nothing was
+            changed.
     """
     check_values(Content.of(state).leaves)
     if address_of(path) is not None:
@@ -68,9 +68,8 @@ def restore(path: str | Path, target: _T) -> _T:
     """Read a checkpoint onto the shardings of `target`: any strategy, mesh and number of devices.
 
     Args:
-        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
-            that is whole is read; or the folder of one step. Or the address of one of these, such as s3://bucket/run:
-            its files are fetched first.
+        path: a checkpoint of `jdp.save`, or the folder of one step. Or a directory of `jdp.Checkpoints` or the folder
+            of a run, whose newest complete one is read. Or the address of one of these, such as s3://bucket/run.
         target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not read.
 
     Returns:
@@ -78,7 +77,7 @@ def restore(path: str | Path, target: _T) -> _T:
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged; or what is behind an address cannot be reached.
+            is damaged or cannot be reached.
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(path, lambda folder, fix: content.read_state(folder, target, fix))
@@ -92,11 +91,10 @@ def restore_params(
     Nothing else is read from disk, so the optimizer's state takes no memory.
 
     Args:
-        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
-            that is whole is read; or the folder of one step. Or the address of one of these, such as s3://bucket/run:
-            its files are fetched first.
+        path: a checkpoint of `jdp.save`, or the folder of one step. Or a directory of `jdp.Checkpoints` or the folder
+            of a run, whose newest complete one is read. Or the address of one of these, such as s3://bucket/run.
         target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings, such as
-            `jdp.abstract_state(...).params`: then a tree of parameters is returned. Where leaves rest flat and padded
+            `jdp.abstract_state(...).params`: then a tree of parameters is returned. If leaves are flat and padded
             (`Plan.pad`), give the state, or the `.params` of `jdp.abstract_state(...).unpadded()`.
         missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack, such as
             `("*/lora_*",)`; they keep the values of `target`, which must be real.
@@ -110,7 +108,7 @@ def restore_params(
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged; or a pattern of `ignore` matches nothing; or what is behind an address cannot be reached.
+            is damaged or cannot be reached. Or a pattern of `ignore` matches nothing.
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(
@@ -120,7 +118,7 @@ def restore_params(
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if `path` is taken, except by a checkpoint that is to be overwritten."""
+    """Raise CheckpointError if `path` is taken, except by a checkpoint to overwrite."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not content.is_checkpoint(path):
@@ -144,7 +142,7 @@ def _old_path(path: Path) -> Path:
 
 
 def _read(path: str | Path, read: Callable[[Path, str], _T]) -> _T:
-    """Read the checkpoint that a path or an address leads to: of a directory, the newest that is whole."""
+    """Read the checkpoint at a path or an address; of a directory, the newest that is complete."""
     if address_of(path) is not None:
         return bucket_copies.read(
             path, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix))

@@ -2,9 +2,9 @@
 
 A step without a finite gradient changes nothing. If many follow one another, the weights or the data are at fault, and
 going on does not help. So the run can go back to a checkpoint from before them and leave out the batches of the bad
-steps, and some before them, one of which may have spoilt the weights. PaLM did so by hand (Chowdhery et al. 2022,
-arXiv:2204.02311, section 5.1). It went back some 100 steps and left out 200 to 500 batches; the spike did not come
-again, though the same batches did no harm elsewhere.
+steps. It also leaves out some before these, one of which may have spoilt the weights. PaLM did so by hand (Chowdhery et
+al. 2022, arXiv:2204.02311, section 5.1). It went back some 100 steps and left out 200 to 500 batches; the spike did not
+come again, though the same batches did no harm elsewhere.
 
 The decisions are a function of the losses in their order. So all processes decide alike, and a run that was stopped and
 resumed decides as one that was not.

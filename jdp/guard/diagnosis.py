@@ -232,8 +232,8 @@ def _killed(seen: Seen, count: int, now: float | None) -> list[str]:
     return [
         f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
         f"{_clock(seen.last['time'])}{ago}.{others}",
-        "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a person, "
-        "or with its machine. Run again: it resumes from its last checkpoint.",
+        "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a "
+        "person, or with its machine. Run again: it resumes from its last checkpoint.",
     ]
 
 

@@ -4,10 +4,10 @@
 them (`processes`). When one fails the others are ended and the first failure is reported. All are then started again,
 on a new port, if `restarts` allows it:
 
-- not after an error that would come again: a user's mistake (2), processes that do not match (78), the answer no (1),
-  Ctrl-C;
-- as often as `max_restarts` allows;
-- not a third time without a new checkpoint, if the program reports its progress.
+- Not after an error that would come again: a user's mistake (2), processes that do not match (78), the answer no (1),
+  Ctrl-C.
+- As often as `max_restarts` allows.
+- Not a third time without a new checkpoint, if the program reports its progress.
 
 `jdp train` then resumes from its newest checkpoint. On several machines each has a supervisor, and they connect at a
 rendezvous (`decisions`, `rendezvous`).
