@@ -72,21 +72,13 @@ class Level:
 
 @dataclass
 class BadSteps:
-    """The bad steps of a run, which each checkpoint records.
+    """The bad steps of a run, which each checkpoint records."""
 
-    Attributes:
-        first: the first bad step of those in a row; 0 if the last step was good.
-        in_a_row: their number.
-        left_out: steps whose batches are left out, past and to come.
-        returns: number of returns since the last good step after those.
-        level: of the loss at good steps.
-    """
-
-    first: int = 0
-    in_a_row: int = 0
-    left_out: list[int] = field(default_factory=list[int])
-    returns: int = 0
-    level: Level = field(default_factory=Level)
+    first: int = 0  # the first bad step of those in a row; 0 if the last step was good
+    in_a_row: int = 0  # their number
+    left_out: list[int] = field(default_factory=list[int])  # steps whose batches are left out, past and to come
+    returns: int = 0  # number of returns since the last good step after those
+    level: Level = field(default_factory=Level)  # of the loss at good steps
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -120,15 +112,12 @@ class Rules:
     Attributes:
         spike_deviations: standard deviations above the running mean from which a loss is a spike; 0: none is. OLMo 2
             counts losses 7 away from the mean of the last 1,000 (arXiv:2501.00656, section 3.2).
-        spike_window: number of steps in the running mean.
-        roll_back_after: bad steps in a row after which the run goes back; 0: it never does.
-        leave_out_before: steps before the first bad one that are left out too.
     """
 
     spike_deviations: float = 0.0
-    spike_window: int = 1000
-    roll_back_after: int = 0
-    leave_out_before: int = 1
+    spike_window: int = 1000  # number of steps in the running mean
+    roll_back_after: int = 0  # bad steps in a row after which the run goes back; 0: it never does
+    leave_out_before: int = 1  # steps before the first bad one that are left out too
 
     def judge(self, bad: BadSteps, step: int, loss: float, *, skipped: bool) -> str | None:
         """Judge a step; return why it is bad, or None."""

@@ -34,18 +34,14 @@ class Diagnosis:
     """The state of a run.
 
     Attributes:
-        state: "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown".
-        began: the process that caused it; None if unknown, or if none did.
-        words: sentences, the most important first.
         pace: medians over the steps of each process, in seconds.
-        goodput: where all time went.
     """
 
-    state: str
-    began: int | None
-    words: list[str]
+    state: str  # "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown"
+    began: int | None  # the process that caused it; None if unknown, or if none did
+    words: list[str]  # sentences, the most important first
     pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
-    goodput: Account = field(default_factory=Account)
+    goodput: Account = field(default_factory=Account)  # where all time went
 
 
 @dataclass(frozen=True)

@@ -104,15 +104,11 @@ def watch(running: Processes, signals: Sequence[int], grace_seconds: float, deci
     passed_on = 0
     while running.turn():
         if len(signals) > passed_on:
-            running.pass_on(signal.SIGKILL if passed_on else _forwarded(signals[0]), grace_seconds)
+            first = signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM  # as SIGHUP and SIGUSR1 become
+            running.pass_on(signal.SIGKILL if passed_on else first, grace_seconds)
             passed_on = len(signals)
         if decisions.stop(running.cause if running.stopping else None) and not running.stopping:
             running.stop()
-
-
-def _forwarded(number: int) -> int:
-    """Return the signal that the processes get: SIGHUP and SIGUSR1, which schedulers send too, become SIGTERM."""
-    return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
 
 def report(cause: Child, processes: int, signals: Sequence[int], children: Sequence[Child]) -> None:

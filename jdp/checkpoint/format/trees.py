@@ -28,16 +28,11 @@ class Content:
     """The leaves of a tree that a checkpoint holds.
 
     A train state has fields of its own; any other tree is one field, `tree`, with dicts of arrays for its modules.
-
-    Attributes:
-        holder: has the fields as attributes.
-        fields: their names.
-        back: filled fields by name -> a tree like the given one.
     """
 
-    holder: Any
-    fields: Sequence[str]
-    back: Callable[[dict[str, PyTree]], Any]
+    holder: Any  # has the fields as attributes
+    fields: Sequence[str]  # their names
+    back: Callable[[dict[str, PyTree]], Any]  # filled fields by name -> a tree like the given one
 
     @staticmethod
     def of(tree: Any) -> Content:

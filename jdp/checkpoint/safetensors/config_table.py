@@ -14,17 +14,11 @@ from jdp.checkpoint.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Table:
-    """The keys of a file, read by type; each method raises CheckpointError for a value of another type.
+    """The keys of a file, read by type; each method raises CheckpointError for a value of another type."""
 
-    Attributes:
-        file: for errors.
-        keys: the table.
-        place: of the table in the file, with a dot at its end.
-    """
-
-    file: Path
-    keys: Mapping[str, Any]
-    place: str = ""
+    file: Path  # for errors
+    keys: Mapping[str, Any]  # the table
+    place: str = ""  # of the table in the file, with a dot at its end
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number; it must be there if it has no default."""

@@ -87,18 +87,14 @@ class Family:
     """A model type.
 
     Attributes:
-        name: as its authors write it.
-        architecture: the class of `transformers`.
-        options: keys that are fields.
-        always: fields that all its models have alike.
         only: key -> the values that a GPT can have; the first is the default.
         windows: which layers have a window: none (""), "always" all, with "flag" or by "pattern" those that keys say.
     """
 
-    name: str
-    architecture: str
-    options: tuple[Option, ...]
-    always: Mapping[str, object]
+    name: str  # as its authors write it
+    architecture: str  # the class of `transformers`
+    options: tuple[Option, ...]  # keys that are fields
+    always: Mapping[str, object]  # fields that all its models have alike
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
     windows: Literal["", "always", "flag", "pattern"] = ""
 
