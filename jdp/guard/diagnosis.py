@@ -21,7 +21,7 @@ from jdp.guard.flight_recorder import FLIGHT, read, read_ranks
 from jdp.guard.time_account import Account, account
 from jdp.guard.watch import ALIVE_SECONDS, born
 from jdp.guard.where_time_goes import pace
-from jdp.guard.who_is_behind import Position, whereabouts
+from jdp.guard.who_is_behind import Position, capital, whereabouts
 from jdp.launch.output import LOGS
 
 _HUNG_SECONDS, _MEDIANS = 60.0, 10.0
@@ -128,7 +128,7 @@ def diagnose(
     words += [str(event["words"]) for seen in last[:1] for event in seen.events if _speaks(event)]
     medians, slow = pace({seen.rank: seen.events for seen in last})
     total = account(read(folder / FLIGHT / f"rank-{first:05}.jsonl"))
-    words += [*slow, *_before(visits), f"{_capital(total.words())}."]
+    words += [*slow, *_before(visits), f"{capital(total.words())}."]
     return Diagnosis(state, began, words, medians, total)
 
 
@@ -318,7 +318,3 @@ def _clock(seconds: float) -> str:
 
 def _ago(seconds: float) -> str:
     return format_seconds(max(seconds, 0.0)) if seconds < 120 else f"{seconds / 60:,.0f} minutes"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

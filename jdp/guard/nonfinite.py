@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients import auto
 from jdp.core.partitioned_loss import VIEWS
@@ -232,5 +233,4 @@ def _named(name: str, values: NDArray[Any]) -> tuple[str, NDArray[Any]]:
 
 
 def _listed(things: Sequence[Any]) -> str:
-    more = f" and {len(things) - SHOWN} more" if len(things) > SHOWN else ""
-    return ", ".join(map(str, things[:SHOWN])) + more
+    return listed(map(str, things), SHOWN)
