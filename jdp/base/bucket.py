@@ -47,13 +47,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Remote:
-    """A folder in a bucket, which may not exist.
+    """A folder in a bucket, which may not exist."""
 
-    Attributes:
-        address: of the folder, as `address_of` returns it.
-    """
-
-    address: str
+    address: str  # of the folder, as `address_of` returns it
 
     @staticmethod
     def at(given: str | Path) -> Remote:

@@ -35,16 +35,13 @@ class Cache:
     """A folder of entries; the least recently used are deleted when they exceed a limit together.
 
     Attributes:
-        folder: made when the first entry is stored.
-        limit_bytes: of all entries together.
         names: the regular expression of an entry's file name. No other file is ever deleted.
-        contents: the kind of entries, for the message if they cannot be kept; "": no message.
     """
 
-    folder: Path
-    limit_bytes: int = 512 * 2**20
+    folder: Path  # made when the first entry is stored
+    limit_bytes: int = 512 * 2**20  # of all entries together
     names: str = r"[0-9a-f]{64}\.json\.z"
-    contents: str = "compiled results"
+    contents: str = "compiled results"  # the kind of entries, for the message if they cannot be kept; "": no message
 
     @staticmethod
     def usual(wanted: bool = True) -> "Cache | None":

@@ -3,8 +3,8 @@
 Checkpoints are written in the background, and always restored onto the plan at hand.
 
 single         one checkpoint in a folder
-directory      several, one a step; `in_bucket` the same in a bucket, with local copies (`bucket_copies`, `scratch`)
-format/        what is saved, how it is stored and read onto a target, its checksums
+directory      several, one a step; in a bucket with copies on this host (`bucket_copies`, `scratch`)
+format/        the content of a checkpoint, how it is stored and read onto a target, its checksums
 upkeep/        which checkpoints are kept, which may be deleted, which are damaged
 safetensors/   weights alone, in files that other libraries read
 """

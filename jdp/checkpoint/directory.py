@@ -66,6 +66,9 @@ class Checkpoints:
             equals. Give it when the best model is needed, not the last.
         mode: "min" if less of that metric is better, as of a loss, "max" if more is, as of an accuracy.
 
+    Attributes:
+        before_commit: called on process 0 with the folder of a checkpoint before it counts in a bucket.
+
     Raises:
         CheckpointError: the directory cannot be created, or is none. It has an entry named by a number that is no
             checkpoint. The metrics of one are damaged. A bucket cannot be reached.
@@ -164,9 +167,9 @@ class Checkpoints:
     ) -> None:
         """Save `state` under the number of batches it has consumed, or any tree under `step`, in the background.
 
-        The arrays are copied before this returns, so the next step may donate them. The state that was
-        saved or restored last is not written again. If this step or later ones exist already, this run has gone back,
-        or they are another run's: they are set aside as the class describes.
+        The arrays are copied before this returns, so the next step may donate them. The state that was saved or
+        restored last is not written again. If this step or later ones exist already, they are set aside as the class
+        describes.
 
         Args:
             state: the whole train state; or any tree of arrays, numbers, NNX modules and optimizers, such as
@@ -176,10 +179,10 @@ class Checkpoints:
             step: the number of a tree's checkpoint, 0 or more. A train state has its own.
 
         Raises:
-            CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are whole.
-                Or the state is abstract, `record` is not JSON, or this directory is closed.
-            ValueError: a tree is given without `step`, or a train state with one that is not its own; or the metric
-                `best` is not in `metrics`, or one of these is no number.
+            CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are
+                complete. Or the state is abstract, `record` is not JSON, or this directory is closed.
+            ValueError: a tree is given without `step`, or a train state with another step than its own. Or the metric
+                `best` is not in `metrics`, or a metric is no number.
         """
         if self._closed:
             raise CheckpointError(
@@ -221,7 +224,7 @@ class Checkpoints:
         Args:
             target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not
                 read. Any strategy, mesh and number of devices.
-            step: which one; "best" is the best by the metric, None the newest that is whole.
+            step: which one; "best" is the best by the metric, None the newest that is complete.
 
         Returns:
             The state, with the shardings of `target`, and the record.
@@ -252,7 +255,7 @@ class Checkpoints:
 
         Args:
             target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings.
-            step: which one; "best" is the best by the metric, None the newest that is whole.
+            step: which one; "best" is the best by the metric, None the newest that is complete.
             missing: path patterns (`fnmatch`) of parameters that the checkpoint may lack; they keep the target's
                 values.
             ignore: path patterns of parameters in the checkpoint that are left unread; each must match.
@@ -294,7 +297,7 @@ class Checkpoints:
             self._bucket.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
 
     def close(self) -> None:
-        """Wait for what is being written, and end Orbax' threads. Existing checkpoints can still be read.
+        """Wait for the save in the background, and end Orbax' threads. Existing checkpoints can still be read.
 
         Raises:
             CheckpointError: the last save failed.
@@ -384,7 +387,7 @@ class Checkpoints:
     def _prepare(self, step: int) -> None:
         """Clear the way for a step, on process 0. Orbax has the others wait, except while steps are set aside.
 
-        Its threads wait long for a folder that cannot be created: creating the mark first fails at once.
+        Its threads wait long for a folder that cannot be created, and creating the mark first fails at once.
         """
         abandoned: list[int] = []
         if jax.process_index() == 0:
@@ -395,7 +398,7 @@ class Checkpoints:
                 ownership.remove_leftovers(self.directory)
             ownership.discard_unfinished(self.directory, step)
             abandoned = self._lineage.abandoned_by(step, ownership.committed_steps(self.directory))
-            if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither whole nor marked
+            if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither complete nor marked
                 abandoned.append(step)
         if from_first_process("whether checkpoints are set aside", bool(abandoned)):
             if abandoned:

@@ -135,7 +135,7 @@ def restore_params(
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if `path` is taken, except by a checkpoint that is to be overwritten."""
+    """Raise CheckpointError if `path` is taken, except by a checkpoint to overwrite."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not content.is_checkpoint(path):
@@ -159,7 +159,7 @@ def _old_path(path: Path) -> Path:
 
 
 def _read(path: str | Path, read: Callable[[Path, str], _T]) -> _T:
-    """Read the checkpoint that a path or an address leads to: of a directory, the newest that is whole."""
+    """Read the checkpoint at a path or an address; of a directory, the newest that is complete."""
     if address_of(path) is not None:
         return bucket_copies.read(
             path, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix))

@@ -81,26 +81,16 @@ def _check(options: Options) -> Path | None:
 
 @dataclass
 class _Examination:
-    """The findings so far, so that they can be printed whatever happens next.
+    """The findings so far, so that they can be printed whatever happens next."""
 
-    Attributes:
-        options: as given.
-        run_folder: of the run whose checkpoints are verified.
-        stdout: the stream of the report.
-        me, count: index of this process, and the number of all.
-        findings: of this process, without those in `gathered`.
-        gathered: of every process, once they were exchanged.
-        hosts: of every process.
-    """
-
-    options: Options
-    run_folder: Path | None
-    stdout: TextIO
-    me: int = 0
-    count: int = 1
-    findings: "list[Finding]" = field(default_factory=list)
-    gathered: "dict[int, list[Finding]]" = field(default_factory=dict)
-    hosts: dict[int, str] = field(default_factory=dict)
+    options: Options  # as given
+    run_folder: Path | None  # of the run whose checkpoints are verified
+    stdout: TextIO  # the stream of the report
+    me: int = 0  # index of this process
+    count: int = 1  # of all processes
+    findings: "list[Finding]" = field(default_factory=list)  # of this process, without those in `gathered`
+    gathered: "dict[int, list[Finding]]" = field(default_factory=dict)  # of every process, once they were exchanged
+    hosts: dict[int, str] = field(default_factory=dict)  # of every process
 
     def examine(self) -> int:
         """Examine this machine, then the processes together, and return the exit code."""

@@ -2,9 +2,9 @@
 
 A step without a finite gradient changes nothing. If many follow one another, the weights or the data are at fault, and
 going on does not help. So the run can go back to a checkpoint from before them and leave out the batches of the bad
-steps, and some before them, one of which may have spoilt the weights. PaLM did so by hand (Chowdhery et al. 2022,
-arXiv:2204.02311, section 5.1). It went back some 100 steps and left out 200 to 500 batches; the spike did not come
-again, though the same batches did no harm elsewhere.
+steps. It also leaves out some before these, one of which may have spoilt the weights. PaLM did so by hand (Chowdhery et
+al. 2022, arXiv:2204.02311, section 5.1). It went back some 100 steps and left out 200 to 500 batches; the spike did not
+come again, though the same batches did no harm elsewhere.
 
 The decisions are a function of the losses in their order. So all processes decide alike, and a run that was stopped and
 resumed decides as one that was not.
@@ -72,21 +72,13 @@ class Level:
 
 @dataclass
 class BadSteps:
-    """The bad steps of a run, which each checkpoint records.
+    """The bad steps of a run, which each checkpoint records."""
 
-    Attributes:
-        first: the first bad step of those in a row; 0 if the last step was good.
-        in_a_row: their number.
-        left_out: steps whose batches are left out, past and to come.
-        returns: number of returns since the last good step after those.
-        level: of the loss at good steps.
-    """
-
-    first: int = 0
-    in_a_row: int = 0
-    left_out: list[int] = field(default_factory=list[int])
-    returns: int = 0
-    level: Level = field(default_factory=Level)
+    first: int = 0  # the first bad step of those in a row; 0 if the last step was good
+    in_a_row: int = 0  # their number
+    left_out: list[int] = field(default_factory=list[int])  # steps whose batches are left out, past and to come
+    returns: int = 0  # number of returns since the last good step after those
+    level: Level = field(default_factory=Level)  # of the loss at good steps
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -120,15 +112,12 @@ class Rules:
     Attributes:
         spike_deviations: standard deviations above the running mean from which a loss is a spike; 0: none is. OLMo 2
             counts losses 7 away from the mean of the last 1,000 (arXiv:2501.00656, section 3.2).
-        spike_window: number of steps in the running mean.
-        roll_back_after: bad steps in a row after which the run goes back; 0: it never does.
-        leave_out_before: steps before the first bad one that are left out too.
     """
 
     spike_deviations: float = 0.0
-    spike_window: int = 1000
-    roll_back_after: int = 0
-    leave_out_before: int = 1
+    spike_window: int = 1000  # number of steps in the running mean
+    roll_back_after: int = 0  # bad steps in a row after which the run goes back; 0: it never does
+    leave_out_before: int = 1  # steps before the first bad one that are left out too
 
     def judge(self, bad: BadSteps, step: int, loss: float, *, skipped: bool) -> str | None:
         """Judge a step; return why it is bad, or None."""

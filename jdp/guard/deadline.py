@@ -179,7 +179,9 @@ class Deadline:
 
     def _leave(self, limit: float | None) -> None:
         """Print the positions of the processes and the stacks, and end this process."""
-        threading.Thread(target=_end_at_last, daemon=True).start()
+        last_resort = threading.Timer(_LAST_RESORT_SECONDS, os._exit, [TRY_AGAIN])
+        last_resort.daemon = True
+        last_resort.start()
         position = self.position
         text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else "another process' time was up"
         words = f"After step {position.step}, {text}."
@@ -272,8 +274,3 @@ def set_xla_timeout(environment: MutableMapping[str, str], seconds: float) -> st
         return None
     environment["XLA_FLAGS"] = f"{given} {flag}={seconds:.0f}s".strip()
     return f"XLA ends an execution on a GPU after {seconds:.0f} seconds ({flag} in XLA_FLAGS)"
-
-
-def _end_at_last() -> None:
-    time.sleep(_LAST_RESORT_SECONDS)
-    os._exit(TRY_AGAIN)

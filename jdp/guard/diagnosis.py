@@ -21,7 +21,7 @@ from jdp.guard.flight_recorder import FLIGHT, read, read_ranks
 from jdp.guard.time_account import Account, account
 from jdp.guard.watch import ALIVE_SECONDS, born
 from jdp.guard.where_time_goes import pace
-from jdp.guard.who_is_behind import Position, whereabouts
+from jdp.guard.who_is_behind import Position, capital, whereabouts
 from jdp.launch.output import LOGS
 
 _HUNG_SECONDS, _MEDIANS = 60.0, 10.0
@@ -34,18 +34,14 @@ class Diagnosis:
     """The state of a run.
 
     Attributes:
-        state: "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown".
-        began: the process that caused it; None if unknown, or if none did.
-        words: sentences, the most important first.
         pace: medians over the steps of each process, in seconds.
-        goodput: where all time went.
     """
 
-    state: str
-    began: int | None
-    words: list[str]
+    state: str  # "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown"
+    began: int | None  # the process that caused it; None if unknown, or if none did
+    words: list[str]  # sentences, the most important first
     pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
-    goodput: Account = field(default_factory=Account)
+    goodput: Account = field(default_factory=Account)  # where all time went
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def diagnose(
     words += [str(event["words"]) for seen in last[:1] for event in seen.events if _speaks(event)]
     medians, slow = pace({seen.rank: seen.events for seen in last})
     total = account(read(folder / FLIGHT / f"rank-{first:05}.jsonl"))
-    words += [*slow, *_before(visits), f"{_capital(total.words())}."]
+    words += [*slow, *_before(visits), f"{capital(total.words())}."]
     return Diagnosis(state, began, words, medians, total)
 
 
@@ -232,8 +228,8 @@ def _killed(seen: Seen, count: int, now: float | None) -> list[str]:
     return [
         f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
         f"{_clock(seen.last['time'])}{ago}.{others}",
-        "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a person, "
-        "or with its machine. Run again: it resumes from its last checkpoint.",
+        "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a "
+        "person, or with its machine. Run again: it resumes from its last checkpoint.",
     ]
 
 
@@ -322,7 +318,3 @@ def _clock(seconds: float) -> str:
 
 def _ago(seconds: float) -> str:
     return format_seconds(max(seconds, 0.0)) if seconds < 120 else f"{seconds / 60:,.0f} minutes"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

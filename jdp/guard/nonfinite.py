@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients import auto
 from jdp.core.partitioned_loss import VIEWS
@@ -38,14 +39,12 @@ class Bad:
     """A leaf with NaN or infinities.
 
     Attributes:
-        path: of the leaf.
         places: indices along its first dimension (rows of a batch, layers of a stack); empty for a scalar.
-        size: of that dimension.
     """
 
-    path: str
+    path: str  # of the leaf
     places: tuple[int, ...]
-    size: int
+    size: int  # of that dimension
 
     def __str__(self) -> str:
         if len(self.places) == self.size:
@@ -57,25 +56,15 @@ class Bad:
 
 @dataclass(frozen=True)
 class Finding:
-    """The leaves in which a step's gradient broke; each group is in the order of computation.
+    """The leaves in which a step's gradient broke; each group is in the order of computation."""
 
-    Attributes:
-        step: number of the step.
-        batch: leaves of the batch.
-        processes: those that read these rows of the batch.
-        params: parameters that were not finite before the step.
-        loss: the mean loss of the batch.
-        gradients: the gradients, from the last layer to the first.
-        leaves: number of gradients.
-    """
-
-    step: int
-    batch: tuple[Bad, ...]
-    processes: tuple[int, ...]
-    params: tuple[Bad, ...]
-    loss: float
-    gradients: tuple[Bad, ...]
-    leaves: int
+    step: int  # number of the step
+    batch: tuple[Bad, ...]  # leaves of the batch
+    processes: tuple[int, ...]  # those that read these rows of the batch
+    params: tuple[Bad, ...]  # parameters that were not finite before the step
+    loss: float  # the mean loss of the batch
+    gradients: tuple[Bad, ...]  # the gradients, from the last layer to the first
+    leaves: int  # number of gradients
 
     @property
     def sentences(self) -> list[str]:
@@ -244,5 +233,4 @@ def _named(name: str, values: NDArray[Any]) -> tuple[str, NDArray[Any]]:
 
 
 def _listed(things: Sequence[Any]) -> str:
-    more = f" and {len(things) - SHOWN} more" if len(things) > SHOWN else ""
-    return ", ".join(map(str, things[:SHOWN])) + more
+    return listed(map(str, things), SHOWN)

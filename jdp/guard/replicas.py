@@ -60,34 +60,21 @@ class CorruptState(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """A leaf whose copies are not equal.
+    """A leaf whose copies are not equal."""
 
-    Attributes:
-        path: of the leaf, such as "params/layers/0/kernel".
-        devices: those at fault: the minority, or all holders of this part if there is no majority.
-        agreeing: the majority.
-    """
-
-    path: str
-    devices: tuple[Device, ...]
-    agreeing: tuple[Device, ...] = ()
+    path: str  # of the leaf, such as "params/layers/0/kernel"
+    devices: tuple[Device, ...]  # those at fault: the minority, or all holders of this part if there is no majority
+    agreeing: tuple[Device, ...] = ()  # the majority
 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """The fingerprints of a state, which the devices may still be computing.
+    """The fingerprints of a state, which the devices may still be computing."""
 
-    Attributes:
-        paths: of the leaves.
-        devices: of the mesh, in its order.
-        parts: for each device and leaf, the number of the part that the device holds; equal numbers, equal parts.
-        values: uint32 [devices, leaves].
-    """
-
-    paths: tuple[str, ...]
-    devices: tuple[Device, ...]
-    parts: Table
-    values: jax.Array
+    paths: tuple[str, ...]  # of the leaves
+    devices: tuple[Device, ...]  # of the mesh, in its order
+    parts: Table  # for each device and leaf, the number of the part that the device holds; equal numbers, equal parts
+    values: jax.Array  # uint32 [devices, leaves]
 
     def differences(self) -> list[Difference]:
         """Wait for the fingerprints, and return the leaves with different copies."""

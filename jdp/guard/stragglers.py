@@ -30,19 +30,12 @@ AGAIN = 2  # windows in a row in which it is the same process, before it is name
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process that comes later than the others.
+    """A process that comes later than the others."""
 
-    Attributes:
-        process: its index.
-        seconds: by which its host is late before a step.
-        others: the median of the others.
-        step_seconds: the time of a step.
-    """
-
-    process: int
-    seconds: float
-    others: float
-    step_seconds: float
+    process: int  # its index
+    seconds: float  # by which its host is late before a step
+    others: float  # the median of the others
+    step_seconds: float  # the time of a step
 
     @property
     def cost(self) -> float:

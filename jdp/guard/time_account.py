@@ -21,44 +21,25 @@ _OF = {"eval": "eval", "save": "save", "wait": "save", "restore": "restore", "co
 
 @dataclass
 class Account:
-    """Where the time of a run went, in seconds.
+    """Where the time of a run went, in seconds."""
 
-    Attributes:
-        steps: steps that count, without their wait for data.
-        eval: evaluations.
-        compile: each visit's first step.
-        data: steps waiting for data.
-        save: the loop waiting for a checkpoint.
-        restore: making the state, or reading it from a checkpoint.
-        start: a visit's time before its loop, without restoring.
-        lost: steps that were repeated.
-        idle: between visits.
-        first, last: Unix seconds of the first process' start and of the last event; 0: nothing happened.
-        visits: number of them.
-        step_count: the steps in `steps`.
-        began: Unix seconds of the start of the last visit's process.
-        aside: of `start`, seconds that are counted elsewhere.
-        at: the last step.
-        compiled: True after the last visit's first step.
-    """
-
-    steps: float = 0.0
-    eval: float = 0.0
-    compile: float = 0.0
-    data: float = 0.0
-    save: float = 0.0
-    restore: float = 0.0
-    start: float = 0.0
-    lost: float = 0.0
-    idle: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    visits: int = 0
-    step_count: int = 0
-    began: float = 0.0
-    aside: float = 0.0
-    at: int = 0
-    compiled: bool = False
+    steps: float = 0.0  # steps that count, without their wait for data
+    eval: float = 0.0  # evaluations
+    compile: float = 0.0  # each visit's first step
+    data: float = 0.0  # steps waiting for data
+    save: float = 0.0  # the loop waiting for a checkpoint
+    restore: float = 0.0  # making the state, or reading it from a checkpoint
+    start: float = 0.0  # a visit's time before its loop, without restoring
+    lost: float = 0.0  # steps that were repeated
+    idle: float = 0.0  # between visits
+    first: float = 0.0  # Unix seconds of the first process' start; 0: nothing happened
+    last: float = 0.0  # Unix seconds of the last event
+    visits: int = 0  # number of visits
+    step_count: int = 0  # the steps in `steps`
+    began: float = 0.0  # Unix seconds of the start of the last visit's process
+    aside: float = 0.0  # of `start`, seconds that are counted elsewhere
+    at: int = 0  # the last step
+    compiled: bool = False  # True after the last visit's first step
 
     @property
     def total(self) -> float:

@@ -47,7 +47,7 @@ def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tup
     verb = "is" if len(behind) == 1 else "are"
     ahead = sorted({*steps.values()} - {steps[behind[0]]})
     others = f"all others at {ahead[0]:,}" if len(ahead) == 1 else f"the others at {ahead[0]:,} to {ahead[-1]:,}"
-    return f"{_capital(named(behind))} {verb} at step {steps[behind[0]]:,} ({doing}), {others}.", behind
+    return f"{capital(named(behind))} {verb} at step {steps[behind[0]]:,} ({doing}), {others}.", behind
 
 
 def _silent(rank: int, before: Known, now: float) -> str:
@@ -83,5 +83,5 @@ def _more(ranks: list[int]) -> str:
     return f" So it is with {len(ranks)} more." if ranks else ""
 
 
-def _capital(text: str) -> str:
+def capital(text: str) -> str:
     return text[:1].upper() + text[1:]

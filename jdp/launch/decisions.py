@@ -1,7 +1,10 @@
 """What the supervisor of a machine does next: decided alone on a single machine, else by the rendezvous.
 
-Both answer three questions: with which part of the cluster to start, or with which exit code to end; whether to stop
-now, as another machine has failed; and what follows from how the processes ended.
+Both answer three questions:
+
+- With which part of the cluster to start, or with which exit code to end?
+- Must the processes stop now, as another machine has failed?
+- What follows from the end of the processes?
 """
 
 import contextlib

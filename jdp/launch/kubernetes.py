@@ -33,30 +33,20 @@ class KubernetesJob:
     """The parameters of a JobSet.
 
     Attributes:
-        name: a DNS label of at most LONGEST_NAME characters, which begins with a letter.
-        image: with jdp in it.
-        experiment: the experiment file's text.
-        arguments: of `jdp train`, after the file.
-        nodes: number of pods.
-        gpus_per_node: 0 for a run on CPUs.
         claim: a persistent volume claim that all pods may write, for the runs; None: they end with the pods.
-        namespace: None for kubectl's.
-        queue: Kueue's local queue; None without Kueue.
-        max_restarts: how often all pods may start again.
-        grace_seconds: from SIGTERM to SIGKILL.
     """
 
-    name: str
-    image: str
-    experiment: str
-    arguments: Sequence[str]
-    nodes: int
-    gpus_per_node: int
+    name: str  # a DNS label of at most LONGEST_NAME characters, which begins with a letter
+    image: str  # with jdp in it
+    experiment: str  # the experiment file's text
+    arguments: Sequence[str]  # of `jdp train`, after the file
+    nodes: int  # number of pods
+    gpus_per_node: int  # 0 for a run on CPUs
     claim: str | None = None
-    namespace: str | None = None
-    queue: str | None = None
-    max_restarts: int = 10
-    grace_seconds: int = 300
+    namespace: str | None = None  # None for kubectl's
+    queue: str | None = None  # Kueue's local queue; None without Kueue
+    max_restarts: int = 10  # how often all pods may start again
+    grace_seconds: int = 300  # from SIGTERM to SIGKILL
 
 
 def manifest(job: KubernetesJob) -> str:

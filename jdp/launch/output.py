@@ -34,21 +34,13 @@ def say(text: str) -> None:
 
 @dataclass
 class Stream:
-    """One output pipe of a process, and the stream that its lines go to.
+    """One output pipe of a process, and the stream that its lines go to."""
 
-    Attributes:
-        pipe: the pipe that the process writes to.
-        target: the stream that people see.
-        prefix: the begin of each line there; empty: output is passed on unchanged.
-        tail: the last lines, shared by the streams of a process.
-        log: the process' log file, likewise shared; None: it has none.
-    """
-
-    pipe: IO[bytes]
-    target: IO[bytes]
-    prefix: bytes
-    tail: deque[bytes]
-    log: "Log | None"
+    pipe: IO[bytes]  # the pipe that the process writes to
+    target: IO[bytes]  # the stream that people see
+    prefix: bytes  # the begin of each line there; empty: output is passed on unchanged
+    tail: deque[bytes]  # the last lines, shared by the streams of a process
+    log: "Log | None"  # the process' log file, likewise shared; None: it has none
     unfinished: bytes = b""
 
     def write(self, data: bytes) -> None:

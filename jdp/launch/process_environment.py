@@ -10,23 +10,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Part:
-    """The consecutive processes of a cluster that are started on this machine.
+    """The consecutive processes of a cluster that are started on this machine."""
 
-    Attributes:
-        coordinator: "HOST:PORT" at which process 0 will listen.
-        processes: number of processes on all machines.
-        here: number of processes on this machine.
-        first: index of the first of these.
-        binds: True if process 0 listens at that host only, False for JAX's default.
-        restarts: number of attempts before this one.
-    """
-
-    coordinator: str
-    processes: int
-    here: int
-    first: int = 0
-    binds: bool = False
-    restarts: int = 0
+    coordinator: str  # "HOST:PORT" at which process 0 will listen
+    processes: int  # number of processes on all machines
+    here: int  # number of processes on this machine
+    first: int = 0  # index of the first of these
+    binds: bool = False  # True if process 0 listens at that host only, False for JAX's default
+    restarts: int = 0  # number of attempts before this one
 
     @property
     def ranks(self) -> range:

@@ -21,19 +21,12 @@ IN_VAIN = 2
 
 @dataclass
 class Restarts:
-    """Counts the restarts, and compares the run's progress between them.
+    """Counts the restarts, and compares the run's progress between them."""
 
-    Attributes:
-        most: number of restarts allowed.
-        reports_progress: True if a program that has reported nothing has made no progress.
-        progress_file: the file in which the program reports its progress.
-        made: number of restarts so far.
-    """
-
-    most: int
-    reports_progress: bool
-    progress_file: Path
-    made: int = 0
+    most: int  # number of restarts allowed
+    reports_progress: bool  # True if a program that has reported nothing has made no progress
+    progress_file: Path  # the file in which the program reports its progress
+    made: int = 0  # number of restarts so far
     _before: int | None = field(default=None)
     _in_vain: int = field(default=0)  # failures at `_before`, after the first
     _crash_loop: bool = field(default=False)

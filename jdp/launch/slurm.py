@@ -26,25 +26,18 @@ class SlurmJob:
     """The parameters of a batch script.
 
     Attributes:
-        name: of the job.
-        command: program and arguments of each task.
-        folder: working directory of the tasks.
-        nodes: number of nodes; each has one task.
-        gpus_per_node: 0 for a run on CPUs.
-        time: Slurm's `--time`; None for the partition's own limit.
         max_restarts: how often the job may start again after a process died, or one left with 75 and no newer
             checkpoint. Preemption that brought the run forward does not count, nor do nodes that Slurm lost.
-        directives: further options of sbatch, such as "partition=gpu".
     """
 
-    name: str
-    command: Sequence[str]
-    folder: str
-    nodes: int
-    gpus_per_node: int
-    time: str | None = None
+    name: str  # of the job
+    command: Sequence[str]  # program and arguments of each task
+    folder: str  # working directory of the tasks
+    nodes: int  # number of nodes; each has one task
+    gpus_per_node: int  # 0 for a run on CPUs
+    time: str | None = None  # Slurm's `--time`; None for the partition's own limit
     max_restarts: int = 3
-    directives: Sequence[str] = ()
+    directives: Sequence[str] = ()  # further options of sbatch, such as "partition=gpu"
 
 
 def batch_script(job: SlurmJob) -> str:

@@ -4,10 +4,10 @@
 them (`processes`). When one fails the others are ended and the first failure is reported. All are then started again,
 on a new port, if `restarts` allows it:
 
-- not after an error that would come again: a user's mistake (2), processes that do not match (78), the answer no (1),
-  Ctrl-C;
-- as often as `max_restarts` allows;
-- not a third time without a new checkpoint, if the program reports its progress.
+- Not after an error that would come again: a user's mistake (2), processes that do not match (78), the answer no (1),
+  Ctrl-C.
+- As often as `max_restarts` allows.
+- Not a third time without a new checkpoint, if the program reports its progress.
 
 `jdp train` then resumes from its newest checkpoint. On several machines each has a supervisor, and they connect at a
 rendezvous (`decisions`, `rendezvous`).
@@ -104,15 +104,11 @@ def watch(running: Processes, signals: Sequence[int], grace_seconds: float, deci
     passed_on = 0
     while running.turn():
         if len(signals) > passed_on:
-            running.pass_on(signal.SIGKILL if passed_on else _forwarded(signals[0]), grace_seconds)
+            first = signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM  # as SIGHUP and SIGUSR1 become
+            running.pass_on(signal.SIGKILL if passed_on else first, grace_seconds)
             passed_on = len(signals)
         if decisions.stop(running.cause if running.stopping else None) and not running.stopping:
             running.stop()
-
-
-def _forwarded(number: int) -> int:
-    """Return the signal that the processes get: SIGHUP and SIGUSR1, which schedulers send too, become SIGTERM."""
-    return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
 
 def report(cause: Child, processes: int, signals: Sequence[int], children: Sequence[Child]) -> None:

@@ -97,7 +97,7 @@ def test_an_older_run_recorded_nothing_and_another_table_is_refused():
         {"left_out": 3, "level": {}},
         {**BadSteps().record(), "level": {"count": "x"}},
     ):
-        with pytest.raises(ValueError, match="what is known of bad steps is a table"):
+        with pytest.raises(ValueError, match="the record of bad steps is a table"):
             BadSteps.of(damaged)
 
 

@@ -1,10 +1,9 @@
-"""Checksums of every file of a checkpoint: what changed on the disk since it was saved is found when it is read.
+"""Checksums of every file of a checkpoint: changes on the disk since it was saved are found when it is read.
 
-The folder of a checkpoint has `checksums.json`, the size and the XXH3 hash (128 bits) of each of its files, taken from
-the bytes that were just written; and the commit file, which comes last, has the hash of that table. So it is found, in
-whichever file: a flipped bit, a zeroed page, a file that is cut, missing or an older one; and whatever mesh the arrays
-are read onto, as files are checked and not arrays. Not found: what was wrong in memory already when it was written, and
-what somebody changed on purpose, with the table: the hash is no signature.
+The folder of a checkpoint has `checksums.json`: the size and the XXH3 hash (128 bits) of each file, of the bytes just
+written. The commit file, which comes last, has the hash of that table. So a flipped bit, a zeroed page, and a file that
+is cut, missing or replaced are found. Files are checked and not arrays, so any mesh may read them. Errors in memory
+before the write are not found, nor intended changes of file and table: the hash is no signature.
 
 With several processes each hashes the arrays that it wrote, and process 0 the rest; each checks a share of the files.
 """
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import xxhash
 
 COMMITTED = "commit_success.txt"
-"""The file that is written last: a folder without it is not a checkpoint."""
+"""The file that is written last; a folder without it is no checkpoint."""
 TABLE = "checksums.json"
 _PART = "checksums.process_"
 _FORMAT, _HASH = 1, "xxh3_128"
@@ -38,11 +37,11 @@ Files = dict[str, tuple[int, str]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
         status: "whole": as it was written; "damaged"; "unverified": it was saved without checksums.
-        problem: the first damaged file and what is wrong with it, such as "state/d/01 is missing"; else empty.
+        problem: the first damaged file and its fault, such as "state/d/01 is missing"; else empty.
     """
 
     status: Literal["whole", "damaged", "unverified"]
@@ -101,7 +100,7 @@ def verify(
 
 
 def is_part(folder: Path) -> bool:
-    """Return True if files are missing of a checkpoint that was committed: it was being deleted, say."""
+    """Return True if files are missing of a committed checkpoint, such as one that is being deleted."""
     try:
         files = _parsed((folder / TABLE).read_bytes())
     except OSError:
@@ -110,7 +109,7 @@ def is_part(folder: Path) -> bool:
 
 
 def _problem(folder: Path, name: str, size: int, digest: str) -> str:
-    """Return what is wrong with a file; "" if nothing is."""
+    """Return the fault of a file; "" if it has none."""
     file = folder / name
     try:
         if not file.resolve().is_relative_to(folder.resolve()):

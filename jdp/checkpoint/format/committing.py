@@ -1,10 +1,10 @@
-"""How Orbax is used here: which options it has, and what it does besides, before a checkpoint counts.
+"""How Orbax is used here: its options, and the work before a checkpoint counts.
 
-In the background, after the last array is on the disk: each process hashes its own files, all meet, process 0 hashes
-the rest and writes the table and the commit file. The training loop waits for none of it.
+After the last array is on the disk, in the background, each process hashes its own files. Then process 0 hashes the
+rest and writes the table and the commit file. The training loop waits for none of it.
 
 Arrays are not compressed: zstandard makes trained float32 weights 7% smaller, and takes three times the processor time
-of all else, when they are written as when they are read.
+of all other work, for writing as for reading.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jdp.checkpoint.format import checksums
 METADATA = "_CHECKPOINT_METADATA"
 """Orbax' notes about a checkpoint: which handlers wrote it, and when."""
 _LEAST_PART_BYTES = 2**20
-"""Of an array that several devices have whole: what one of them sends to be written."""
+"""The least part that one device sends of an array that several devices hold."""
 
 
 class CommittedWithChecksums(atomicity.CommitFileTemporaryPath):
-    """The folder of a checkpoint, or of one of its items, while it is being written."""
+    """The folder of a checkpoint, or of one of its items, until it is committed."""
 
     async def finalize(self) -> None:
         """Hash all files and write the commit file; of an item, Orbax' own."""
@@ -91,16 +91,16 @@ def manager_options(
 
 
 def multiprocessing_options() -> ocp.options.MultiprocessingOptions:
-    """Return the options by which processes meet in JAX's coordination service, bounded in time, not on the devices."""
+    """Return the options by which processes wait in JAX's coordination service, and not on the devices."""
     count = jax.process_count()
     return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
 
 
 def snapshot(arrays: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return copies of arrays in host memory, which no step can take over; None where Orbax is to copy them itself.
+    """Return copies of arrays in host memory, which no step can take over; None if Orbax copies them itself.
 
-    Only for one process on CPU devices, whose memory is the host's. From others Orbax copies less: of a large array
-    that is replicated a part from each.
+    Only for one process on CPU devices, whose memory is the host's. From others Orbax copies less: a part of each
+    replica of a large array.
     """
     on_host = all(isinstance(x, jax.Array) and next(iter(x.devices())).platform == "cpu" for x in arrays.values())
     if jax.process_count() > 1 or not on_host:
@@ -112,8 +112,8 @@ def snapshot(arrays: Mapping[str, Any]) -> dict[str, Any] | None:
 def array_handler() -> ocp.PyTreeCheckpointHandler:
     """Return Orbax' handler of the arrays.
 
-    Each device sends a part of an array that they all have, if that is a large one: cutting it is a program of its own
-    for each shape and each device, which the first save would wait for.
+    Of a large array that all devices hold each sends a part. Smaller ones are not cut: that takes a program for each
+    shape and device, for which the first save would wait.
     """
     arrays = type_handlers.ArrayHandler(
         array_metadata_store=array_metadata_store.Store(), min_slice_bytes_for_replica_parallel=_LEAST_PART_BYTES

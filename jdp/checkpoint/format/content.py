@@ -1,12 +1,18 @@
-"""What one checkpoint holds, and how it is read onto a target.
+"""The content of a checkpoint, and how it is read onto a target.
 
-A checkpoint is a folder with three items: `state`, the arrays by path ("params/layers/kernel"); `leaves`, a small JSON
-table of their shapes and dtypes, and the versions that wrote them; `record`, any small JSON object. It holds nothing of
-meshes, strategies or processes, nor of the kinds of containers the leaves were in: reading takes a target, whose leaves
-give the path, shape, dtype and sharding of each array. Only what the target asks for is read into memory.
+A checkpoint is a folder with three items:
 
-Reading has four phases: compare the small files with their checksums, then the table with the target, leaf by leaf;
-compare the files of the arrays with their checksums; read the arrays; put them into the target's tree.
+- `state`: the arrays by path ("params/layers/kernel");
+- `leaves`: a small JSON table of their shapes and dtypes, and the versions that wrote them;
+- `record`: any small JSON object.
+
+It holds nothing of meshes, strategies or processes, nor of the kinds of containers. Reading takes a target, whose
+leaves give the path, shape, dtype and sharding of each array; only those are read into memory. Reading has four phases:
+
+1. Compare the small files with their checksums, then the table with the target, leaf by leaf.
+2. Compare the files of the arrays with their checksums.
+3. Read the arrays.
+4. Put them into the target's tree.
 """
 
 from __future__ import annotations
@@ -64,9 +70,9 @@ def item_handlers() -> dict[str, Any]:
 
 
 def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
-    """Return what Orbax is to write: the arrays of a state, the table of its leaves, and a record.
+    """Return Orbax' arguments (arrays, table of leaves, record), and True if the arrays are copies.
 
-    And whether they are copies, so that a step may take the state over before Orbax has begun.
+    Then a step may take the state over before Orbax has begun.
     """
     leaves = Content.of(state).leaves
     check_values(leaves)
@@ -85,7 +91,7 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what writes a checkpoint, for whoever has to find out why one cannot be read."""
+    """Return the versions of the packages that write a checkpoint."""
     own: str = importlib.import_module("jdp").__version__
     return {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
 
@@ -96,7 +102,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_state(folder: Path, target: Any, fix: str) -> Any:
-    """Read the whole state, or any other tree, each leaf onto the sharding of `target`'s."""
+    """Read a complete state, or any other tree, each leaf onto the sharding of `target`'s."""
     content = Content.of(target)
     wanted, (saved, stored) = content.leaves, _read_table(folder, fix)
     _check_kind(saved, content.fields, folder)
@@ -113,7 +119,7 @@ def read_state(folder: Path, target: Any, fix: str) -> Any:
 
 
 def _as_given(leaf: Any, array: jax.Array) -> Any:
-    """Return an array that was read free to move, where the target's is."""
+    """Return an array that was read, not committed to its devices if the target's is not."""
     if isinstance(leaf, jax.Array) and not leaf.committed:
         if _is_key(leaf):
             words = jax.numpy.asarray(np.asarray(jax.random.key_data(array)))
@@ -157,7 +163,7 @@ def read_record(folder: Path, fix: str) -> dict[str, Any]:
 
 
 def to_json(value: Any, name: str) -> Any:
-    """Return `value` as JSON gives it back: numbers of NumPy and JAX become Python's, tuples lists."""
+    """Return `value` as JSON returns it: numbers of NumPy and JAX become Python's, tuples lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -195,10 +201,7 @@ def check_metrics(folder: Path) -> None:
 
 
 def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]]:
-    """Read what the checkpoint holds, path -> "float32[4, 8]", and what of it is stored flat and padded.
-
-    First all of its files but the arrays' are verified.
-    """
+    """Verify the small files; read the table, path -> "float32[4, 8]", and the leaves stored flat and padded."""
     _require_verified(folder, fix, lambda name: not name.startswith(_ARRAYS))
     table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
     if table.get("format") not in (FORMAT, FORMAT_FLAT):
@@ -210,7 +213,7 @@ def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]
 
 
 def _require_verified(folder: Path, fix: str, wanted: Callable[[str], bool]) -> None:
-    """Check that files of a checkpoint are as they were saved; one without checksums is taken as it is, and reported.
+    """Check that files of a checkpoint are as they were saved; one without checksums is accepted, and reported.
 
     Every process calls this; each reads a share of the files, and all raise the same error.
     """
@@ -233,7 +236,7 @@ def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
 
 
 def _reader(folder: Path, fix: str, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
-    """Return what reads arrays of a checkpoint; before the first, the files of all of them are verified."""
+    """Return the function that reads arrays of a checkpoint; it first verifies the files of all of them."""
     verified: list[bool] = []
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:

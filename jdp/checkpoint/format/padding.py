@@ -1,8 +1,8 @@
-"""Leaves that rest flat and padded (`Plan.pad`) on disk, and read for another number of devices.
+"""Leaves that are stored flat and padded (`Plan.pad`), and read for another number of devices.
 
-Such a leaf is written as it rests, by every process what it has. The table of a checkpoint has its own shape, and under
-"flat" the shape in which it is stored; so a checkpoint fits any number of devices. What is stored otherwise than the
-target's leaf rests is read whole, a few leaves at a time, and brought into that form.
+Such a leaf is written in that form, each process its own part. The table of a checkpoint has its own shape, and under
+"flat" the stored shape, so a checkpoint fits any number of devices. If the target's leaf has another form, the stored
+one is read completely, a few leaves at a time, and converted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jdp.core.sharding.padded import Change, Flat
 from jdp.core.state import TrainState, changed
 
 AT_ONCE = 2**30
-"""Bytes of leaves that every device holds whole while they are brought into another form; one leaf may be larger."""
+"""Bytes of leaves that every device holds completely while they are converted; one leaf may be larger."""
 _LIKE_PARAMETERS = ("sync/mean_error/", "sync/momentum/")
 
 
 def flat_leaves(tree: Any, paths: Mapping[str, Any]) -> dict[str, Flat]:
-    """Return how leaves of a state rest flat and padded, by path; {} for any other tree."""
+    """Return path -> form of the leaves of a state that are flat and padded; {} for any other tree."""
     if not isinstance(tree, TrainState) or not tree.static.flat:
         return {}
     own = dict(tree.static.flat)
@@ -41,7 +41,7 @@ def own_shape(shape: tuple[int, ...], flat: Flat | None) -> tuple[int, ...]:
 
 
 def at_rest_as(saved: Mapping[str, str], flat: Mapping[str, Flat]) -> dict[str, str]:
-    """Return what a checkpoint holds, path -> "float32[4, 8]", in the shapes in which a target's leaves rest."""
+    """Return the table of a checkpoint, path -> "float32[4, 8]", in the shapes of a target's leaves at rest."""
 
     def converted(path: str, kind: str) -> str:
         dtype, shape = _parsed(kind)
@@ -54,18 +54,18 @@ def at_rest_as(saved: Mapping[str, str], flat: Mapping[str, Flat]) -> dict[str, 
 
 
 def stored_flat(table: Mapping[str, Any]) -> dict[str, Flat]:
-    """Return how leaves are stored flat, by path, from a checkpoint's table."""
+    """Return path -> form of the leaves that are stored flat, from a checkpoint's table."""
     stored: dict[str, dict[str, list[int]]] = table.get("flat", {})
     return {path: Flat(tuple(each["shape"]), tuple(each["at_rest"])) for path, each in stored.items()}
 
 
 def described_flat(flat: Mapping[str, Flat]) -> dict[str, dict[str, list[int]]]:
-    """Return what a checkpoint's table says of leaves that are stored flat: the inverse of `stored_flat`."""
+    """Return the entries of a checkpoint's table for flat leaves: the inverse of `stored_flat`."""
     return {path: {"shape": [*each.shape], "at_rest": [*each.at_rest]} for path, each in flat.items()}
 
 
 def converting(read: Read, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
-    """Return what reads leaves into the form in which the target's rest, in whichever they are stored."""
+    """Return the function that reads leaves in any form, and converts them into that of the target's."""
 
     def read_converted(wanted: Mapping[str, Any]) -> dict[str, Any]:
         changes = {path: Change(stored.get(path), flat.get(path)) for path in wanted}
@@ -85,7 +85,7 @@ def converting(read: Read, stored: Mapping[str, Flat], flat: Mapping[str, Flat])
 
 
 def _source(leaf: Any, change: Change) -> Any:
-    """Return the leaf that is read, whole on every device, for one of the target's."""
+    """Return the leaf to read, replicated on every device, for one of the target's."""
     shape = own_shape(tuple(leaf.shape), change.wanted)
     if change.given is not None:
         shape = (*shape[: len(shape) - len(change.given.shape)], *change.given.at_rest)
@@ -98,7 +98,7 @@ def _source(leaf: Any, change: Change) -> Any:
 
 
 def _cut(array: Any, flat: Flat | None, shape: tuple[int, ...]) -> Any:
-    """Return an array of NumPy's in its own shape: JAX's would have 32 bits."""
+    """Return an array of NumPy in its own shape, without JAX, which would make it 32 bits wide."""
     return array if flat is None else array[..., : flat.row].reshape(shape)
 
 

@@ -1,8 +1,8 @@
-"""What synchronising gradients kept between steps (`TrainState.sync`), read onto another mesh or another setting.
+"""The state that synchronising gradients keeps between steps (`TrainState.sync`), read onto another mesh or setting.
 
-It is not part of the model: a checkpoint without it, or with that of another setting, still fits, and what is missing
-starts at zero. The error of encoding belongs to devices; on another number of them its sum stays what it was, in equal
-parts: the next gradients make up for the same loss.
+It is not part of the model: a checkpoint without it, or of another setting, still fits, and missing arrays start at
+zero. The error of encoding belongs to devices. On another number of devices its sum stays the same, in equal parts: the
+next gradients make up for the same loss.
 """
 
 from __future__ import annotations
@@ -28,14 +28,7 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def read_sync(saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, folder: str) -> dict[str, Any]:
-    """Return the leaves of `TrainState.sync` by path: as saved, shared out anew, or zeros; the last two are reported.
-
-    Args:
-        saved: path -> dtype and shape as text, such as "float32[8, 4]", of what the checkpoint holds of `sync`.
-        wanted: path -> a leaf of the target, which has shape, dtype and sharding.
-        read: reads arrays of these paths onto the shardings of these leaves.
-        folder: of the checkpoint, for messages.
-    """
+    """Return the leaves of `TrainState.sync` by path: as saved, shared out, or zeros; the last two are reported."""
     described = {path: _text(leaf.dtype, leaf.shape) for path, leaf in wanted.items()}
     same = {path: leaf for path, leaf in wanted.items() if saved.get(path) == described[path]}
     others = {path: _as_saved(saved[path], leaf) for path, leaf in wanted.items() if path not in same and path in saved}
@@ -61,10 +54,9 @@ def read_sync(saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, f
 def read_optimizer_state(
     saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, folder: str
 ) -> dict[str, Any]:
-    """Return the optimizer's state where only one of checkpoint and target has local steps, or for other replicas.
+    """Return optimizer state that only one of checkpoint and target has for each replica, or for other replicas.
 
-    Replicas of the checkpoint become one state, the mean of what is floating point, and that every replica's of the
-    target.
+    Replicas of the checkpoint become one state, of floating-point leaves the mean; every replica of the target gets it.
     """
     was, stacks = ROUNDS in saved, ROUNDS in wanted
     sources: dict[str, Any] = {}
@@ -124,7 +116,7 @@ def _zeros(leaf: Any) -> jax.Array:
 
 
 def _computed(function: Callable[..., jax.Array], leaf: Any, *arrays: jax.Array) -> jax.Array:
-    """Return what a function makes of arrays, sharded as `leaf` is, whose mesh may have axes of any type."""
+    """Return `function(*arrays)` sharded as `leaf` is, whose mesh may have axes of any type."""
     mesh = mesh_of_home(leaf.sharding.mesh)
     with auto_axes(mesh):
         return jax.jit(lambda *given: function(*entered(given, mesh)), out_shardings=leaf.sharding)(*arrays)

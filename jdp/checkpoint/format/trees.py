@@ -1,4 +1,4 @@
-"""What is saved, a train state or any other tree: its leaves by path, and the number it is saved under."""
+"""A train state or any other tree to save: its leaves by path, its number, and checks before writing or reading."""
 
 from __future__ import annotations
 
@@ -25,19 +25,14 @@ _FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped", "sync
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds of a tree, or what a tree takes of one.
+    """The leaves of a tree that a checkpoint holds.
 
     A train state has fields of its own; any other tree is one field, `tree`, with dicts of arrays for its modules.
-
-    Attributes:
-        holder: has the fields as attributes.
-        fields: their names.
-        back: filled fields by name -> a tree like the given one.
     """
 
-    holder: Any
-    fields: Sequence[str]
-    back: Callable[[dict[str, PyTree]], Any]
+    holder: Any  # has the fields as attributes
+    fields: Sequence[str]  # their names
+    back: Callable[[dict[str, PyTree]], Any]  # filled fields by name -> a tree like the given one
 
     @staticmethod
     def of(tree: Any) -> Content:
@@ -54,7 +49,7 @@ class Content:
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """The leaves by path; numbers of Python as arrays of NumPy. Raises CheckpointError for what is no array."""
+        """The leaves by path; numbers of Python as arrays of NumPy."""
         return {path: _as_array(path, leaf) for path, leaf in leaves_of(self.holder, self.fields).items()}
 
 
@@ -107,7 +102,7 @@ def number_of(state: Any, step: Any) -> int:
     return int(step)
 
 
-# What a writer or a reader is given, checked before anything is written or read.
+# Checks before anything is written or read.
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:

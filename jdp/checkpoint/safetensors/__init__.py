@@ -1,9 +1,10 @@
 """Weights to and from safetensors files, under jdp's names or another library's.
 
-`files` reads and writes the files and their index; `names` maps the tensors of a file to parameters; `hugging_face` has
-Hugging Face's names, `families` the table of its model types, `hugging_face_config` reads and writes the configuration
-beside their weights (`config_table` its keys by type), `peft` LoRA's updates; `transfer` exports and imports, tensor by
-tensor.
+files, names          the files and their index; which tensor of a file holds which parameter
+transfer              export and import, tensor by tensor
+hugging_face          Hugging Face's names; `families` the table of its model types
+hugging_face_config   the configuration beside their weights; `config_table` reads its keys by type
+peft                  LoRA's updates
 """
 
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, hf_names, llama_names

@@ -1,4 +1,4 @@
-"""The keys of a JSON file that describes a model, read by type: a wrong value is an error that names file and key."""
+"""The keys of a JSON file about a model, read by type: a wrong value is an error that names file and key."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from jdp.checkpoint.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Table:
-    """The keys of a file, read by type; each method raises CheckpointError for a value of another type.
+    """The keys of a file, read by type; each method raises CheckpointError for a value of another type."""
 
-    Attributes:
-        file: for errors.
-        keys: the table.
-        place: of the table in the file, with a dot at its end.
-    """
-
-    file: Path
-    keys: Mapping[str, Any]
-    place: str = ""
+    file: Path  # for errors
+    keys: Mapping[str, Any]  # the table
+    place: str = ""  # of the table in the file, with a dot at its end
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number; it must be there if it has no default."""
@@ -53,14 +47,14 @@ class Table:
         return value
 
     def choice(self, key: str, among: Mapping[str, Any], default: str | None = None) -> Any:
-        """Return the value of `among` that a word stands for."""
+        """Return the value of `among` for a word."""
         value = self._or_default(key, default)
         if not isinstance(value, str) or value not in among:
             raise self.wrong(key, " or ".join(among), value)
         return among[value]
 
     def require(self, key: str, *allowed: object) -> None:
-        """Raise CheckpointError for any value but these, the only ones a GPT can have; the first is the default."""
+        """Raise CheckpointError for any other value than these, which a GPT can have; the first is the default."""
         value = self.keys.get(key, allowed[0])
         if not any(type(value) is type(each) and value == each for each in allowed):
             raise self.wrong(key, " or ".join(map(json.dumps, allowed)), value)
@@ -88,7 +82,7 @@ class Table:
 
 
 def read_json(file: Path) -> Any:
-    """Return what a JSON file has; None if there is no such file. Raises CheckpointError if it cannot be read."""
+    """Return the content of a JSON file; None if there is no such file."""
     try:
         if file.exists():
             check_regular(file)
@@ -102,6 +96,6 @@ def read_json(file: Path) -> Any:
 
 
 def shortened(value: object) -> str:
-    """Return a value as JSON has it, cut to 100 characters."""
+    """Return a value as JSON, cut to 100 characters."""
     given = json.dumps(value)
     return given if len(given) <= 100 else given[:100] + " …"

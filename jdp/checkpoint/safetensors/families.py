@@ -1,19 +1,19 @@
-"""The model types of Hugging Face that `jdp.models.GPT` computes, each with what its `config.json` says: a table.
+"""The model types of Hugging Face that `jdp.models.GPT` computes, each with the keys of its `config.json`: a table.
 
-| model_type | beside Llama's | keys of its own |
-|---|---|---|
-| gpt2 | learned positions, layer norms, biases, gelu | n_embd, n_layer, ... |
-| llama | | rope_scaling of Llama 3.1 |
-| mistral | a window in all layers | sliding_window |
-| qwen2 | biases of queries, keys and values | use_sliding_window, max_window_layers, layer_types |
-| qwen3 | norms of query and key heads | as Qwen2 |
-| gemma | scales 1 + weight, embedding times sqrt(width), geglu | |
-| gemma3_text | as Gemma; norms of query and key heads and after each half; windows, with wavelengths of their own | \
-sliding_window, layer_types, rope_local_base_freq |
+| model_type  | differs from Llama in                             | keys of its own                                    |
+|-------------|---------------------------------------------------|----------------------------------------------------|
+| gpt2        | learned positions, layer norms, biases, gelu      | n_embd, n_layer, ...                               |
+| llama       |                                                   | rope_scaling of Llama 3.1                          |
+| mistral     | a window in all layers                            | sliding_window                                     |
+| qwen2       | biases of queries, keys and values                | use_sliding_window, max_window_layers, layer_types |
+| qwen3       | norms of query and key heads                      | as Qwen2                                           |
+| gemma       | scales 1 + weight, embedding × sqrt(width), geglu |                                                    |
+| gemma3_text | as Gemma; norms of query and key heads and after  | sliding_window, layer_types,                       |
+|             | each half; windows, with wavelengths of their own | rope_local_base_freq                               |
 
 An `Option` is a key with a value of its own, read into a field of `GPTConfig` and written from it. A key that is left
-out has the default of `transformers` (5.23). Keys of a value that a GPT cannot have are refused, and so is one that the
-table does not know, unless it is empty or of a kind that computes nothing (`INERT`).
+out has the default of `transformers` (5.23). Values that a GPT cannot have are refused. So are unknown keys, unless
+they are empty or do not change the computation (`INERT`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INERT = (
     *("pretraining_tp", "id2label", "label2id", "task_specific_params", "tokenizer_class", "return_dict", "n_ctx"),
     *("gradient_checkpointing", "reorder_and_upcast_attn", "is_llama_config", "chunk_size_feed_forward"),
 )
-"""Patterns of keys that say nothing about what the weights compute."""
+"""Patterns of keys that do not change the computation."""
 REFUSED = {
     "gemma2": "it caps the scores of attention and the logits",
     "gemma3": 'it reads images too; its text part alone has model_type "gemma3_text"',
@@ -53,12 +53,12 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Option:
-    """A key of `config.json` and the field of `GPTConfig` that it is.
+    """A key of `config.json` and its field of `GPTConfig`.
 
     Attributes:
         key, field: their names.
-        default: the value that a file without the key means. Its type is that of all values; None: a whole number.
-        words: of a word, the value of the field that it stands for; the first of several is the one written.
+        default: the value for a file without the key. Its type is that of all values; None: a whole number.
+        words: word in the file -> value of the field; the first of several words is written.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Option:
     words: Mapping[str, str] | None = None
 
     def read(self, table: Table) -> Any:
-        """Return the field's value. Raises CheckpointError for one that it cannot have."""
+        """Return the field's value."""
         if self.words is not None:
             return table.choice(self.key, self.words, self.default)
         if self.field in ("kv_heads", "head_dim", "mlp_width"):
@@ -76,7 +76,7 @@ class Option:
         return read(self.key, self.default)
 
     def written(self, value: object) -> object:
-        """Return what the file has for a value of the field."""
+        """Return the entry of the file for a value of the field."""
         if self.words is None:
             return value
         return next((word for word, meaning in self.words.items() if meaning == value), None)
@@ -87,18 +87,14 @@ class Family:
     """A model type.
 
     Attributes:
-        name: as its authors write it.
-        architecture: the class of `transformers`.
-        options: keys that are fields.
-        always: fields that all its models have alike.
         only: key -> the values that a GPT can have; the first is the default.
         windows: which layers have a window: none (""), "always" all, with "flag" or by "pattern" those that keys say.
     """
 
-    name: str
-    architecture: str
-    options: tuple[Option, ...]
-    always: Mapping[str, object]
+    name: str  # as its authors write it
+    architecture: str  # the class of `transformers`
+    options: tuple[Option, ...]  # keys that are fields
+    always: Mapping[str, object]  # fields that all its models have alike
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
     windows: Literal["", "always", "flag", "pattern"] = ""
 
@@ -134,7 +130,7 @@ class Family:
                 )
 
     def _read_windows(self, table: Table, layers: int) -> dict[str, Any]:
-        """Return the window, and which layers are without it."""
+        """Return the window, and the layers without it."""
         window = table.count_or_none("sliding_window", 4096)
         if window is None or (self.windows == "flag" and not table.flag("use_sliding_window", False)):
             return {"window": None, "global_every": None}

@@ -1,9 +1,9 @@
-"""Files of tensors: the `safetensors` package reads and writes one; here are shards, their index, and replacing them.
+"""Files of tensors: the `safetensors` package reads and writes one file; here are shards, their index, and replacing.
 
 A large model is several files and an index, as Hugging Face's libraries have it: `model-00001-of-00003.safetensors`,
-..., `model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. An index that jdp
-wrote has "jdp" in its metadata. An index is text that anyone may have written: the names in it must stay in its folder,
-and a shard is only ever replaced or removed if an index of jdp lists it and it holds what that index lists.
+..., `model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. An index of jdp has
+"jdp" in its metadata. An index may be written by anyone: the names in it must stay in its folder. A shard is only
+replaced or removed if an index of jdp lists it, and its tensors are those listed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Stored:
 
     @property
     def spec(self) -> Spec:
-        """Shape and dtype. Raises CheckpointError for a dtype that cannot be read."""
+        """Shape and dtype."""
         code = str(self.source.get_dtype())
         if code not in _DTYPES:
             raise CheckpointError(
@@ -203,7 +203,7 @@ def _write_one(file: Path, specs: Mapping[str, Spec], value: Callable[[str], np.
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
-    """Return the system's error, whose number the package has in its text only."""
+    """Return the system's error, from its number in the text of the package's error."""
     number = re.search(r"os error (\d+)", str(error))
     code = int(number[1]) if number else errno.EIO
     return OSError(code, os.strerror(code) if number else str(error))
@@ -233,7 +233,7 @@ def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _own_shards(index: Path, path: Path) -> list[Path]:
-    """Return the shards that hold what an index lists. Raises CheckpointError if jdp did not write the index."""
+    """Return the shards that hold what an index lists."""
     try:
         metadata, listed = _read_index(index)
     except CheckpointError:
@@ -265,7 +265,7 @@ def _foreign(file: Path) -> CheckpointError:
 
 
 def _open(file: Path) -> dict[str, Stored]:
-    """Open one file and return its tensors by name. Raises CheckpointError if it cannot be read, or is damaged."""
+    """Open one file and return its tensors by name."""
     try:
         source = safe_open(file, framework="numpy")
         return {name: Stored(file, name, source.get_slice(name)) for name in source.keys()}  # noqa: SIM118
@@ -306,5 +306,5 @@ def _index_path(path: Path) -> Path:
 
 
 def _old_index(index: Path) -> Path:
-    """Return where the index that is replaced is kept while its shards are being replaced."""
+    """Return the path of the old index while its shards are being replaced."""
     return index.with_name(f".{index.name}.old")

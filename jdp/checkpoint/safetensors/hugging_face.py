@@ -2,36 +2,37 @@
 
 GPT-2 (`transformers` GPT2LMHeadModel; its maps are Conv1D, [in, out] as ours):
 
-| file | jdp |
-|---|---|
-| transformer.wte.weight, transformer.wpe.weight | embed/tokens, embed/positions |
-| transformer.h.N.ln_1, ln_2 .weight .bias | layers/attention_norm, mlp_norm /scale /bias |
-| transformer.h.N.attn.c_attn.weight .bias | layers/attention/query, key, value side by side /kernel /bias |
-| transformer.h.N.attn.c_proj | layers/attention/output |
-| transformer.h.N.mlp.c_fc, c_proj | layers/mlp/up, down |
-| transformer.ln_f | final_norm |
-| lm_head.weight [vocab, width], untied models only | head/kernel, transposed |
+| file                                              | jdp                                                           |
+|---------------------------------------------------|---------------------------------------------------------------|
+| transformer.wte.weight, transformer.wpe.weight    | embed/tokens, embed/positions                                 |
+| transformer.h.N.ln_1, ln_2 .weight .bias          | layers/attention_norm, mlp_norm /scale /bias                  |
+| transformer.h.N.attn.c_attn.weight .bias          | layers/attention/query, key, value side by side /kernel /bias |
+| transformer.h.N.attn.c_proj                       | layers/attention/output                                       |
+| transformer.h.N.mlp.c_fc, c_proj                  | layers/mlp/up, down                                           |
+| transformer.ln_f                                  | final_norm                                                    |
+| lm_head.weight [vocab, width], untied models only | head/kernel, transposed                                       |
 
 Llama (LlamaForCausalLM; its maps are nn.Linear, [out, in], so transposed; the rotary pairing is the same):
 
-| file | jdp |
-|---|---|
-| model.embed_tokens.weight | embed/tokens |
-| model.layers.N.input_layernorm, post_attention_layernorm .weight | layers/attention_norm, mlp_norm /scale |
-| model.layers.N.self_attn.q_proj, k_proj, v_proj, o_proj .weight | layers/attention/query, key, value, output /kernel |
-| model.layers.N.mlp.gate_proj, up_proj, down_proj .weight | layers/mlp/gate, up, down /kernel |
-| model.norm.weight | final_norm/scale |
-| lm_head.weight, untied models only | head/kernel |
+| file                                                             | jdp                                        |
+|------------------------------------------------------------------|--------------------------------------------|
+| model.embed_tokens.weight                                        | embed/tokens                               |
+| model.layers.N.input_layernorm, post_attention_layernorm .weight | layers/attention_norm, mlp_norm /scale     |
+| model.layers.N.self_attn.q_proj, k_proj, v_proj .weight          | layers/attention/query, key, value /kernel |
+| model.layers.N.self_attn.o_proj.weight                           | layers/attention/output/kernel             |
+| model.layers.N.mlp.gate_proj, up_proj, down_proj .weight         | layers/mlp/gate, up, down /kernel          |
+| model.norm.weight                                                | final_norm/scale                           |
+| lm_head.weight, untied models only                               | head/kernel                                |
 
 Mistral, Qwen2, Qwen3 and Gemma have the same names, and beside them, where the configuration has these options:
 
-| option | file | jdp |
-|---|---|---|
-| qkv_bias | model.layers.N.self_attn.q_proj, k_proj, v_proj .bias | layers/attention/query, key, value /bias |
-| qk_norm | model.layers.N.self_attn.q_norm, k_norm .weight | layers/attention/query_norm, key_norm /scale |
-| post_norm | model.layers.N.post_attention_layernorm .weight | layers/attention_post_norm/scale |
-| | model.layers.N.pre_feedforward_layernorm .weight | layers/mlp_norm/scale |
-| | model.layers.N.post_feedforward_layernorm .weight | layers/mlp_post_norm/scale |
+| option    | file                                                  | jdp                                          |
+|-----------|-------------------------------------------------------|----------------------------------------------|
+| qkv_bias  | model.layers.N.self_attn.q_proj, k_proj, v_proj .bias | layers/attention/query, key, value /bias     |
+| qk_norm   | model.layers.N.self_attn.q_norm, k_norm .weight       | layers/attention/query_norm, key_norm /scale |
+| post_norm | model.layers.N.post_attention_layernorm .weight       | layers/attention_post_norm/scale             |
+|           | model.layers.N.pre_feedforward_layernorm .weight      | layers/mlp_norm/scale                        |
+|           | model.layers.N.post_feedforward_layernorm .weight     | layers/mlp_post_norm/scale                   |
 
 `layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an unrolled one.
 """

@@ -1,9 +1,9 @@
-"""The `config.json` that Hugging Face's libraries write beside weights: which model the weights are of.
+"""The `config.json` that Hugging Face's libraries write beside weights: the model that the weights belong to.
 
-The same tensors make another model with another epsilon, base of the wavelengths or activation, and their shapes do not
-show it. So `gpt_config_from_hf` builds a configuration from that file by the table in `families.py`, an import by
-Hugging Face's names refuses weights whose configuration differs from the model's (`differences`), and an export writes
-the file (`written`). Anything that `jdp.models.GPT` cannot compute is refused.
+The same tensors make another model with another epsilon, base of the wavelengths or activation, which their shapes do
+not show. So `gpt_config_from_hf` builds a configuration from that file, by the table in `families`. An import by the
+names of Hugging Face refuses weights whose configuration differs from the model's (`differences`). An export writes the
+file (`written`). Anything that `jdp.models.GPT` cannot compute is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jdp.models import GPTConfig
 
 NAME = "config.json"
 _INERT = frozenset(("dropout", "scan", "remat", "attention", "lora_rank", "lora_alpha", "lora_targets"))
-"""Fields that do not change what the weights compute (LoRA's begin at zero)."""
+"""Fields that do not change the computation (LoRA's begin at zero)."""
 
 
 def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
@@ -92,7 +92,7 @@ def differences(path: Path, config: GPTConfig) -> list[str]:
 
 
 def written(config: GPTConfig, dtype: str) -> dict[str, Any]:
-    """Return the `config.json` of a model: that of the first model type which computes what it does."""
+    """Return the `config.json` of a model, of the first model type that computes the same."""
     given, differing = _resolved(config), dict[str, list[str]]()
     for kind, family in FAMILIES.items():
         keys = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
@@ -134,5 +134,5 @@ def _resolved(config: GPTConfig) -> GPTConfig:
 
 
 def _toml(value: object) -> str:
-    """Return the value as an experiment file has it."""
+    """Return the value as in an experiment file."""
     return "none" if value is None else json.dumps(value)

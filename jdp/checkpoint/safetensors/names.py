@@ -1,7 +1,7 @@
-"""Which tensor of a file holds which parameter.
+"""The tensors of a file and the parameters that they hold: a table name -> `Tensor`, for export and for import.
 
-A tensor of a file is one `Part` or several, joined along their last dim; a part is a whole parameter, or one layer of
-stacked ones. A tensor may be stored transposed. So a table name -> `Tensor` serves for export and for import.
+A tensor is one `Part` or several, joined along their last dim; a part is a complete parameter, or one layer of stacked
+ones. A tensor may be stored transposed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Part:
 
     Attributes:
         path: of the parameter, with slashes: "layers/attention/query/kernel".
-        layer: index of its leading dim; None: the whole parameter.
+        layer: index of its leading dim; None: the complete parameter.
     """
 
     path: str
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Tensor:
-    """How one tensor of a file is made of parameters.
+    """The parameters of one tensor of a file.
 
     Attributes:
         parts: the parameters, joined along their last dim.
@@ -43,12 +43,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Names:
-    """The tensors of a file, and what else may be in it.
+    """The tensors of a file, and other names that it may have.
 
     Attributes:
-        tensors: name in the file -> how it is made; each parameter, or each layer of it, exactly once.
+        tensors: name in the file -> tensor; each parameter, or each layer of it, exactly once.
         ignored: patterns (`fnmatch`) of names in a file that an import does not read, such as tables of constants.
-        config: the model that the names are of, compared with a `config.json` beside the file; None: unknown.
+        config: the model of these names, compared with a `config.json` beside the file; None: unknown.
     """
 
     tensors: Mapping[str, Tensor]

@@ -1,15 +1,15 @@
 """LoRA's updates in the format of Hugging Face's PEFT: `adapter_model.safetensors` beside `adapter_config.json`.
 
-| file (base_model.model.model.layers.N.) | jdp (layers/) |
-|---|---|
-| self_attn.q_proj, k_proj, v_proj, o_proj | attention/query, key, value, output |
-| mlp.gate_proj, up_proj, down_proj | mlp/gate, up, down |
-| each with .lora_A.weight [r, in], .lora_B.weight [out, r] | /lora_a, /lora_b, transposed |
+| file (base_model.model.model.layers.N.)                   | jdp (layers/)                       |
+|-----------------------------------------------------------|-------------------------------------|
+| self_attn.q_proj, k_proj, v_proj, o_proj                  | attention/query, key, value, output |
+| mlp.gate_proj, up_proj, down_proj                         | mlp/gate, up, down                  |
+| each with .lora_A.weight [r, in], .lora_B.weight [out, r] | /lora_a, /lora_b, transposed        |
 
-Both multiply the product of the two by lora_alpha / r. What else PEFT knows (DoRA, rank-stabilised scales, ranks by
-layer, biases, whole modules beside the updates, ...) is refused by name, as is an option that this file does not name,
-unless it is empty. Adapters of GPT-2 are refused: there one update serves queries, keys and values, and jdp has three.
-`merge_lora` makes a plain model of any of them.
+Both multiply the product of the two by lora_alpha / r. Everything else that PEFT knows is refused by name: DoRA,
+rank-stabilised scales, ranks by layer, biases, complete modules beside the updates, ... So is an option that this file
+does not name, unless it is empty. Adapters of GPT-2 are refused: there one update serves queries, keys and values, and
+jdp has three. `merge_lora` makes a plain model of any of them.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def export_peft(
 
 
 def _read_config(folder: Path) -> Table:
-    """Read `adapter_config.json`. Raises CheckpointError if it is missing, damaged, or no plain LoRA."""
+    """Read `adapter_config.json`."""
     keys = read_json(folder / CONFIG)
     if not isinstance(keys, dict) or "peft_type" not in keys:
         raise CheckpointError(f"{folder} has no {CONFIG} of an adapter of PEFT's. Give the folder that it is in.")
@@ -249,7 +249,7 @@ def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax
 
 
 def _names(config: GPTConfig) -> Names:
-    """Return PEFT's names. Raises ValueError for a model without updates, or of another architecture."""
+    """Return PEFT's names."""
     llama_names(config)  # refuses other architectures
     if config.lora_rank is None:
         raise ValueError("An adapter is of a model with updates; given lora_rank=None. Set lora_rank.")

@@ -1,7 +1,7 @@
 """Weights out to safetensors files and back in, tensor by tensor.
 
-Export: each tensor is gathered from the devices, joined, transposed and written before the next, so the host holds one
-at a time (and, with several processes, each device one whole parameter or layer). Import: every device's shard is a
+Export: each tensor is gathered from the devices, joined, transposed and written before the next. So the host holds one
+at a time, and with several processes each device one complete parameter or layer. Import: every device's shard is a
 slice of the file, so nothing is read that no device keeps.
 """
 
@@ -56,13 +56,13 @@ def export_safetensors(
         params: a tree of parameters, or a state, whose model state (such as BatchNorm statistics) is written too.
         names: `hf_names(config)`, or a mapping from names in the file to slash paths; None: the paths, with dots for
             slashes ("layers.attention.query.kernel"), stacked layers as they are.
-        dtype: what floating-point weights are cast to, such as `jnp.bfloat16`; None: no cast.
+        dtype: of floating-point weights in the file, such as `jnp.bfloat16`; None: no cast.
         max_shard_bytes: size in bytes beyond which several files are written, `NAME-00001-of-00003.safetensors`, with
             an index, `NAME.safetensors.index.json`. A tensor is never split.
 
     Raises:
-        CheckpointError: the names do not fit the parameters, these are abstract, the file cannot be written, or an
-            index or shards that jdp did not write are in the way; nothing was changed.
+        CheckpointError: the names do not fit the parameters, or these are abstract. Or the file cannot be written, or
+            an index or shards that jdp did not write are in the way; nothing was changed.
         ValueError: the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
@@ -102,11 +102,11 @@ def export_hf(
         folder: made if there is none. A `config.json` in it stays if it describes this model.
         params: the parameters of a `jdp.models.GPT`, or a state.
         config: the model's.
-        dtype: what the weights are cast to, such as `jnp.bfloat16`; None: no cast.
+        dtype: of the weights in the files, such as `jnp.bfloat16`; None: no cast.
         max_shard_bytes: as for `export_safetensors`.
 
     Raises:
-        CheckpointError: no model type computes what this model does, the parameters are not of this configuration, a
+        CheckpointError: no model type computes the same, or the parameters are not of this configuration. Or a
             `config.json` of another model is in the way, or a file cannot be written.
         ValueError: the path is an address such as gs://bucket/model, or the names are not known for this configuration.
     """
@@ -157,16 +157,16 @@ def import_safetensors(
         ignore: patterns of tensors in the file that are left unread, as if it lacked them: of their names, or of these
             with slashes for dots, `("*/lora_*",)`. Each must match.
         check_config: compare a `config.json` beside the weights with the model that `hf_names` were made for. False:
-            read the weights whatever it has, such as those of a model type that jdp does not know.
+            read the weights in any case, such as those of a model type that jdp does not know.
 
     Returns:
         `target` with new `params` (and `model_state`, if the names have it): on an abstract state everything else stays
         abstract, on a real one it keeps its values.
 
     Raises:
-        CheckpointError: there is no such file, or it is damaged, or does not fit: a `config.json` of Hugging Face's
-            beside it describes another model than the names were made for, or a tensor differs (the first is named);
-            or a pattern of `ignore` matches nothing.
+        CheckpointError: there is no such file, or it is damaged, or a tensor does not fit (the first is named). Or the
+            `config.json` of Hugging Face beside it is of another model than the names; or a pattern of `ignore` matches
+            nothing.
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
@@ -246,7 +246,7 @@ def _write(path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndar
 
 
 def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
-    """Return a tensor as the file has it, on this host."""
+    """Return a tensor in the form of the file, on this host."""
     parts = [_on_host(leaves[part.path], part.layer) for part in tensor.parts]
     joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     return np.swapaxes(joined, -1, -2) if tensor.transposed else joined
@@ -278,7 +278,7 @@ def _identity(leaf: jax.Array) -> jax.Array:
 
 
 def _check_config(names: Names, path: Path) -> None:
-    """Raise CheckpointError if the `config.json` beside the weights is of another model, which shapes do not show."""
+    """Raise CheckpointError if the `config.json` beside the weights is of another model."""
     try:
         differing = differences(path, names.config) if names.config is not None else []
     except CheckpointError as error:
@@ -294,7 +294,7 @@ def _check_config(names: Names, path: Path) -> None:
 def _present_tensors(
     names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], missing: Sequence[str], path: Path
 ) -> dict[str, Tensor]:
-    """Return the tensors to read: those that the file has, without those it may lack."""
+    """Return the tensors to read, without those that the file may lack."""
     present: dict[str, Tensor] = {}
     for name, tensor in names.tensors.items():
         if name not in stored:

@@ -1,7 +1,7 @@
-"""What becomes of a damaged checkpoint: the newest that is whole is read in its place, and the damaged are set aside.
+"""Damaged checkpoints: they are set aside, and the newest complete one is read in their place.
 
-A checkpoint that was asked for by its step is never replaced by another, and where none is whole nothing is moved: that
-is an error, and what to do about it is the user's decision.
+A checkpoint that was asked for by its step is never replaced by another. If none is complete nothing is moved: that is
+an error, which the user decides about.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checked:
         folder: the checkpoint's.
         step: its step; None if the folder is not named by one.
         status: "whole": every file is as it was saved; "damaged"; "unverified": saved without checksums.
-        problem: the first damaged file and what is wrong with it; else empty.
+        problem: the first damaged file and its fault; else empty.
     """
 
     folder: Path
@@ -96,7 +96,7 @@ def _stays(folder: Path) -> bool:
 
 
 def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, int, dict[int, str]]:
-    """Read the newest checkpoint that is whole. Every process calls this, and all read the same."""
+    """Read the newest complete checkpoint. Every process calls this, and all read the same."""
     damaged: dict[int, str] = {}
     while True:
         left = [step for step in ownership.committed_steps(directory) if step not in damaged]
@@ -109,7 +109,7 @@ def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, i
             value = read(folder, "There may be others in that directory: name one of them")
         except DamagedError as error:
             if error.__cause__ is not None and checksums.verify(folder).status == "whole":
-                raise  # its bytes are those that were saved: what cannot be read is not damaged
+                raise  # its bytes are those that were saved: it cannot be read, but is not damaged
             problem = error.problem
         problem = next(filter(None, from_every_process("what was read of a checkpoint", problem)), "")
         if not problem:
@@ -123,7 +123,7 @@ def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, i
 
 
 def report(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
-    """Report the damaged checkpoints that are left where they are, and which one is read in their place."""
+    """Report the damaged checkpoints that stay, and which one is read in their place."""
     for step, problem in sorted(damaged.items()):
         notice(f"{directory}: checkpoint {step} is damaged ({problem}), and {instead} is read in its place")
 
@@ -144,7 +144,7 @@ def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None =
 
 
 def set_unreadable_aside(directory: Path) -> None:
-    """Set the checkpoints aside whose metrics are damaged, as Orbax opens no directory that has one of these."""
+    """Set checkpoints with damaged metrics aside, as Orbax opens no directory with one of these."""
     damaged: dict[int, str] = {}
     error: DamagedError | None = None
     steps = ownership.committed_steps(directory)

@@ -1,15 +1,14 @@
-"""Whose the entries of a directory of checkpoints are: jdp's or somebody else's, this run's or an abandoned one's.
+"""Ownership of the entries of a directory of checkpoints: jdp's or foreign, this run's or an abandoned run's.
 
-Only what jdp wrote is ever moved or deleted. A finished step is recognised by its content. A step that is being
-written, or deleted, has a mark beside it, `.unfinished-STEP`, made before and removed after: so what a killed process
-left half-written or half-deleted is distinguished from a folder that somebody else put there. A link is never followed
-to delete.
+Only entries that jdp wrote are ever moved or deleted. A finished step is recognised by its content. A step that is
+being written or deleted has a mark beside it, `.unfinished-STEP`, made before and removed after. It distinguishes a
+step that a killed process left half-written or half-deleted from a foreign folder. A link is never followed to delete.
 
 A step whose files have changed since it was saved is renamed to `damaged-STEP`, and an earlier one takes its place.
 
 A run that goes back to an earlier step and saves again abandons the later ones. They are moved to `abandoned-1`,
 `abandoned-2`, …, each of which can be restored from like any directory of checkpoints; nothing deletes them. A state
-does not say which run it is of, only how many batches it has consumed. So `Lineage` follows what was restored and saved
+has no name of its run, only the number of batches consumed. So `Lineage` follows the steps that are restored and saved
 through the directory: a run that restored step 2 and saves step 3 writes another step 3 than the one on disk.
 """
 
@@ -36,18 +35,18 @@ _STEP = re.compile(r"0|[1-9][0-9]*")
 ENTRIES = frozenset(
     ("state", "leaves", "record", "metrics", METADATA, TABLE, content.COMMITTED, f"{content.COMMITTED}.new")
 )
-"""What Orbax and jdp write into the folder of a step."""
+"""The files of Orbax and jdp in the folder of a step."""
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Return the steps whose checkpoints were written to their end, oldest first; also those that a link leads to.
+    """Return the steps with complete checkpoints, or links to these, oldest first.
 
     Those that are being deleted, or were when a process was killed, are left out.
     """
     if not directory.is_dir():
         return []
-    whole = [int(path.name) for path in _numbered(directory) if content.is_checkpoint(path)]
-    return sorted(step for step in whole if not (is_marked(directory, step) and is_part(directory / str(step))))
+    complete = [int(path.name) for path in _numbered(directory) if content.is_checkpoint(path)]
+    return sorted(step for step in complete if not (is_marked(directory, step) and is_part(directory / str(step))))
 
 
 def check_numbered_entries(directory: Path) -> None:
@@ -82,7 +81,7 @@ def unmark(directory: Path, steps: Iterable[int]) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what killed processes left half-written or half-deleted, and their marks."""
+    """Delete steps that killed processes left half-written or half-deleted, and their marks."""
     for path in list(directory.glob(f"{MARK}*")):
         step = path.name.removeprefix(MARK)
         if _STEP.fullmatch(step):
@@ -93,10 +92,10 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def discard_unfinished(directory: Path, step: int) -> None:
-    """Delete a step that was not finished, if it bears jdp's mark.
+    """Delete a step that was not finished, if it has jdp's mark.
 
-    Threads of Orbax that have not seen yet that another failed may still write to it: then it is tried again, and what
-    stays keeps its mark.
+    Threads of Orbax may still write to it after another one failed: then deleting is tried again. A step that stays
+    keeps its mark.
     """
     folder = directory / str(step)
     if not is_marked(directory, step):
@@ -179,7 +178,7 @@ def listed(steps: Sequence[int]) -> str:
 
 
 class Lineage:
-    """Which steps of a directory are those of the run at hand, and which it has abandoned.
+    """The steps of a directory that belong to the current run, and those that it has abandoned.
 
     Attributes:
         last: the step that was saved or restored last; None before.
@@ -192,9 +191,9 @@ class Lineage:
         self._arrays: list[weakref.ref[Any]] | None = None
 
     def restored(self, step: int, existing: Sequence[int], state: Any) -> None:
-        """Record that the whole `state` of `step` was read.
+        """Record that the complete `state` of `step` was read.
 
-        Reading a step of the run's own changes nothing about the others: it may have been read only to look at it.
+        Reading one of the run's own steps changes nothing for the others: it may have been read only to look at it.
         """
         if step not in self._own:
             self._own = {other for other in existing if other <= step}
@@ -214,16 +213,15 @@ class Lineage:
     def abandoned_by(self, step: int, existing: Sequence[int]) -> list[int]:
         """Return the existing steps that are no longer this run's once it saves `step`.
 
-        These are `step` itself and those after it, from before the run went back, and those after the step that it was
-        resumed from.
+        These are `step` and those after it, and those after the step from which the run was resumed.
         """
         return [other for other in existing if other >= step or other in self._abandoned]
 
     def skipped(self, step: int) -> list[int]:
         """Return own steps between the last one and `step`, in order.
 
-        If training went back to the last one, they are of the abandoned run; if it was restored only to look at it,
-        they are not. Nothing distinguishes the two.
+        If training went back to the last one, they are of the abandoned run. If that was restored only to look at it,
+        they are not; nothing distinguishes the two.
         """
         return [other for other in sorted(self._own) if self.last is not None and self.last < other < step]
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a directory stay: policies for Orbax, and the metrics that they go by."""
+"""Which checkpoints of a directory stay: policies for Orbax, and the metrics that they use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jdp.checkpoint.upkeep import ownership
 
 
 class PreserveForeign:
-    """A policy of Orbax that also preserves what jdp did not write, and announces what is about to be deleted."""
+    """A policy of Orbax that also preserves foreign entries, and announces the steps to be deleted."""
 
     def __init__(self, directory: Path, announce: Callable[[Sequence[int]], None], policy: Any) -> None:
         self._directory, self._announce, self._policy = directory, announce, policy
@@ -37,7 +37,7 @@ def policy(keep: int | None, keep_every: int | None, score: Any) -> Any:
 
 
 def metric(name: str, value: Any) -> float | None:
-    """Return a metric as JSON has it; None, for one that is not finite, means that it was not measured."""
+    """Return a metric for JSON; None, for one that is not finite, means that it was not measured."""
     try:
         return finite_or_none(float(value))
     except (TypeError, ValueError):

@@ -42,17 +42,11 @@ class Mismatch(ValueError):
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that must be the same on every process.
+    """Something that must be the same on every process."""
 
-    Attributes:
-        name: start of a sentence, such as "The key".
-        text: the fact in full, one line for each part.
-        fix: a sentence: the fix if it differs.
-    """
-
-    name: str
-    text: str
-    fix: str
+    name: str  # start of a sentence, such as "The key"
+    text: str  # the fact in full, one line for each part
+    fix: str  # a sentence: the fix if it differs
 
     @property
     def digest(self) -> str:

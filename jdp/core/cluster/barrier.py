@@ -79,15 +79,12 @@ class Store:
     """Keys of the coordination service's store that begin with one prefix, and barriers of that name.
 
     Attributes:
-        client: JAX's client of the coordination service.
-        prefix: the begin of the keys.
-        members: the processes that take part.
         everyone: True if these are all that have joined; the service may know of more than this process does.
     """
 
-    client: Any
-    prefix: str
-    members: tuple[int, ...]
+    client: Any  # JAX's client of the coordination service
+    prefix: str  # the begin of the keys
+    members: tuple[int, ...]  # the processes that take part
     everyone: bool = False
 
     @property

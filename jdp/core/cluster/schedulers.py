@@ -37,21 +37,13 @@ _FIRST_PORT, _PORTS = 2**16 - 2**12, 2**12  # above the ports that Linux gives o
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster to join, and which of its processes this is. Without a coordinator, JAX detects both.
+    """A cluster to join, and which of its processes this is. Without a coordinator, JAX detects both."""
 
-    Attributes:
-        source: origin of the cluster, for messages: "arguments", "Slurm", ...
-        coordinator: "HOST:PORT" of process 0.
-        num_processes: number of processes in the cluster.
-        process_id: index of this process.
-        local_device_ids: the visible devices of this process; None for all.
-    """
-
-    source: str
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    local_device_ids: tuple[int, ...] | None = None
+    source: str  # origin of the cluster, for messages: "arguments" or "Slurm", say
+    coordinator: str | None = None  # "HOST:PORT" of process 0
+    num_processes: int | None = None  # number of processes in the cluster
+    process_id: int | None = None  # index of this process
+    local_device_ids: tuple[int, ...] | None = None  # the visible devices of this process; None for all
 
     def __post_init__(self) -> None:
         given = (self.coordinator, self.num_processes, self.process_id)

@@ -69,19 +69,12 @@ def _library(platform: str) -> str:
 
 @dataclass(frozen=True)
 class Timed:
-    """All-reduces of one size.
+    """All-reduces of one size."""
 
-    Attributes:
-        payload: bytes that each device gives.
-        seconds: of one, on average.
-        right: True if each sum was right.
-        devices: number that took part.
-    """
-
-    payload: int
-    seconds: float
-    right: bool
-    devices: int
+    payload: int  # bytes that each device gives
+    seconds: float  # of one, on average
+    right: bool  # True if each sum was right
+    devices: int  # number that took part
 
     @property
     def bus_bandwidth(self) -> float:

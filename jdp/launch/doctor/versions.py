@@ -19,7 +19,8 @@ _OLDEST_DRIVER = {"13": 580, "12": 525}
 def versions() -> dict[str, str]:
     """Return the version of Python and of each package that determines a step; "" if not installed."""
     found = {"python": platform.python_version()} | {name: _version(name) for name in SHOWN}
-    return found | _plugins()
+    installed = {each.name for each in importlib.metadata.distributions()}  # each name is a file that is parsed
+    return found | {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
 
 
 def examine_versions() -> list[Finding]:
@@ -85,11 +86,6 @@ def driver_version() -> str | None:
     except OSError:
         return None
     return match[1] if match else None
-
-
-def _plugins() -> dict[str, str]:
-    installed = {each.name for each in importlib.metadata.distributions()}  # each name is a whole file that is parsed
-    return {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
 
 
 def _version(package: str) -> str:
