@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any, Generic, TypeVarTuple
 
 import jax
@@ -133,9 +133,9 @@ def value_and_grad(
     return ValueAndGrad(
         LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn),
         plan,
-        Precision.of(precision),
-        partitioning,
-        accumulate,
+        precision=Precision.of(precision),
+        requested=partitioning,
+        accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
         group=group,
         wire=wire,
@@ -190,7 +190,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
             if self.is_of_several:
                 shapes = signature((state.params, batch))
                 self.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
-            elif not self._checked:
+            elif not self._settled.is_checked:
                 self.check_first(state, batch)
             values, grads, model_state = self.jitted(state, owned_batch(batch))
             if len(self._keys) < 2:
@@ -218,10 +218,13 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         """What this is, in reports."""
         return "gradient"
 
-    @cached_property
+    @property
     def jitted(self) -> Any:
         """`(joined models, batch) -> (metrics, gradients, model state)`, compiled, for calls outside of jit."""
-        return jax.jit(self._compute)
+        compiled = self._settled.compiled
+        if "gradient" not in compiled:
+            compiled["gradient"] = jax.jit(self._compute)
+        return compiled["gradient"]
 
     def param_placements(self, state: TrainState) -> PyTree:
         """Return a tree like the joined parameters, of `Placement`: of each model as the plan places it by itself.

@@ -66,19 +66,19 @@ Chunks = np.ndarray[Any, Any]
 def mixing(spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
     """Describe how the loss of a few rows together differs from that of the same rows apart; None if it does not."""
     trial = functools.partial(_Trial, spec, plan, state, batch, train)
-    groups = np.arange(batch_rows(batch) // spec.group)
-    trials = _few_groups(groups, spec.group)
+    groups = np.arange(batch_rows(batch) // spec.settings.group)
+    trials = _few_groups(groups, spec.settings.group)
     try:
         message, weighty = trial(trials[0].shape, 1.0).difference(trials)
         if not message and len(weighty) < len(np.unique(np.concatenate(trials), axis=0)):
-            trials = _with_weight(trial(trials[0].shape, 1.0), groups, spec.group)
+            trials = _with_weight(trial(trials[0].shape, 1.0), groups, spec.settings.group)
             message, _ = trial(trials[0].shape, 1.0).difference(trials)
     except Untried:
         raise
     except Exception:
         if 2 * rows > LARGEST:
             raise
-        trials = [_two_calls(rows, spec.accumulate, spec.group)]
+        trials = [_two_calls(rows, spec.settings.accumulate, spec.settings.group)]
         message, _ = trial(trials[0].shape, 1.0).difference(trials)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
     return message if message and trial(trials[0].shape, 1.25).difference(trials)[0] else None
@@ -125,7 +125,8 @@ class _Trial:
         shape: tuple[int, ...],
         factor: float,
     ) -> None:
-        spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
+        precision = Precision(spec.settings.precision.params, "fp32", "fp32")
+        spec = replace(spec, settings=replace(spec.settings, precision=precision, accumulate=1))
         collectives = make_collectives(spec, plan)
         if isinstance(spec.loss_fn, LossWithAux):
             spec = with_outputs(spec, lambda loss: loss, 1, state, batch)

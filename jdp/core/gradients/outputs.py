@@ -91,7 +91,7 @@ class _Trace:
             return jax.ShapeDtypeStruct((rows * leaf.shape[0] // total, *leaf.shape[1:]), dtype)
 
         return jax.make_jaxpr(self.within(probe), return_shape=True)(
-            self.spec.precision.working_shapes(own_shapes(self.state.params, self.state.static)),
+            self.spec.settings.precision.working_shapes(own_shapes(self.state.params, self.state.static)),
             jax.tree.map(_shape, self.state.model_state),
             jax.tree.map(part, self.batch),
             _shape(self.state.rng),
