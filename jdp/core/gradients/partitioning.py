@@ -391,8 +391,8 @@ class PartitioningRequest:
                 raise
             raise ValueError(
                 f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; given "
-                f"partitioning={self.settings.requested!r}. jdp itself sums over devices what a loss returns: leave that out of "
-                "the loss, or ask for partitioning='manual'."
+                f"partitioning={self.settings.requested!r}. jdp itself sums over devices what a loss returns: leave "
+                "that out of the loss, or ask for partitioning='manual'."
             ) from error
         except Exception:
             if self.settings.requested is None and self.settings.train and not optional:
