@@ -32,7 +32,7 @@ from jdp.core.plan import Plan
 from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.state import TrainState
+from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
 
@@ -107,11 +107,11 @@ class PartitionedLoss(StepSettings):
         steps = self.local_steps.steps if self.local_steps else 1
         return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
 
-    def choose_partitioning(self, state: TrainState, batch: Batch) -> str:
+    def choose_partitioning(self, state: AnyState, batch: Batch) -> str:
         """Return "auto" or "manual", as `choose` does."""
         return self.choose(state, batch).partitioning
 
-    def choose(self, state: TrainState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
+    def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once."""
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
@@ -135,7 +135,7 @@ class PartitionedLoss(StepSettings):
             request.announce(chosen, state, self.noun)
         return self._settled.choices[shapes]
 
-    def check_first(self, state: TrainState, batch: Batch) -> None:
+    def check_first(self, state: AnyState, batch: Batch) -> None:
         """Choose the partitioning before the first trace, which tries the loss once where there are values.
 
         Abstract values are taken to be of a program that is only looked at. While a user's function is traced, the
@@ -167,7 +167,7 @@ class PartitionedLoss(StepSettings):
         self,
         caller: str,
         shapes: Any,
-        state: TrainState,
+        state: AnyState,
         batch: Batch,
         lower: Callable[[], jax.stages.Lowered],
         compiler_options: Mapping[str, CompilerValue] | None = None,
@@ -182,7 +182,7 @@ class PartitionedLoss(StepSettings):
         agree_on_program(caller, lower(), self.plan, compiler_options or {})
         self._settled.agreed.add(shapes)
 
-    def param_placements(self, state: TrainState) -> PyTree:
+    def param_placements(self, state: AnyState) -> PyTree:
         """Return a tree like the parameters, of `Placement`."""
         leaves, structure = jax.tree.flatten(state.params)
         static, shapes = state.static, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -191,7 +191,7 @@ class PartitionedLoss(StepSettings):
             self._settled.placements[key] = self.plan.param_placements(state.params, state.static)
         return self._settled.placements[key]
 
-    def gradient_spec(self, state: TrainState, reading: Reading | None = None) -> GradientSpec:
+    def gradient_spec(self, state: AnyState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
         overlap = self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap
         return GradientSpec(
@@ -206,7 +206,7 @@ class PartitionedLoss(StepSettings):
 
     def gradients(
         self,
-        state: TrainState,
+        state: AnyState,
         batch: Batch,
         key: jax.Array,
         kept: dict[str, PyTree],
@@ -221,7 +221,7 @@ class PartitionedLoss(StepSettings):
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
 
-    def evaluate(self, state: TrainState, batch: Batch) -> Sums:
+    def evaluate(self, state: AnyState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""
         choice = self.choose(state, batch)
         with self._handed_on(self.gradient_spec(state, choice.reading), state, batch) as spec:
@@ -231,7 +231,7 @@ class PartitionedLoss(StepSettings):
         return sums
 
     @contextmanager
-    def _handed_on(self, spec: GradientSpec, state: TrainState, batch: Batch) -> Generator[GradientSpec]:
+    def _handed_on(self, spec: GradientSpec, state: AnyState, batch: Batch) -> Generator[GradientSpec]:
         """Have the step use the programs that the choice was made by, once: their constants may be of this trace."""
         programs = self._settled.programs.pop(_shapes(state, batch), None) or spec.programs
         try:
@@ -239,7 +239,7 @@ class PartitionedLoss(StepSettings):
         finally:
             programs.clear()
 
-    def _computed_with(self, state: TrainState) -> PyTree:
+    def _computed_with(self, state: AnyState) -> PyTree:
         """Return the parameters; of what rests on the host and is trained the device holds the compute dtype alone."""
         if self.plan.offload is None:
             return state.params
@@ -250,11 +250,11 @@ class PartitionedLoss(StepSettings):
             self.param_placements(state),
         )
 
-    def _request(self, state: TrainState) -> PartitioningRequest:
+    def _request(self, state: AnyState) -> PartitioningRequest:
         return PartitioningRequest(self.gradient_spec(state), self.plan)
 
 
-def _shapes(state: TrainState, batch: Batch) -> Hashable:
+def _shapes(state: AnyState, batch: Batch) -> Hashable:
     """Return what choices are kept by."""
     return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
 

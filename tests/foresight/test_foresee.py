@@ -371,7 +371,7 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
 
 
 def test_strategies_that_are_planned_together_share_what_is_read_off_their_loss():
-    """The loss's program, by which a step chooses and which it runs, is traced once for all; so is what counts FLOPs."""
+    """The program by which a step chooses, and which it runs, is traced once for all; so is what counts FLOPs."""
     traced = []
 
     def loss(params, batch, rng):
@@ -385,7 +385,7 @@ def test_strategies_that_are_planned_together_share_what_is_read_off_their_loss(
     step = jdp.make_train_step(loss, plan, partitioning="manual")
     ways = candidates(step, state, batch, resolve.target("cpu:8"))
     assert ways[0].compiler == "none", "so no advice names a preset: they are for GPUs"
-    for is_noisy in (False, True):
+    for is_noisy in (False, True):  # noqa: B007  (the loss reads it)
         with sharing_traces():
             for number, way in enumerate(ways):
                 way.lower()

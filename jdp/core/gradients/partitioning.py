@@ -28,7 +28,7 @@ from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.traced_mesh import sized_for
-from jdp.core.state import TrainState
+from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch
 
@@ -80,7 +80,7 @@ class PartitioningRequest:
         """How many of the microbatches are steps that a replica takes by itself; 0: it takes none."""
         return self.settings.local_steps.steps if self.settings.local_steps else 0
 
-    def choose(self, state: TrainState, batch: Batch) -> Choice:
+    def choose(self, state: AnyState, batch: Batch) -> Choice:
         """Choose the partitioning from shapes alone.
 
         The loss is traced as the step will run it, which then need not trace it again. Where that proves nothing, it is
@@ -112,7 +112,7 @@ class PartitioningRequest:
             )
         return replace(choice, gathers_rows=trace.gathers_rows, draws=trace.program.draws)
 
-    def _choose_as_run(self, state: TrainState, batch: Batch) -> Choice | None:
+    def _choose_as_run(self, state: AnyState, batch: Batch) -> Choice | None:
         """Choose by the program that the step will run; None where that leaves something open."""
         adapter = state.static.adapter
         normed = adapter is not None and bool(adapter.batch_statistics)
@@ -134,7 +134,7 @@ class PartitioningRequest:
         self._report_widened(first)
         return replace(choice, gathers_rows=first.gathers_rows, draws=first.program.draws)
 
-    def _traced_as_run(self, state: TrainState, batch: Batch) -> tuple[Choice, list[LossTrace]]:
+    def _traced_as_run(self, state: AnyState, batch: Batch) -> tuple[Choice, list[LossTrace]]:
         """Return the choice, the trace of the step's first call of the loss, and the two traces of a proof if any."""
         choice = self._choose(state, None)
         traces = self._first_calls(choice, state, batch)
@@ -142,7 +142,7 @@ class PartitioningRequest:
             return again, self._first_calls(again, state, batch)
         return choice, traces
 
-    def _first_calls(self, choice: Choice, state: TrainState, batch: Batch) -> list[LossTrace]:
+    def _first_calls(self, choice: Choice, state: AnyState, batch: Batch) -> list[LossTrace]:
         """Trace the first call of the loss in the context of the step, and for a proof two of other numbers of rows."""
         traces, least = list[LossTrace](), 2 * self.settings.group
         calls, total = self._calls(choice), batch_rows(batch)
@@ -173,7 +173,7 @@ class PartitioningRequest:
                 f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
             )
 
-    def _with_proof(self, choice: Choice, trace: LossTrace, state: TrainState, batch: Batch) -> Choice:
+    def _with_proof(self, choice: Choice, trace: LossTrace, state: AnyState, batch: Batch) -> Choice:
         """Return the choice with what the loss' program says of it, or auto where that mixes examples."""
         pair, adapter = self._two_traces(trace, state, batch), state.static.adapter
         normed = adapter is not None and bool(adapter.batch_statistics)
@@ -203,7 +203,7 @@ class PartitioningRequest:
             return replace(choice, proven=False, unproven=proof.why)
         return self._for_mixing(choice, proof.why)
 
-    def _two_traces(self, trace: LossTrace, state: TrainState, batch: Batch) -> tuple[LossTrace, LossTrace] | None:
+    def _two_traces(self, trace: LossTrace, state: AnyState, batch: Batch) -> tuple[LossTrace, LossTrace] | None:
         """Return traces on two numbers of rows, two groups of rows or more; None if the loss takes one number only."""
         least = 2 * self.settings.group
         half = trace.rows // 2 if trace.rows % least == 0 and trace.rows > least else 0
@@ -256,13 +256,13 @@ class PartitioningRequest:
             "belong together, say group=2 (or more). check_loss=False turns this check off."
         )
 
-    def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
+    def check(self, choice: Choice, state: AnyState, batch: Batch) -> Choice:
         """Compare the loss of a few rows together and apart; return the choice, or auto where only auto is right."""
         calls, adapter = self._calls(choice), state.static.adapter
         if calls == 1 or choice.gathers_rows or (choice.proven and choice.metrics):
             return choice
         try:
-            difference = mixing(self.spec, self.plan, state, batch, self.settings.train, batch_rows(batch) // calls)
+            difference = mixing(self.spec, self.plan, state, batch, batch_rows(batch) // calls)
         except Exception as error:  # a faulty loss raises in the step's own trace too, with its own message
             first_line = str(error).partition("\n")[0]
             tried = f"whether the loss mixes examples could not be tried on a few rows: {first_line}"
@@ -277,7 +277,7 @@ class PartitioningRequest:
             return replace(choice, proven=True)
         return self._for_mixing(choice, difference)
 
-    def check_metrics(self, sums: Sums, state: TrainState, batch: Batch) -> None:
+    def check_metrics(self, sums: Sums, state: AnyState, batch: Batch) -> None:
         """Check that metrics are sums over examples, as far as shapes tell: only arrays can be anything else."""
         arrays = [name for name, (total, _) in sums.metrics.items() if total.ndim]
         if not arrays:
@@ -297,10 +297,10 @@ class PartitioningRequest:
                 "it over the batch; what is of single examples, compute beside the loss."
             )
 
-    def _shapes_of_metrics(self, state: TrainState, batch: Batch, rows: int) -> dict[str, tuple[int, ...]]:
+    def _shapes_of_metrics(self, state: AnyState, batch: Batch, rows: int) -> dict[str, tuple[int, ...]]:
         return trace_loss(self.spec.loss_fn, self.settings.precision, state, batch, rows, self.settings.train).metrics
 
-    def announce(self, choice: Choice, state: TrainState, noun: str) -> None:
+    def announce(self, choice: Choice, state: AnyState, noun: str) -> None:
         """Report the choice for `noun` and its reason, unless the user requested it and it has no drawback."""
         if self.plan.batch_shards == 1:
             return
@@ -314,7 +314,7 @@ class PartitioningRequest:
         if unsynchronised and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
             notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
 
-    def _choose(self, state: TrainState, trace: LossTrace | None) -> Choice:
+    def _choose(self, state: AnyState, trace: LossTrace | None) -> Choice:
         if self.settings.requested is not None:
             drawback = self._drawback(state) if self.settings.train else None
             return Choice(self.settings.requested, f"{REQUESTED}, although {drawback}" if drawback else REQUESTED)
@@ -368,7 +368,7 @@ class PartitioningRequest:
         )
 
     def _trace(
-        self, state: TrainState, batch: Batch, rows: int, optional: bool = False, training: bool = True
+        self, state: AnyState, batch: Batch, rows: int, optional: bool = False, training: bool = True
     ) -> LossTrace | None:
         """Trace the loss on `rows` rows; None where only checks need it and the loss takes no such batch."""
         if rows == 0:
@@ -399,7 +399,7 @@ class PartitioningRequest:
                 raise
             return None
 
-    def _names_axes(self, state: TrainState, batch: Batch) -> bool:
+    def _names_axes(self, state: AnyState, batch: Batch) -> bool:
         """Return True for a loss that names an axis which manual binds: it knows that it gets parts of a batch."""
         rows = batch_rows(batch) // (self.settings.accumulate * self.plan.batch_shards)
         try:
@@ -421,7 +421,7 @@ class PartitioningRequest:
         }
         return " × ".join([*sizes, *(f"{name}={count}" for name, count in counts.items() if count > 1)])
 
-    def _drawback(self, state: TrainState) -> str | None:
+    def _drawback(self, state: AnyState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
         if self.settings.requested == "auto":
             flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
@@ -455,7 +455,7 @@ def auto_breach(
     return None
 
 
-def _unsynchronised(state: TrainState, floating: bool = False) -> tuple[str, ...]:
+def _unsynchronised(state: AnyState, floating: bool = False) -> tuple[str, ...]:
     """Return the paths of model state that calls may change, without batch norms' statistics; `floating`: floats."""
     adapter = state.static.adapter
     if adapter is None:
