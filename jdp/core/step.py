@@ -210,6 +210,14 @@ class Step(PartitionedLoss, Generic[Kind]):
     """A step: call it as `step(state, batch)`, or `lower` and `compile` it like a jitted function.
 
     `make_train_step` and `make_eval_step` make one.
+
+    Attributes:
+        loss_fn: the loss function.
+        plan: the mesh and the strategy.
+        requested: the partitioning that was asked for; None leaves the choice to jdp.
+        train: True for a training step, False for an evaluation step.
+        precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
+        clip_norm, local_steps, noise_scale, donate, compiler: likewise.
     """
 
     _complete: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
