@@ -44,7 +44,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
        │     │                             carries gradients, sums and the model state that changes
-       │     ├─ rowwise_loss.py            runs the program of the loss; takes a key, or a `BatchKey` where a call gets only some of the R rows:
+       │     ├─ rowwise_loss.py            runs the program; takes a key, or a `BatchKey` for some of the R rows:
        │     │   ├─ random/match_draws.py  then each draw is compared with the one for all R rows,
        │     │   └─ random/replay.py       and the loss is run again so that it draws its rows of that one
        │     ├─ loss_call.py  TracedLoss   zero3: shard → gather → S, c (`gather_with_reduced_grad`), at the top or, in
