@@ -236,7 +236,8 @@ class Step(PartitionedLoss, Generic[Kind]):
         if not self._settled.is_checked:
             self.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
-        return (self._keeping if debugs else self.jitted)(state, batch)
+        run = self._keeping if debugs else self._settled.compiled.get("step") or self.jitted
+        return run(state, batch)
 
     @property
     def gathers_rows(self) -> bool:
