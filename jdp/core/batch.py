@@ -11,7 +11,7 @@ from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.plan import Plan
-from jdp.core.state import TrainState
+from jdp.core.state import AnyState
 from jdp.core.types import Batch
 
 
@@ -115,7 +115,7 @@ def check_global(batch: Batch) -> None:
             )
 
 
-def agree_on_inputs(caller: str, state: TrainState, batch: Batch, plan: Plan) -> None:
+def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan) -> None:
     """Check that all processes have the same shapes, dtypes, plan and key; raise as `agree` does."""
     fix = "Each process feeds as many rows as it has shards of the batch (jdp.process_rows), and all the same dtypes."
     facts = [

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jdp.base.words import Buckets, Partitioning
+from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
@@ -29,54 +29,51 @@ from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningReque
 from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.plan import Plan
-from jdp.core.precision import Precision
 from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.state import TrainState
+from jdp.core.state import AnyState
+from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
-from jdp.core.wire.settings import WIDE, Wire
 
 VIEWS = {"auto": auto, "manual": manual}
 
 
+class Settled:
+    """What a step or gradient found out: the part of it that changes.
+
+    Attributes:
+        choices: by shapes of parameters and batch, the partitioning and the reason.
+        programs: by shapes, the programs of the loss that a choice was made by, for the next trace of the step.
+        placements: by parameters, their placements.
+        corrected: choices that the loss's values changed, for batches of any shape.
+        is_checked: True once a first call had values.
+        agreed: the shapes that all processes agree on.
+        compiled: jitted functions, by name; they are made anew when a choice is corrected.
+    """
+
+    def __init__(self, before: Settled | None = None) -> None:
+        self.choices: dict[Any, Choice] = {}
+        self.programs: dict[Any, Programs] = {}
+        self.placements: dict[Any, PyTree] = {}
+        self.corrected: list[Choice] = [] if before is None else list(before.corrected)
+        self.is_checked = before is not None and before.is_checked
+        self.agreed: set[Any] = set()
+        self.compiled: dict[str, Any] = {}
+
+
 @dataclass(frozen=True)
-class PartitionedLoss:
-    """A loss, the devices that compute it, and how: the settings that a training step shares with other gradients.
+class PartitionedLoss(StepSettings):
+    """A loss, the devices that compute it, and the settings that a training step shares with other gradients.
 
     Attributes:
         loss_fn: the loss function.
         plan: the mesh and the strategy.
-        precision: dtypes of weights, computation and reduction.
-        requested: the partitioning that was asked for; None leaves the choice to jdp.
-        accumulate: number of microbatches, K.
-        train: True if the loss is differentiated, False if it is evaluated.
-        sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
-        group: number of neighbouring rows that are never split.
-        wire: how gradients and weights are encoded while they are sent.
-        buckets: bytes of gradients that one collective carries at most, "auto", or None.
-        overlap: True if layer loops send while they compute, None where devices can.
-        check_loss: True if the loss is tried on a few rows before the first step.
     """
 
     loss_fn: LossFn
     plan: Plan
-    precision: Precision
-    requested: Partitioning | None = None
-    accumulate: int = 1
-    train: bool = field(default=True, kw_only=True)
-    sync_batch_norm: bool = field(default=True, kw_only=True)
-    group: int = field(default=1, kw_only=True)
-    wire: Wire = field(default=WIDE, kw_only=True)
-    buckets: Buckets | None = field(default=None, kw_only=True)
-    overlap: bool | None = field(default=None, kw_only=True)
-    check_loss: bool = field(default=True, kw_only=True)
-    _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
-    _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
-    _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
-    _programs: dict[Any, Programs] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
-    _placements: dict[Any, PyTree] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
-    _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
+    _settled: Settled = field(init=False, default_factory=Settled, repr=False, compare=False)
 
     @property
     def partitioning(self) -> Partitioning | None:
@@ -92,7 +89,7 @@ class PartitionedLoss:
 
     @property
     def _last(self) -> Choice | None:
-        return next(reversed(self._choices.values()), None)
+        return next(reversed(self._settled.choices.values()), None)
 
     @property
     def noun(self) -> str:
@@ -101,44 +98,44 @@ class PartitionedLoss:
 
     @property
     def microbatches(self) -> int:
-        """Number of parts of a device's rows that are computed one after another."""
-        return self.accumulate
+        """Number of parts of a device's rows that are computed one after another, in all steps of a call."""
+        return self.accumulate * (self.local_steps.steps if self.local_steps else 1)
 
     @property
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
-        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, named=self.plan.called)
+        steps = self.local_steps.steps if self.local_steps else 1
+        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
 
-    def choose_partitioning(self, state: TrainState, batch: Batch) -> str:
+    def choose_partitioning(self, state: AnyState, batch: Batch) -> str:
         """Return "auto" or "manual", as `choose` does."""
         return self.choose(state, batch).partitioning
 
-    def choose(self, state: TrainState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
+    def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once."""
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = _shapes(state, batch)
-        if shapes not in self._choices or values:
+        if shapes not in self._settled.choices or values:
             state, batch = self.plan.entered((on_device(state), batch))
             request = self._request(state)
-            known = self._choices.pop(shapes, None)
+            known = self._settled.choices.pop(shapes, None)
             if known is None:
-                known, self._programs[shapes] = request.choose(state, batch), request.spec.programs
-            for found in self._corrected:  # what the check found holds for batches of other shapes too
+                known, self._settled.programs[shapes] = request.choose(state, batch), request.spec.programs
+            for found in self._settled.corrected:  # what the check found holds for batches of other shapes too
                 known = replace(known, partitioning=found.partitioning, why=found.why, proven=True)
             chosen = request.check(known, state, batch) if values and self.check_loss else known
-            if not (chosen.proven or values or self._checked):
+            if not (chosen.proven or values or self._settled.is_checked):
                 chosen = request.assumed(chosen) if assume else request.without_values(chosen)
             if values and chosen.partitioning != known.partitioning:
-                self._corrected.append(chosen)
-                for name in ("jitted", "_keeping"):
-                    self.__dict__.pop(name, None)  # it may have been lowered for the choice before
-            self._choices[shapes] = chosen
+                self._settled.corrected.append(chosen)
+                self._settled.compiled.clear()  # it may have been lowered for the choice before
+            self._settled.choices[shapes] = chosen
             request.announce(chosen, state, self.noun)
-        return self._choices[shapes]
+        return self._settled.choices[shapes]
 
-    def check_first(self, state: TrainState, batch: Batch) -> None:
+    def check_first(self, state: AnyState, batch: Batch) -> None:
         """Choose the partitioning before the first trace, which tries the loss once where there are values.
 
         Abstract values are taken to be of a program that is only looked at. While a user's function is traced, the
@@ -146,20 +143,19 @@ class PartitionedLoss:
         """
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
-        if self._checked or any(isinstance(leaf, Tracer) for leaf in leaves):
+        if self._settled.is_checked or any(isinstance(leaf, Tracer) for leaf in leaves):
             return
         values = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
         with tracing_on(self.plan.mesh):
             self.choose(state, batch, values=values, assume=not values)
         if values:
-            self._checked.append(True)
+            self._settled.is_checked = True
             report_remade(self, (state, batch))
 
     def under(self, plan: Plan, **changes: Any) -> Self:
         """Return the same for another plan, with what was found when the loss was tried."""
         other = replace(self, plan=plan, **changes)
-        other._checked.extend(self._checked)
-        other._corrected.extend(self._corrected)
+        object.__setattr__(other, "_settled", Settled(self._settled))
         return other
 
     @cached_property
@@ -171,51 +167,46 @@ class PartitionedLoss:
         self,
         caller: str,
         shapes: Any,
-        state: TrainState,
+        state: AnyState,
         batch: Batch,
         lower: Callable[[], jax.stages.Lowered],
         compiler_options: Mapping[str, CompilerValue] | None = None,
     ) -> None:
         """Check once for these shapes that all processes agree, before they compute together."""
-        if shapes is None or shapes in self._agreed:
+        if shapes is None or shapes in self._settled.agreed:
             return
         check_global(batch)
         agree_on_inputs(caller, state, batch, self.plan)
-        if not self._checked:
+        if not self._settled.is_checked:
             self.check_first(state, batch)
         agree_on_program(caller, lower(), self.plan, compiler_options or {})
-        self._agreed.add(shapes)
+        self._settled.agreed.add(shapes)
 
-    def param_placements(self, state: TrainState) -> PyTree:
+    def param_placements(self, state: AnyState) -> PyTree:
         """Return a tree like the parameters, of `Placement`."""
         leaves, structure = jax.tree.flatten(state.params)
         static, shapes = state.static, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = structure, shapes, static.specs, static.trained, static.flat
-        if key not in self._placements:
-            self._placements[key] = self.plan.param_placements(state.params, state.static)
-        return self._placements[key]
+        if key not in self._settled.placements:
+            self._settled.placements[key] = self.plan.param_placements(state.params, state.static)
+        return self._settled.placements[key]
 
-    def gradient_spec(self, state: TrainState, reading: Reading | None = None) -> GradientSpec:
+    def gradient_spec(self, state: AnyState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
+        overlap = self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap
         return GradientSpec(
             self.loss_fn,
             state.static.adapter,
             self.param_placements(state),
             self.plan.row,
-            self.precision,
-            self.microbatches,
+            self.settings(accumulate=self.microbatches, overlap=overlap),
             state.static.trained,
-            self.sync_batch_norm,
-            self.group,
-            self.wire,
-            self.buckets,
-            self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap,
             reading=reading,
         )
 
     def gradients(
         self,
-        state: TrainState,
+        state: AnyState,
         batch: Batch,
         key: jax.Array,
         kept: dict[str, PyTree],
@@ -230,7 +221,7 @@ class PartitionedLoss:
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
 
-    def evaluate(self, state: TrainState, batch: Batch) -> Sums:
+    def evaluate(self, state: AnyState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""
         choice = self.choose(state, batch)
         with self._handed_on(self.gradient_spec(state, choice.reading), state, batch) as spec:
@@ -240,15 +231,15 @@ class PartitionedLoss:
         return sums
 
     @contextmanager
-    def _handed_on(self, spec: GradientSpec, state: TrainState, batch: Batch) -> Generator[GradientSpec]:
+    def _handed_on(self, spec: GradientSpec, state: AnyState, batch: Batch) -> Generator[GradientSpec]:
         """Have the step use the programs that the choice was made by, once: their constants may be of this trace."""
-        programs = self._programs.pop(_shapes(state, batch), None) or spec.programs
+        programs = self._settled.programs.pop(_shapes(state, batch), None) or spec.programs
         try:
             yield replace(spec, programs=programs)
         finally:
             programs.clear()
 
-    def _computed_with(self, state: TrainState) -> PyTree:
+    def _computed_with(self, state: AnyState) -> PyTree:
         """Return the parameters; of what rests on the host and is trained the device holds the compute dtype alone."""
         if self.plan.offload is None:
             return state.params
@@ -259,12 +250,11 @@ class PartitionedLoss:
             self.param_placements(state),
         )
 
-    def _request(self, state: TrainState) -> PartitioningRequest:
-        spec = self.gradient_spec(state)
-        return PartitioningRequest(spec, self.plan, self.requested, self.train, self.check_loss)
+    def _request(self, state: AnyState) -> PartitioningRequest:
+        return PartitioningRequest(self.gradient_spec(state), self.plan)
 
 
-def _shapes(state: TrainState, batch: Batch) -> Hashable:
+def _shapes(state: AnyState, batch: Batch) -> Hashable:
     """Return what choices are kept by."""
     return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
 

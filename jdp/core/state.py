@@ -123,6 +123,25 @@ class TrainState(Drawn, Generic[Model]):
         return replace(self, **fields, sync=sync, static=replace(self.static, flat=()))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Models:
+    """What a loss is called with, beside a batch: of a train state, or of the models of a gradient.
+
+    Attributes:
+        params, model_state, rng, static: as in `TrainState`; there may be several models, in tuples.
+    """
+
+    params: PyTree
+    model_state: PyTree
+    rng: jax.Array
+    static: Static = field(metadata={"static": True})
+
+
+AnyState = TrainState[Any] | Models
+"""What has parameters, model state, a key and a `Static`."""
+
+
 def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, static: Static) -> PyTree:
     """Return a tree with the leaves that are flat and padded replaced by a function's results."""
     if not static.flat:

@@ -24,18 +24,16 @@ from jax.sharding import Mesh
 from jdp.base.notices import notice
 from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
 from jdp.core.batch import check_alive, owned_batch, signature
-from jdp.core.compiling.options import DEFAULT, Compiler, CompilerOptions, CompilerValue
+from jdp.core.compiling.options import Compiler, CompilerOptions, CompilerValue
 from jdp.core.gradients import manual
 from jdp.core.gradients.accumulate import SQUARES
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.model_state import stays_finite
-from jdp.core.gradients.partitioning import PartitioningRequest
 from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
-from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.sharding.user_mesh import auto_axes
@@ -154,9 +152,9 @@ def make_train_step(
     return Step(
         loss_fn,
         plan,
-        Precision.of(precision),
-        partitioning,
-        accumulate,
+        precision=Precision.of(precision),
+        requested=partitioning,
+        accumulate=accumulate,
         clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
         group=group,
@@ -210,9 +208,9 @@ def make_eval_step(
     return Step(
         loss_fn,
         plan,
-        Precision.of(precision),
-        partitioning,
-        accumulate,
+        precision=Precision.of(precision),
+        requested=partitioning,
+        accumulate=accumulate,
         train=False,
         group=group,
         check_loss=check_loss,
@@ -235,18 +233,14 @@ class Step(PartitionedLoss, Generic[Kind]):
     `make_train_step` and `make_eval_step` make one.
 
     Attributes:
-        clip_norm: largest global L2 norm of the gradient; None for no clipping.
-        local_steps: the steps that a replica takes by itself; None: it takes none.
-        noise_scale: True if the gradient noise scale is measured.
-        donate: True if the new state takes the old one's memory.
-        compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
+        loss_fn: the loss function.
+        plan: the mesh and the strategy.
+        requested: the partitioning that was asked for; None leaves the choice to jdp.
+        train: True for a training step, False for an evaluation step.
+        precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
+        clip_norm, local_steps, noise_scale, donate, compiler: likewise.
     """
 
-    clip_norm: float | None = field(default=None, kw_only=True)
-    local_steps: LocalSteps | None = field(default=None, kw_only=True)
-    noise_scale: bool = field(default=False, kw_only=True)
-    donate: bool = field(default=True, kw_only=True)
-    compiler: Compiler = field(default=DEFAULT, kw_only=True)
     _complete: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
     _collectives: list[TracedCollectives] = field(init=False, default_factory=list[Any], repr=False, compare=False)
 
@@ -260,21 +254,11 @@ class Step(PartitionedLoss, Generic[Kind]):
         check_alive(state)
         state = self.complete(state)
         batch = self._agreed_on(state, batch) if self.is_of_several else owned_batch(batch)
-        if not self._checked:
+        if not self._settled.is_checked:
             self.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
-        return (self._keeping if debugs else self.jitted)(state, batch)
-
-    @property
-    def microbatches(self) -> int:
-        """Number of parts of a device's rows that are computed one after another, in all steps of a call."""
-        return self.accumulate * (self.local_steps.steps if self.local_steps else 1)
-
-    @property
-    def batch_unit(self) -> BatchUnit:
-        """What a global batch's rows must divide by."""
-        steps = self.local_steps.steps if self.local_steps else 1
-        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
+        run = self._keeping if debugs else self._settled.compiled.get("step") or self.jitted
+        return run(state, batch)
 
     @property
     def gathers_rows(self) -> bool:
@@ -286,24 +270,28 @@ class Step(PartitionedLoss, Generic[Kind]):
         """The collectives that the step's trace asks for, when it was last lowered; None if it was not."""
         return self._collectives[-1] if self._collectives else None
 
-    @cached_property
+    @property
     def jitted(self) -> Any:
         """The jitted function itself; `Step.__call__` adds checks of its arguments, which take 1 or 2 microseconds."""
-        return self._jit(donated=(0,) if self.donate and self.train else ())
+        compiled = self._settled.compiled
+        if "step" not in compiled:
+            compiled["step"] = self._jit(donated=(0,) if self.donate and self.train else ())
+        return compiled["step"]
 
-    @cached_property
+    @property
     def _keeping(self) -> Any:
         """`jitted` without donation: `jax_debug_nans` may run the step again on the same state."""
-        return self._jit(donated=()) if self.donate and self.train else self.jitted
+        if not (self.donate and self.train):
+            return self.jitted
+        compiled = self._settled.compiled
+        if "keeping" not in compiled:
+            compiled["keeping"] = self._jit(donated=())
+        return compiled["keeping"]
 
     @cached_property
     def compiler_options(self) -> dict[str, CompilerValue]:
         """XLA's options that the step is compiled with on its mesh. Raises ValueError for a value that XLA refuses."""
         return self.compiler.for_mesh(self.plan.mesh)
-
-    def _request(self, state: TrainState) -> PartitioningRequest:
-        steps = self.local_steps.steps if self.local_steps else 0
-        return replace(super()._request(state), local_steps=steps)
 
     def _jit(self, donated: tuple[int, ...]) -> Any:
         mesh = self.plan.mesh

@@ -1,13 +1,63 @@
-"""Check the settings of a step before anything is traced: what each may be, and which of them go together."""
+"""The settings of a step, checked before anything is traced: what each may be, and which of them go together."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jdp.base.notices import notice
 from jdp.base.numbers import is_integer, is_number
-from jdp.base.words import Partitioning
+from jdp.base.words import Buckets, Partitioning
+from jdp.core.compiling.options import DEFAULT, Compiler
 from jdp.core.plan import Plan
+from jdp.core.precision import Precision
 from jdp.core.update.local_steps import LocalSteps
 from jdp.core.wire.settings import WIDE, Wire
+
+FP32 = Precision()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings of a step or a gradient: the keywords of `make_train_step`, checked.
+
+    Attributes:
+        precision: dtypes of weights, computation and reduction.
+        requested: the partitioning that was asked for; None leaves the choice to jdp.
+        accumulate: number of microbatches, K.
+        train: True if the loss is differentiated, False if it is evaluated.
+        sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
+        group: number of neighbouring rows that are never split.
+        wire: how gradients and weights are encoded while they are sent.
+        buckets: bytes of gradients that one collective carries at most, "auto", or None.
+        overlap: True if layer loops send while they compute, None where devices can.
+        check_loss: True if the loss is tried on a few rows before the first step.
+        clip_norm: largest global L2 norm of the gradient; None for no clipping.
+        local_steps: the steps that a replica takes by itself; None: it takes none.
+        noise_scale: True if the gradient noise scale is measured.
+        donate: True if the new state takes the old one's memory.
+        compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
+    """
+
+    precision: Precision = FP32
+    requested: Partitioning | None = None
+    accumulate: int = 1
+    train: bool = True
+    sync_batch_norm: bool = True
+    group: int = 1
+    wire: Wire = WIDE
+    buckets: Buckets | None = None
+    overlap: bool | None = None
+    check_loss: bool = True
+    clip_norm: float | None = None
+    local_steps: LocalSteps | None = None
+    noise_scale: bool = False
+    donate: bool = True
+    compiler: Compiler = DEFAULT
+
+    def settings(self, **changes: Any) -> StepSettings:
+        """Return the settings alone, with these changes."""
+        return StepSettings(**{each.name: getattr(self, each.name) for each in fields(StepSettings)} | changes)
 
 
 def check_settings(accumulate: int, group: int, partitioning: Partitioning | None) -> None:

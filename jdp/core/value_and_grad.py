@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any, Generic, TypeVarTuple
 
 import jax
@@ -35,7 +35,7 @@ from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
 from jdp.core.sharding.mesh import followed, tracing_on
-from jdp.core.state import Static, TrainState, trained_part
+from jdp.core.state import AnyState, Models, Static, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.types import Batch, LossFn, PyTree
 from jdp.core.wire.settings import Wire
@@ -140,9 +140,9 @@ def value_and_grad(
     return ValueAndGrad(
         LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn),
         plan,
-        Precision.of(precision),
-        partitioning,
-        accumulate,
+        precision=Precision.of(precision),
+        requested=partitioning,
+        accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
         group=group,
         wire=wire,
@@ -204,7 +204,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
             if self.is_of_several:
                 shapes = signature((state.params, batch))
                 self.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
-            elif not self._checked:
+            elif not self._settled.is_checked:
                 self.check_first(state, batch)
             values, grads, model_state = self.jitted(state, owned_batch(batch))
             if len(self._keys) < 2:
@@ -232,12 +232,15 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         """What this is, in reports."""
         return "gradient"
 
-    @cached_property
+    @property
     def jitted(self) -> Any:
         """`(joined models, batch) -> (metrics, gradients, model state)`, compiled, for calls outside of jit."""
-        return jax.jit(self._compute)
+        compiled = self._settled.compiled
+        if "gradient" not in compiled:
+            compiled["gradient"] = jax.jit(self._compute)
+        return compiled["gradient"]
 
-    def param_placements(self, state: TrainState) -> PyTree:
+    def param_placements(self, state: AnyState) -> PyTree:
         """Return a tree like the joined parameters, of `Placement`: of each model as the plan places it by itself.
 
         Args:
@@ -256,7 +259,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
         return treedef.unflatten(marked)
 
-    def _compute(self, state: TrainState, batch: Batch) -> tuple[Any, PyTree, PyTree]:
+    def _compute(self, state: Models, batch: Batch) -> tuple[Any, PyTree, PyTree]:
         keep, plan, own = jax.lax.with_sharding_constraint, self.plan, state.model_state
 
         def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
@@ -280,7 +283,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                 values = values, spec.loss_fn.aux(replace(sums, rows=rows, whole=whole))
             return values, grads, model_state
 
-    def _spec_with_outputs(self, state: TrainState, batch: Batch) -> GradientSpec:
+    def _spec_with_outputs(self, state: Models, batch: Batch) -> GradientSpec:
         spec, plan = self.gradient_spec(state), self.plan
         if not isinstance(spec.loss_fn, LossWithAux):
             return spec
@@ -311,7 +314,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
     def _numbers(self) -> tuple[int, ...]:
         return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
 
-    def _joined(self, models: Sequence[Any], rng: jax.Array) -> TrainState:
+    def _joined(self, models: Sequence[Any], rng: jax.Array) -> Models:
         """Return all models as one state: tuples of parameters and model state, with an entry for each model."""
         for model in models:
             check_tree(model, arrays=True)
@@ -323,11 +326,9 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
             chosen = resolve(params, own, self.wrt) if number in self._numbers else (False,) * count
             trained += (True,) * count if chosen is None else chosen
         static = Static(None, adapter, (), None if all(trained) else tuple(trained))  # pyright: ignore[reportArgumentType]
-        params, model_state = tuple(part[0] for part in parts), tuple(part[1] for part in parts)
-        zero: Any = np.zeros((), np.int32)
-        return TrainState(zero, params, {}, model_state, typed_key(rng), zero, {}, static)
+        return Models(tuple(part[0] for part in parts), tuple(part[1] for part in parts), typed_key(rng), static)
 
-    def _taken_apart(self, models: Sequence[Any], state: TrainState, grads: Any, model_state: Any) -> Any:
+    def _taken_apart(self, models: Sequence[Any], state: Models, grads: Any, model_state: Any) -> Any:
         """Write what the call changed into modules; return the gradients as the user gets them."""
         for model, before, after in zip(models, state.model_state, model_state, strict=True):
             if flax_nnx.is_module(model):
@@ -339,7 +340,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
 
         return own(self.argnums) if isinstance(self.argnums, int) else tuple(map(own, self.argnums))
 
-    def _check_models(self, state: TrainState) -> None:
+    def _check_models(self, state: Models) -> None:
         """Check that real models hold their arrays, and lie as the plan says. Raises ValueError."""
         leaves = jax.tree.leaves(state.params)
         lies = (jax.tree.structure(state.params), *(getattr(leaf, "sharding", None) for leaf in leaves))
@@ -368,7 +369,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                 "a key of the step, jax.random.fold_in(key, step)"
             )
 
-    def _report_closed_over(self, state: TrainState) -> None:
+    def _report_closed_over(self, state: Models) -> None:
         for number, params in enumerate(state.params):
             leaves = jax.tree.leaves(params)
             if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):

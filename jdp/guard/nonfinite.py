@@ -122,7 +122,7 @@ class Inspection:
             state, batch = step.plan.entered((state, batch))
             choice = step.choose(state, batch)
             spec = step.gradient_spec(state, choice.reading)
-            spec = replace(spec, wire=WIDE, buckets=None)  # before anything is encoded
+            spec = replace(spec, settings=replace(spec.settings, wire=WIDE, buckets=None))  # before it is encoded
             gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
             grads, sums, _, _ = gradients(params, state.model_state, batch, key, {})
@@ -136,7 +136,8 @@ class Inspection:
         """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
         step = self._step
         state, batch = step.plan.entered((state, batch))
-        spec = replace(step.gradient_spec(state), accumulate=1, wire=WIDE, buckets=None)
+        spec = step.gradient_spec(state)
+        spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=WIDE, buckets=None))
 
         def grads(params: PyTree) -> PyTree:
             return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng, {})[0]

@@ -371,7 +371,7 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
 
 
 def test_strategies_that_are_planned_together_share_what_is_read_off_their_loss():
-    """Each step traces its own program; what chooses its partitioning and counts its FLOPs is traced once for all."""
+    """The program by which a step chooses, and which it runs, is traced once for all; so is what counts FLOPs."""
     traced = []
 
     def loss(params, batch, rng):
@@ -385,14 +385,14 @@ def test_strategies_that_are_planned_together_share_what_is_read_off_their_loss(
     step = jdp.make_train_step(loss, plan, partitioning="manual")
     ways = candidates(step, state, batch, resolve.target("cpu:8"))
     assert ways[0].compiler == "none", "so no advice names a preset: they are for GPUs"
-    for is_noisy in (False, True):
+    for is_noisy in (False, True):  # noqa: B007  (the loss reads it)
         with sharing_traces():
             for number, way in enumerate(ways):
                 way.lower()
                 model_flops(way.step, way.state, way.batch)
-                own = [4, 32] if is_noisy else [4, 4]  # noise is drawn as for the whole batch; else that is not traced
-                assert sorted(traced) == sorted([*own, *([32, 32, 64] if number == 0 else [])])
+                is_zero3 = way.step.plan.strategy == "zero3"  # which gathers inside of the loss
+                assert sorted(traced) == ([4, 32, 32] if number == 0 else [4, 32] if is_zero3 else [])
                 traced.clear()
         ways = [replace(way, step=replace(way.step)) for way in ways]  # traced anew
     ways[0].lower()
-    assert sorted(traced) == [4, 32, 32, 64], "alone, every step traces its loss itself"
+    assert sorted(traced) == [4, 32], "alone, every step traces its loss itself"

@@ -10,8 +10,9 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
     train_step(state, batch)               params S at rest, p; model_state replicated; batch [R, ...]
     │
     ├─ core/step.py    choose_partitioning "auto" or "manual"?
-    │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced, not run
-    │  │   ├─ loss_trace.py                its jaxpr (read by jaxprs.py): what only a global view can run
+    │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced as the step calls it, not run
+    │  │   ├─ loss_program.py              its jaxpr, made once for each shape of a call; the step runs it
+    │  │   ├─ loss_trace.py                read: what only a global view can run, which weights are used twice
     │  │   ├─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
     │  │   └─ proof.py  prove          a sum over rows? `row_states` follow the rows through the jaxpr by rules for
     │  │       │                           each primitive: rules.py, shapes.py, products.py, gathers.py
@@ -43,7 +44,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
        │     │                             carries gradients, sums and the model state that changes
-       │     ├─ rowwise_loss.py            takes a key, or a `BatchKey` where a call gets only some of the R rows:
+       │     ├─ rowwise_loss.py            runs the program; takes a key, or a `BatchKey` for some of the R rows:
        │     │   ├─ random/match_draws.py  then each draw is compared with the one for all R rows,
        │     │   └─ random/replay.py       and the loss is run again so that it draws its rows of that one
        │     ├─ loss_call.py  TracedLoss   zero3: shard → gather → S, c (`gather_with_reduced_grad`), at the top or, in

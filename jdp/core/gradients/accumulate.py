@@ -36,18 +36,17 @@ from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.pipeline import pipelined
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.rowwise_loss import RowwiseLoss
-from jdp.core.precision import Precision
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part, with_trained
+from jdp.core.step_settings import StepSettings
 from jdp.core.tracing.collectives import reduced_by_layer
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, LossFn, PyTree
 from jdp.core.wire import feedback, rounding
 from jdp.core.wire.buckets import Synchroniser
-from jdp.core.wire.settings import WIDE, Wire
 
 Kept = dict[str, PyTree]
 """What a synchroniser keeps between steps, by name; {} for nothing."""
@@ -114,7 +113,8 @@ class GradientSpec:
     """What a step's gradient is of, in either partitioning.
 
     Attributes:
-        loss_fn, precision, accumulate, sync_batch_norm, group, wire, buckets, overlap: as in `jdp.make_train_step`.
+        loss_fn: the loss function.
+        settings: the step's; `accumulate` counts the local steps of a replica too, and `overlap` is settled.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
@@ -127,14 +127,8 @@ class GradientSpec:
     adapter: Any
     placements: PyTree
     strategy: Strategy
-    precision: Precision
-    accumulate: int = 1
+    settings: StepSettings
     trained: tuple[bool, ...] | None = None
-    sync_batch_norm: bool = True
-    group: int = 1
-    wire: Wire = WIDE
-    buckets: int | str | None = None
-    overlap: bool = False
     keep_gathered: bool = False
     reading: Reading | None = None
     programs: Programs = field(default_factory=Programs, compare=False, repr=False)
@@ -164,7 +158,7 @@ def step_gradients(
     The gradients are a tree like `trained_part(params)`: frozen parameters have none. `kept` is what a synchroniser
     keeps from step to step.
     """
-    count = spec.accumulate
+    count = spec.settings.accumulate
     rows = batch_rows(batch) // count
     micro, part, its_key = _microbatches(spec, collectives, batch, key)
     first = part, its_key
@@ -188,7 +182,7 @@ def step_gradients(
             replicas = math.prod(jax.lax.axis_size(axis) for axis in collectives.axes if axis != DATA)
             last = last if replicas > 1 else None  # which differs in what it sends over `replica` alone
     reduces_each = count > 1 and spec.strategy.reduce_each_microbatch and spec.strategy.gather != "use"
-    seed_of, (kept, lost) = rounding.seeds(spec.wire, key), feedback.split_off(kept)
+    seed_of, (kept, lost) = rounding.seeds(spec.settings.wire, key), feedback.split_off(kept)
     if count == 1:
         grads, sums, after = each(model_state, *first, seed_of(0))
     else:
@@ -233,7 +227,7 @@ def step_gradients(
             outputs = jax.tree.map(lambda x, y: jnp.concatenate([x, jnp.expand_dims(y, 0)]), outputs, end)
             spec, collectives = by_layer
         after = with_trained(model_state, state, changed)
-        by_row, whole = [joined(x, spec.group) for x in outputs[0]], [x[-1] for x in outputs[1]]
+        by_row, whole = [joined(x, spec.settings.group) for x in outputs[0]], [x[-1] for x in outputs[1]]
         sums = replace(sums, rows=by_row, whole=whole)
 
     total = replace(spec.summed(collectives, sums.only), rows=sums.rows, whole=sums.whole)
@@ -260,7 +254,7 @@ def _by_layer(
     layer's weights in several places, each of which would reduce, and for gradients in buckets, encoded, or of another
     dtype than the parameters.
     """
-    if collectives.synchroniser is not None or spec.precision.params != spec.precision.reduce:
+    if collectives.synchroniser is not None or spec.settings.precision.params != spec.settings.precision.reduce:
         return spec, collectives
     whole = not spec.strategy.shard_state
 
@@ -273,7 +267,7 @@ def _by_layer(
     row = replace(spec.strategy, gather="use", reduce_each_microbatch=True)
     new = replace(spec, strategy=row, keep_gathered=spec.strategy.gather != "use")
     within = replace(collectives, finish=finish)
-    if spec.accumulate > 1 and spec.strategy.reduce_each_microbatch:
+    if spec.settings.accumulate > 1 and spec.strategy.reduce_each_microbatch:
         within = replace(within, finish_at_use=collectives.finish)  # zero2's last microbatch
     else:
         within = replace(within, reduce=reduce)
@@ -316,10 +310,10 @@ def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model
     def forward(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, None)[0]
 
-    if spec.accumulate == 1:
+    if spec.settings.accumulate == 1:
         sums = forward(batch)
     else:
-        each = jax.lax.map(forward, collectives.microbatches(batch, spec.accumulate))
+        each = jax.lax.map(forward, collectives.microbatches(batch, spec.settings.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
     return spec.summed(collectives, sums)
 
@@ -340,7 +334,7 @@ def first_call(
 
 def _microbatches(spec: GradientSpec, collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Batch, Any]:
     """Return the batch as microbatches, the first of them and its key."""
-    count = spec.accumulate
+    count = spec.settings.accumulate
     its_key = None if key is None else collectives.key_of(key, batch_rows(batch) // count, 0, count)
     if count == 1:
         return batch, batch, its_key
@@ -353,7 +347,7 @@ def rowwise_loss(spec: GradientSpec, collectives: Collectives) -> RowwiseLoss:
     loss, form = traced_loss(spec, collectives), None
     if loss.gather is not None:
         sends = collectives.reduce if collectives.overlap else collectives.axes  # rebuilt layer by layer, with overlap
-        form = spec.strategy, spec.precision, spec.wire, sends
+        form = spec.strategy, spec.settings.precision, spec.settings.wire, sends
     return RowwiseLoss(loss, spec.programs, form)
 
 
@@ -361,7 +355,7 @@ def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -
     """Return what the loss is differentiated by: gathered weights in compute dtype; under ZeRO-3 the shards at rest."""
     if spec.strategy.gather == "use":
         return params
-    dtype = spec.precision.compute_dtype
+    dtype = spec.settings.precision.compute_dtype
     return _map(partial(cast_and_gather, collectives.gather, dtype), params, spec.placements)
 
 
@@ -370,8 +364,8 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
     gather, whole = None, not spec.strategy.shard_state
     if spec.strategy.gather == "use":
         reduce, finish = collectives.reduce, collectives.finish_at_use
-        gather = gather_with_reduced_grad(collectives.gather, reduce, spec.precision, whole, finish)
-    sync_axes = collectives.axes if spec.sync_batch_norm else ()
+        gather = gather_with_reduced_grad(collectives.gather, reduce, spec.settings.precision, whole, finish)
+    sync_axes = collectives.axes if spec.settings.sync_batch_norm else ()
     return TracedLoss(
         spec.loss_fn,
         spec.adapter,
@@ -380,7 +374,7 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
         sync_axes,
         keep=spec.keep_gathered,
         whole=whole,
-        products=spec.precision.products,
+        products=spec.settings.precision.products,
         reading=spec.reading,
     )
 
@@ -406,7 +400,7 @@ def _microbatch_gradients(
     nothing = jax.tree.map(lambda _: None, spec.placements)
     narrow, shards = nothing, operands
     if spec.strategy.gather == "use" and _is_narrow(spec, operands):
-        dtype, narrow = spec.precision.params_dtype, operands
+        dtype, narrow = spec.settings.precision.params_dtype, operands
         shards = jax.tree.map(lambda x, p: jnp.zeros(x.shape, dtype) if p.trained else x, operands, spec.placements)
     seeds = None
     if seed is not None and spec.strategy.gather == "use":
@@ -424,7 +418,7 @@ def _microbatch_gradients(
     if collectives.overlap and spec.strategy.gather == "use":
         differentiate = pipelined(differentiate, after=jax.tree.leaves(earlier))
     (_, (sums, after)), grads = differentiate(trained_part(shards, spec.trained))
-    grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
+    grads = jax.tree.map(lambda g: g.astype(spec.settings.precision.reduce_dtype), grads)
     if spec.strategy.gather != "use":
         to_rest: Any = lambda g, placement: g if placement.flat is None else placement.flat.to_rest(g)  # noqa: E731
         grads = jax.tree.map(to_rest, grads, spec.trained_placements)
@@ -437,7 +431,8 @@ def _microbatch_gradients(
 
 def _is_narrow(spec: GradientSpec, params: PyTree) -> bool:
     """Return True if trained parameters come in another dtype than they rest in."""
-    return any(x.dtype != spec.precision.params_dtype for x in jax.tree.leaves(trained_part(params, spec.trained)))
+    dtype = spec.settings.precision.params_dtype
+    return any(x.dtype != dtype for x in jax.tree.leaves(trained_part(params, spec.trained)))
 
 
 def _map(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:

@@ -57,7 +57,7 @@ def within(spec: GradientSpec, plan: Plan, function: Callable[..., None]) -> Cal
 
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     """Return the collectives of the global view: constraints of global arrays to the plan's specs."""
-    mesh, group = plan.mesh, spec.group
+    mesh, group = plan.mesh, spec.settings.group
 
     def constrain(x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*partition[leading:])))

@@ -33,7 +33,7 @@ from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraw
 from jdp.core.gradients.outputs import rows_that_mix, with_outputs
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.state import TrainState
+from jdp.core.state import AnyState
 from jdp.core.types import Batch
 
 MOST = 4
@@ -63,22 +63,22 @@ Chunks = np.ndarray[Any, Any]
 """Indices of a batch's rows, integers [chunks, rows of a chunk]: the loss is called on each chunk, and on all rows."""
 
 
-def mixing(spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
+def mixing(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, rows: int) -> str | None:
     """Describe how the loss of a few rows together differs from that of the same rows apart; None if it does not."""
-    trial = functools.partial(_Trial, spec, plan, state, batch, train)
-    groups = np.arange(batch_rows(batch) // spec.group)
-    trials = _few_groups(groups, spec.group)
+    trial = functools.partial(_Trial, spec, plan, state, batch)
+    groups = np.arange(batch_rows(batch) // spec.settings.group)
+    trials = _few_groups(groups, spec.settings.group)
     try:
         message, weighty = trial(trials[0].shape, 1.0).difference(trials)
         if not message and len(weighty) < len(np.unique(np.concatenate(trials), axis=0)):
-            trials = _with_weight(trial(trials[0].shape, 1.0), groups, spec.group)
+            trials = _with_weight(trial(trials[0].shape, 1.0), groups, spec.settings.group)
             message, _ = trial(trials[0].shape, 1.0).difference(trials)
     except Untried:
         raise
     except Exception:
         if 2 * rows > LARGEST:
             raise
-        trials = [_two_calls(rows, spec.accumulate, spec.group)]
+        trials = [_two_calls(rows, spec.settings.accumulate, spec.settings.group)]
         message, _ = trial(trials[0].shape, 1.0).difference(trials)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
     return message if message and trial(trials[0].shape, 1.25).difference(trials)[0] else None
@@ -119,13 +119,13 @@ class _Trial:
         self,
         spec: GradientSpec,
         plan: Plan,
-        state: TrainState,
+        state: AnyState,
         batch: Batch,
-        train: bool,
         shape: tuple[int, ...],
         factor: float,
     ) -> None:
-        spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
+        precision = Precision(spec.settings.precision.params, "fp32", "fp32")
+        spec = replace(spec, settings=replace(spec.settings, precision=precision, accumulate=1))
         collectives = make_collectives(spec, plan)
         if isinstance(spec.loss_fn, LossWithAux):
             spec = with_outputs(spec, lambda loss: loss, 1, state, batch)
@@ -133,7 +133,9 @@ class _Trial:
         replicated = NamedSharding(plan.mesh, PartitionSpec())
 
         def compare(params: Any, model_state: Any, batch: Batch, chunks: jax.Array) -> Any:
-            key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
+            key = None
+            if spec.settings.train:
+                key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits())
             if factor != 1:
                 scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
                 params = jax.tree.map(scaled, params)

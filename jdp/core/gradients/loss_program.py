@@ -131,7 +131,8 @@ def _identity(loss: Any) -> Hashable:
         return id(loss)
     fn: Any = loss.fn
     of_fn = (id(fn.fn), fn.by_row, fn.structure) if isinstance(fn, LossWithAux) else id(fn)
-    return of_fn, loss.adapter, loss.sync_axes, loss.training, loss.keep, loss.whole, loss.products, loss.reading
+    gathers = loss.gather is not None and (loss.keep, loss.whole)
+    return of_fn, loss.adapter, loss.sync_axes, loss.training, gathers, loss.products, loss.reading
 
 
 def _context() -> Hashable:

@@ -31,7 +31,7 @@ from jdp.core.gradients.row_proof.quotients import flattened
 from jdp.core.precision import Precision
 from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.placement import axes_of
-from jdp.core.state import TrainState, own_shapes
+from jdp.core.state import AnyState, own_shapes
 from jdp.core.tracing.collectives import gathers_at_use, is_gather
 from jdp.core.tracing.graph import Graph, Value, before, read
 from jdp.core.tracing.jaxprs import every_eqn, inner_jaxprs, user_line
@@ -231,7 +231,7 @@ class LossTrace:
 def trace_loss(
     loss_fn: LossFn,
     precision: Precision,
-    state: TrainState,
+    state: AnyState,
     batch: Batch,
     rows: int,
     train: bool = True,

@@ -123,7 +123,7 @@ def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
 
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     """Return the collectives of the replica view: those of `jax.lax`, on a device's own arrays."""
-    mesh, axes, group = plan.mesh, batch_axes(plan.mesh), spec.group
+    mesh, axes, group = plan.mesh, batch_axes(plan.mesh), spec.settings.group
     others = tuple(axis for axis in axes if axis != DATA)
     replicas = plan.batch_shards
 
@@ -142,9 +142,9 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
 
     return Collectives(
-        gather=lambda x, placement, leading: collectives.all_gather(x, placement, leading, mesh, spec.wire),
+        gather=lambda x, placement, leading: collectives.all_gather(x, placement, leading, mesh, spec.settings.wire),
         reduce=lambda x, placement, leading, seed=None: collectives.psum_scatter(
-            x, placement, leading, mesh, spec.wire, seed
+            x, placement, leading, mesh, spec.settings.wire, seed
         ),
         constrain=lambda x, placement, leading: x,
         finish=finish,
@@ -154,7 +154,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         key_of=key_of,
         axes=axes,
         synchroniser=make_synchroniser(spec, plan),
-        overlap=spec.overlap and replicas > 1,
+        overlap=bool(spec.settings.overlap) and replicas > 1,
     )
 
 
@@ -166,9 +166,9 @@ def kept_shapes(spec: GradientSpec, plan: Plan) -> Kept:
 
 def make_synchroniser(spec: GradientSpec, plan: Plan) -> Synchroniser | None:
     """Return what reduces whole gradients in buckets or encoded; None if each leaf has a collective of its own."""
-    if (spec.buckets is None and spec.wire.gradients is None) or plan.batch_shards == 1:
+    if (spec.settings.buckets is None and spec.settings.wire.gradients is None) or plan.batch_shards == 1:
         return None
-    placements = tuple(jax.tree.leaves(spec.trained_placements))
-    buckets = "auto" if spec.buckets is None else spec.buckets
+    placements, settings = tuple(jax.tree.leaves(spec.trained_placements)), spec.settings
+    buckets = "auto" if settings.buckets is None else settings.buckets
     in_backward = spec.strategy.gather == "use"
-    return Synchroniser(plan.mesh, placements, spec.precision, spec.wire, buckets, in_backward=in_backward)
+    return Synchroniser(plan.mesh, placements, settings.precision, settings.wire, buckets, in_backward=in_backward)

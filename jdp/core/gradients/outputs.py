@@ -19,7 +19,7 @@ from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import LossWithAux
-from jdp.core.state import TrainState, own_shapes
+from jdp.core.state import AnyState, own_shapes
 from jdp.core.types import Batch, PyTree
 
 FIX = (
@@ -29,7 +29,7 @@ FIX = (
 
 
 def with_outputs(
-    spec: GradientSpec, within: Callable[..., Any], calls: int, state: TrainState, batch: Batch
+    spec: GradientSpec, within: Callable[..., Any], calls: int, state: AnyState, batch: Batch
 ) -> GradientSpec:
     """Return `spec` with a loss that returns its aux too, each array marked as rows or not."""
     rows, loss = batch_rows(batch) // calls, spec.loss_fn
@@ -74,7 +74,7 @@ class _Trace:
     spec: GradientSpec
     loss: LossWithAux
     within: Callable[..., Any]
-    state: TrainState
+    state: AnyState
     batch: Batch
 
     def __call__(self, rows: int) -> tuple[Any, PyTree]:
@@ -91,7 +91,7 @@ class _Trace:
             return jax.ShapeDtypeStruct((rows * leaf.shape[0] // total, *leaf.shape[1:]), dtype)
 
         return jax.make_jaxpr(self.within(probe), return_shape=True)(
-            self.spec.precision.working_shapes(own_shapes(self.state.params, self.state.static)),
+            self.spec.settings.precision.working_shapes(own_shapes(self.state.params, self.state.static)),
             jax.tree.map(_shape, self.state.model_state),
             jax.tree.map(part, self.batch),
             _shape(self.state.rng),

@@ -28,7 +28,8 @@ from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.traced_mesh import sized_for
-from jdp.core.state import TrainState
+from jdp.core.state import AnyState
+from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch
 
 REQUESTED = "asked for"
@@ -64,20 +65,22 @@ class PartitioningRequest:
     Attributes:
         spec: what the step's gradient is of.
         plan: mesh and strategy.
-        requested: the partitioning that the user asked for; None leaves the choice to jdp.
-        train: True for a training step, False for an evaluation step.
-        check_loss: False calls a loss on parts of the batch whatever its program says.
-        local_steps: how many of `spec.accumulate` are steps that a replica takes by itself; 0: it takes none.
     """
 
     spec: GradientSpec
     plan: Plan
-    requested: Partitioning | None
-    train: bool
-    check_loss: bool = True
-    local_steps: int = 0
 
-    def choose(self, state: TrainState, batch: Batch) -> Choice:
+    @property
+    def settings(self) -> StepSettings:
+        """The step's settings."""
+        return self.spec.settings
+
+    @property
+    def local_steps(self) -> int:
+        """How many of the microbatches are steps that a replica takes by itself; 0: it takes none."""
+        return self.settings.local_steps.steps if self.settings.local_steps else 0
+
+    def choose(self, state: AnyState, batch: Batch) -> Choice:
         """Choose the partitioning from shapes alone.
 
         The loss is traced as the step will run it, which then need not trace it again. Where that proves nothing, it is
@@ -86,10 +89,10 @@ class PartitioningRequest:
         if (choice := self._choose_as_run(state, batch)) is not None:
             return choice
         self.spec.programs.clear()
-        trace = self._trace(state, batch, batch_rows(batch) // self.spec.accumulate)
+        trace = self._trace(state, batch, batch_rows(batch) // self.settings.accumulate)
         choice = self._choose(state, trace)
         if trace is None:
-            rows = batch_rows(batch) // self.spec.accumulate
+            rows = batch_rows(batch) // self.settings.accumulate
             known = self._calls(choice) == 1 or rows == 0 or self._names_axes(state, batch)
             return replace(choice, proven=known, metrics=False, unproven=f"it does not take {rows} rows")
         if choice.partitioning == "manual" and (line := trace.global_only(self.plan.batch_axes)):
@@ -102,18 +105,18 @@ class PartitioningRequest:
                 "jdp.gather_rows gathers the rows of the whole batch, and in local steps a replica sees its own alone; "
                 f"given local_steps={self.local_steps}. Leave local_steps out."
             )
-        if trace.gathers_rows and self.spec.accumulate > 1:
+        if trace.gathers_rows and self.settings.accumulate > 1:
             raise ValueError(
                 "jdp.gather_rows gathers the rows of one microbatch, so each number of microbatches would train "
-                f"something else; given accumulate={self.spec.accumulate}. Take accumulate=1."
+                f"something else; given accumulate={self.settings.accumulate}. Take accumulate=1."
             )
         return replace(choice, gathers_rows=trace.gathers_rows, draws=trace.program.draws)
 
-    def _choose_as_run(self, state: TrainState, batch: Batch) -> Choice | None:
+    def _choose_as_run(self, state: AnyState, batch: Batch) -> Choice | None:
         """Choose by the program that the step will run; None where that leaves something open."""
         adapter = state.static.adapter
         normed = adapter is not None and bool(adapter.batch_statistics)
-        if self.spec.precision.products or self.local_steps:
+        if self.settings.precision.products or self.local_steps:
             return None
         try:
             choice, traces = self._traced_as_run(state, batch)
@@ -124,14 +127,14 @@ class PartitioningRequest:
         if calls > 1 and (normed or first.gathers_rows or not pair or first.names_axes() or constant_term(*pair)):
             return None
         if pair:
-            proof = prove(pair[0], pair[1], self.spec.group)
+            proof = prove(pair[0], pair[1], self.settings.group)
             if calls > 1 and proof.verdict != "sum":
                 return None
             choice = replace(choice, reading=proof.reading, metrics=proof.of_metrics)
         self._report_widened(first)
         return replace(choice, gathers_rows=first.gathers_rows, draws=first.program.draws)
 
-    def _traced_as_run(self, state: TrainState, batch: Batch) -> tuple[Choice, list[LossTrace]]:
+    def _traced_as_run(self, state: AnyState, batch: Batch) -> tuple[Choice, list[LossTrace]]:
         """Return the choice, the trace of the step's first call of the loss, and the two traces of a proof if any."""
         choice = self._choose(state, None)
         traces = self._first_calls(choice, state, batch)
@@ -139,9 +142,9 @@ class PartitioningRequest:
             return again, self._first_calls(again, state, batch)
         return choice, traces
 
-    def _first_calls(self, choice: Choice, state: TrainState, batch: Batch) -> list[LossTrace]:
+    def _first_calls(self, choice: Choice, state: AnyState, batch: Batch) -> list[LossTrace]:
         """Trace the first call of the loss in the context of the step, and for a proof two of other numbers of rows."""
-        traces, least = list[LossTrace](), 2 * self.spec.group
+        traces, least = list[LossTrace](), 2 * self.settings.group
         calls, total = self._calls(choice), batch_rows(batch)
 
         def trace(collectives: Collectives, *given: Any) -> None:
@@ -160,17 +163,17 @@ class PartitioningRequest:
                 traces.extend(pair if any(ends) == all(ends) else ())
 
         within = (manual if choice.partitioning == "manual" else auto).within(self.spec, self.plan, trace)
-        jax.eval_shape(within, state.params, state.model_state, batch, state.rng if self.train else None)
+        jax.eval_shape(within, state.params, state.model_state, batch, state.rng if self.settings.train else None)
         return traces
 
     def _report_widened(self, trace: LossTrace) -> None:
-        if self.spec.precision.compute == "bf16" and (wide := trace.widened()):
+        if self.settings.precision.compute == "bf16" and (wide := trace.widened()):
             notice(
                 f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
                 f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
             )
 
-    def _with_proof(self, choice: Choice, trace: LossTrace, state: TrainState, batch: Batch) -> Choice:
+    def _with_proof(self, choice: Choice, trace: LossTrace, state: AnyState, batch: Batch) -> Choice:
         """Return the choice with what the loss' program says of it, or auto where that mixes examples."""
         pair, adapter = self._two_traces(trace, state, batch), state.static.adapter
         normed = adapter is not None and bool(adapter.batch_statistics)
@@ -186,9 +189,9 @@ class PartitioningRequest:
             only = f"it takes no other number of rows than {trace.rows}"
             return replace(choice, proven=self._calls(choice) == 1, metrics=False, unproven=only)
         first, second = pair
-        proof = prove(first, second, self.spec.group)
+        proof = prove(first, second, self.settings.group)
         neighbours = batch_rows(batch) // self.plan.batch_shards  # stay together where each device makes one call
-        one_call = choice.partitioning == "manual" and self.spec.accumulate == 1
+        one_call = choice.partitioning == "manual" and self.settings.accumulate == 1
         divides = one_call and not (first.rows % neighbours or second.rows % neighbours)
         if proof.verdict == "mixes" and divides and prove(first, second, neighbours).verdict == "sum":
             proof = replace(proof, verdict="unknown")
@@ -196,13 +199,13 @@ class PartitioningRequest:
         if self._calls(choice) == 1 or proof.verdict == "sum" or trace.gathers_rows:
             return choice
         lenient = normed and proof.why.startswith(STATISTICS)  # which a call asks for in evaluation mode too
-        if proof.verdict == "unknown" or lenient or not self.check_loss:
+        if proof.verdict == "unknown" or lenient or not self.settings.check_loss:
             return replace(choice, proven=False, unproven=proof.why)
         return self._for_mixing(choice, proof.why)
 
-    def _two_traces(self, trace: LossTrace, state: TrainState, batch: Batch) -> tuple[LossTrace, LossTrace] | None:
+    def _two_traces(self, trace: LossTrace, state: AnyState, batch: Batch) -> tuple[LossTrace, LossTrace] | None:
         """Return traces on two numbers of rows, two groups of rows or more; None if the loss takes one number only."""
-        least = 2 * self.spec.group
+        least = 2 * self.settings.group
         half = trace.rows // 2 if trace.rows % least == 0 and trace.rows > least else 0
         base = trace if trace.rows >= least else self._trace(state, batch, least, optional=True)
         if base is None:
@@ -216,13 +219,13 @@ class PartitioningRequest:
 
     def without_values(self, choice: Choice) -> Choice:
         """Return auto for a loss that nothing proves a sum over examples, where it cannot be tried on values."""
-        if self._calls(choice) == 1 or not self.check_loss:
+        if self._calls(choice) == 1 or not self.settings.check_loss:
             return choice
         return self._for_unknown(choice, f"its program does not tell ({choice.unproven}), and there are no values here")
 
     def assumed(self, choice: Choice) -> Choice:
         """Return the choice for a program that is only looked at."""
-        if self._calls(choice) > 1 and self.check_loss:
+        if self._calls(choice) > 1 and self.settings.check_loss:
             notice(
                 "the program is made as if the loss were a sum over examples, which its own program does not tell "
                 f"({choice.unproven}); a step tries it on values before it calls it on parts of a batch"
@@ -230,7 +233,7 @@ class PartitioningRequest:
         return replace(choice, proven=True)
 
     def _for_unknown(self, choice: Choice, reason: str) -> Choice:
-        if self.requested is None and self.spec.accumulate == 1:
+        if self.settings.requested is None and self.settings.accumulate == 1:
             why = f"whether the loss is a sum over examples is not known: {reason}; although {choice.why}"
             return replace(choice, partitioning="auto", why=why, proven=True)
         raise ValueError(
@@ -242,7 +245,7 @@ class PartitioningRequest:
 
     def _for_mixing(self, choice: Choice, found: str) -> Choice:
         """Return auto for a loss that mixes examples, if auto shows it the whole batch; else raise ValueError."""
-        if self.requested is None and self.spec.accumulate == 1:
+        if self.settings.requested is None and self.settings.accumulate == 1:
             why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
             return replace(choice, partitioning="auto", why=why, proven=True)
         fewer = "accumulate=1, no local_steps," if self.local_steps else "accumulate=1"
@@ -253,17 +256,18 @@ class PartitioningRequest:
             "belong together, say group=2 (or more). check_loss=False turns this check off."
         )
 
-    def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
+    def check(self, choice: Choice, state: AnyState, batch: Batch) -> Choice:
         """Compare the loss of a few rows together and apart; return the choice, or auto where only auto is right."""
         calls, adapter = self._calls(choice), state.static.adapter
         if calls == 1 or choice.gathers_rows or (choice.proven and choice.metrics):
             return choice
         try:
-            difference = mixing(self.spec, self.plan, state, batch, self.train, batch_rows(batch) // calls)
+            difference = mixing(self.spec, self.plan, state, batch, batch_rows(batch) // calls)
         except Exception as error:  # a faulty loss raises in the step's own trace too, with its own message
             first_line = str(error).partition("\n")[0]
-            pairs = "" if self.spec.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
-            tried = f"whether the loss mixes examples could not be tried on a few rows: {first_line}{pairs}"
+            tried = f"whether the loss mixes examples could not be tried on a few rows: {first_line}"
+            if self.settings.group == 1:
+                tried += "; if neighbouring rows belong together, say group=2 (or more)"
             notice(tried)
             return choice if choice.proven else self._for_unknown(choice, tried)
         if difference is None:
@@ -273,7 +277,7 @@ class PartitioningRequest:
             return replace(choice, proven=True)
         return self._for_mixing(choice, difference)
 
-    def check_metrics(self, sums: Sums, state: TrainState, batch: Batch) -> None:
+    def check_metrics(self, sums: Sums, state: AnyState, batch: Batch) -> None:
         """Check that metrics are sums over examples, as far as shapes tell: only arrays can be anything else."""
         arrays = [name for name, (total, _) in sums.metrics.items() if total.ndim]
         if not arrays:
@@ -293,30 +297,30 @@ class PartitioningRequest:
                 "it over the batch; what is of single examples, compute beside the loss."
             )
 
-    def _shapes_of_metrics(self, state: TrainState, batch: Batch, rows: int) -> dict[str, tuple[int, ...]]:
-        return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train).metrics
+    def _shapes_of_metrics(self, state: AnyState, batch: Batch, rows: int) -> dict[str, tuple[int, ...]]:
+        return trace_loss(self.spec.loss_fn, self.settings.precision, state, batch, rows, self.settings.train).metrics
 
-    def announce(self, choice: Choice, state: TrainState, noun: str) -> None:
+    def announce(self, choice: Choice, state: AnyState, noun: str) -> None:
         """Report the choice for `noun` and its reason, unless the user requested it and it has no drawback."""
         if self.plan.batch_shards == 1:
             return
-        if self.requested is None or choice.why != REQUESTED:
+        if self.settings.requested is None or choice.why != REQUESTED:
             local = "; the loss is a sum over examples, and sees each device's rows alone"
             notice(
                 f"{noun} under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
                 f"{local if choice.partitioning == 'manual' else ''}"
             )
-        adapter, unsynchronised = state.static.adapter, self.train and not self.spec.sync_batch_norm
+        adapter, unsynchronised = state.static.adapter, self.settings.train and not self.settings.sync_batch_norm
         if unsynchronised and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
             notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
 
-    def _choose(self, state: TrainState, trace: LossTrace | None) -> Choice:
-        if self.requested is not None:
-            drawback = self._drawback(state) if self.train else None
-            return Choice(self.requested, f"{REQUESTED}, although {drawback}" if drawback else REQUESTED)
+    def _choose(self, state: AnyState, trace: LossTrace | None) -> Choice:
+        if self.settings.requested is not None:
+            drawback = self._drawback(state) if self.settings.train else None
+            return Choice(self.settings.requested, f"{REQUESTED}, although {drawback}" if drawback else REQUESTED)
         if self.plan.batch_shards == 1:
             return Choice("auto", "one shard of the batch: nothing to communicate")
-        if not self.train:
+        if not self.settings.train:
             return Choice("auto", "an evaluation step has no gradients to reduce")
         breach = self._breach(None)
         if breach is None and trace is not None:
@@ -331,15 +335,20 @@ class PartitioningRequest:
     @property
     def _asks_for_uses(self) -> bool:
         """Whether the choice depends on how often the loss uses a parameter."""
-        return self.requested is None and self.train and self.plan.batch_shards > 1 and self._breach(None) is None
+        return (
+            self.settings.requested is None
+            and self.settings.train
+            and self.plan.batch_shards > 1
+            and self._breach(None) is None
+        )
 
     def _breach(self, reused: str | None) -> str | None:
         flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
-        return auto_breach(self.plan, self.spec.accumulate, self.spec.precision, reused, flat)
+        return auto_breach(self.plan, self.settings.accumulate, self.settings.precision, reused, flat)
 
     def _for_constant_term(self, choice: Choice, line: str) -> Choice:
         """Return auto for a loss with the term at `line`, if auto counts that once; else raise ValueError."""
-        if self.requested is None and self.spec.accumulate == 1:
+        if self.settings.requested is None and self.settings.accumulate == 1:
             why = f"the term of Loss.total at {line} does not depend on the batch, and auto alone counts it once"
             return replace(choice, partitioning="auto", why=f"{why}, although {choice.why}")
         raise ValueError(
@@ -350,7 +359,7 @@ class PartitioningRequest:
 
     def _for_global_loss(self, line: str) -> Choice:
         """Return auto for a loss that shards over the batch axes at `line`; raise ValueError if it is to be manual."""
-        if self.requested is None:
+        if self.settings.requested is None:
             return Choice("auto", f"the loss names the axes of the batch at {line}, which it can under auto only")
         raise ValueError(
             f"Under partitioning='manual' a loss sees one device's rows and cannot shard over "
@@ -359,13 +368,15 @@ class PartitioningRequest:
         )
 
     def _trace(
-        self, state: TrainState, batch: Batch, rows: int, optional: bool = False, training: bool = True
+        self, state: AnyState, batch: Batch, rows: int, optional: bool = False, training: bool = True
     ) -> LossTrace | None:
         """Trace the loss on `rows` rows; None where only checks need it and the loss takes no such batch."""
         if rows == 0:
             return None
         try:
-            return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train, training)
+            return trace_loss(
+                self.spec.loss_fn, self.settings.precision, state, batch, rows, self.settings.train, training
+            )
         except NameError as error:
             named = re.search(r"unbound axis name:? (\w+)", str(error))
             if named and named[1] not in self.plan.batch_axes:
@@ -374,44 +385,47 @@ class PartitioningRequest:
                     f"partitioning='manual' only; given {named[1]!r}. Leave it out: without axis_name flax.linen's "
                     "BatchNorm takes its statistics over the rows that the loss sees, under 'auto' all of the batch."
                 ) from error
-            if self.requested == "manual":
+            if self.settings.requested == "manual":
                 return None
             if not named:
                 raise
             raise ValueError(
                 f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; given "
-                f"partitioning={self.requested!r}. jdp itself sums over devices what a loss returns: leave that out of "
-                "the loss, or ask for partitioning='manual'."
+                f"partitioning={self.settings.requested!r}. jdp itself sums over devices what a loss returns: leave "
+                "that out of the loss, or ask for partitioning='manual'."
             ) from error
         except Exception:
-            if self.requested is None and self.train and not optional:
+            if self.settings.requested is None and self.settings.train and not optional:
                 raise
             return None
 
-    def _names_axes(self, state: TrainState, batch: Batch) -> bool:
+    def _names_axes(self, state: AnyState, batch: Batch) -> bool:
         """Return True for a loss that names an axis which manual binds: it knows that it gets parts of a batch."""
-        rows = batch_rows(batch) // (self.spec.accumulate * self.plan.batch_shards)
+        rows = batch_rows(batch) // (self.settings.accumulate * self.plan.batch_shards)
         try:
-            trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train)
+            trace_loss(self.spec.loss_fn, self.settings.precision, state, batch, rows, self.settings.train)
         except NameError:
             return True
         return False
 
     def _calls(self, choice: Choice) -> int:
         """Return on how many parts of a batch the loss is called."""
-        return self.spec.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
+        return self.settings.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
 
     def _calls_as_product(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
-        counts = {"local_steps": self.local_steps, "accumulate": self.spec.accumulate // (self.local_steps or 1)}
+        counts = {
+            "local_steps": self.local_steps,
+            "accumulate": self.settings.accumulate // (self.local_steps or 1),
+        }
         return " × ".join([*sizes, *(f"{name}={count}" for name, count in counts.items() if count > 1)])
 
-    def _drawback(self, state: TrainState) -> str | None:
+    def _drawback(self, state: AnyState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
-        if self.requested == "auto":
+        if self.settings.requested == "auto":
             flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
-            return _dtype_breach(self.spec.precision) or (_FLAT if flat else None)
+            return _dtype_breach(self.settings.precision) or (_FLAT if flat else None)
         if names := _unsynchronised(state, floating=True):
             return f"each device then computes {names[0]} over its own rows, and the values are averaged"
         return None
@@ -441,7 +455,7 @@ def auto_breach(
     return None
 
 
-def _unsynchronised(state: TrainState, floating: bool = False) -> tuple[str, ...]:
+def _unsynchronised(state: AnyState, floating: bool = False) -> tuple[str, ...]:
     """Return the paths of model state that calls may change, without batch norms' statistics; `floating`: floats."""
     adapter = state.static.adapter
     if adapter is None:
