@@ -300,7 +300,7 @@ REST: dict[str, dict[str, dict[str, str]]] = {
     },
     # Real clusters, hosts and processes, and faults that they wait for.
     "processes": {
-        "core/test_barrier.py": {"test_a_process_that_left_meetings_by_an_exception_ends_whole": ""},
+        "core/test_barrier.py": {"test_a_process_that_left_barriers_by_an_exception_ends_normally": ""},
         "core/test_initialize.py": {
             "test_who_raised_is_named_and_not_who_waits": "before",
             "test_a_failure_does_not_wait_in_the_exit_barrier": "",

@@ -359,7 +359,7 @@ class Step(PartitionedLoss, Generic[Kind]):
         Args:
             state: a train state, real or abstract, as for `lower`.
             batch: a batch, real or abstract, as for `lower`.
-            compiler_options: options of XLA's compiler, by their names, beside the step's own (`compiler`).
+            compiler_options: options of XLA's compiler, by their names, beside the step's own.
 
         Returns:
             What `compile` of a lowered function returns.

@@ -1,7 +1,5 @@
 """The settings of a step, checked before anything is traced: what each may be, and which of them go together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,7 +53,7 @@ class StepSettings:
     donate: bool = True
     compiler: Compiler = DEFAULT
 
-    def settings(self, **changes: Any) -> StepSettings:
+    def settings(self, **changes: Any) -> "StepSettings":
         """Return the settings alone, with these changes."""
         return StepSettings(**{each.name: getattr(self, each.name) for each in fields(StepSettings)} | changes)
 

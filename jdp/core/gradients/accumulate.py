@@ -250,8 +250,8 @@ def _by_layer(
     Every strategy then is as zero3 is; but what the forward pass gathered is kept for the backward pass, and under ddp
     nothing is gathered. Of several microbatches all take the weights that were gathered before the first (`Held`), and
     the last alone sends what is sent once a step, with the gradients of the others added before: all gradients of ddp
-    and zero1, zero2's shards over `replica`. Nothing changes for a loss without a layer loop, for one that uses a
-    layer's weights in several places, each of which would reduce, and for gradients in buckets, encoded, or of another
+    and zero1, zero2's shards over `replica`. Nothing changes for a loss without a layer loop, or for one that uses a
+    layer's weights in several places, each of which would reduce. Nor for gradients in buckets, encoded, or of another
     dtype than the parameters.
     """
     if collectives.synchroniser is not None or spec.settings.precision.params != spec.settings.precision.reduce:

@@ -4,8 +4,8 @@ A step calls the loss on parts of the batch: on each device's rows under "manual
 several. A loss that is no sum over examples then means something else than on the whole batch. Where `row_proof` does
 not tell, two checks, once:
 
-1. `constant_term` reads the trace: a term of `total` that no leaf of the batch reaches, and that does not change with
-   the number of rows (a weight penalty), is counted once for every part.
+1. `constant_term` reads the trace for a term of `total` that depends neither on the batch nor on the number of rows, as
+   a weight penalty does: it would be counted once for every part.
 2. `mixing` computes: the loss of a few rows of the first batch together, compared with that of the same rows apart. NNX
    modules are in evaluation mode, and all random bits are one constant, so that only the rows can make a difference.
 

@@ -1,8 +1,8 @@
 """The program of a loss: the user's function is called once for each shape of its arguments, and its jaxpr handed on.
 
 What chooses the partitioning, what proves the loss a sum over rows, and the step itself all need the program of the
-same call. The one who needs it first traces it, in the context of the step (its mesh, and under "manual" its axes);
-the others read it, or run it in place of the user's function.
+same call. The first to need it traces it in the context of the step: its mesh, and under "manual" its axes. The others
+read it, or run it in place of the user's function.
 """
 
 from __future__ import annotations

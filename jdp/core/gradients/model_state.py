@@ -1,7 +1,7 @@
 """Model state beside the parameters: what a call of the model changed of it, and how that reaches the next step.
 
-What a call did not change comes out as the very array that went in, and is neither averaged nor carried along: a table
-of `finfo.min` would overflow on the way.
+A leaf that a call did not change comes out as the same array. It is neither averaged nor carried along: a table of
+`finfo.min` would overflow on the way.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def refuse_varying(
 def mean_over(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Array:
     """Return the mean of each device's own `x` along the mesh axes `axes`, in x's dtype, computed in float32 or wider.
 
-    Values are first divided by a power of two above the number of devices, which rounds nothing, so that no sum of
-    finite values overflows; and what the division by that number may round up is cut off at `finfo.max`.
+    Values are first divided by a power of two above the number of devices, which rounds nothing. So no sum of finite
+    values overflows. What the division by that number may round up is cut off at `finfo.max`.
     """
     wide, scale = jnp.promote_types(x.dtype, jnp.float32), 2 ** devices.bit_length()
     mean = jax.lax.psum(x.astype(wide) / scale, axes) / devices

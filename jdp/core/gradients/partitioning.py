@@ -431,7 +431,7 @@ class PartitioningRequest:
         return None
 
 
-_FLAT = "auto would all-reduce the gradients of parameters that rest flat and padded"
+_FLAT = "auto would all-reduce the gradients of parameters that are stored flat and padded"
 
 
 def auto_breach(

@@ -1,19 +1,18 @@
 """The loss with its noise drawn by global row: what draws per example draws the rows of the global draw.
 
-Where the loss is called on some rows of the batch only (`BatchKey`), it is traced abstractly: for these rows (the local
-program), and where that draws, for the whole batch (the global program). Both make the same draws in the same order. A
-draw of the same shape in both is shared by all examples: it stays as it is, and is the same on every device. A draw
-with one dimension that counts local rows in the one and global rows in the other is drawn by global row, whichever
-dimension that is and however few the rows are. A dimension that counts rows × n (examples flattened into tokens) is
-taken to have the rows first.
+Where the loss is called on some rows of the batch only (`BatchKey`), it is traced for these rows (the local program).
+If that draws, it is also traced for the whole batch (the global program). Both make the same draws in the same order. A
+draw of the same shape in both is shared by all examples: it is the same on every device. A draw is by global row if one
+dimension counts local rows in the one program and global rows in the other. A dimension that counts rows × n (examples
+flattened into tokens) is taken to have the rows first.
 
 What is numbered by row (`fold_in(rng, i)` for `i` of `arange(rows)`) gets the numbers of the global rows. So `split`,
 `gamma` and loops that draw until a sample is accepted are right too.
 
-Every other draw is made by each device for itself, which is good noise that depends on the mesh, and is reported with
-the source line: a scan along the rows that splits its key at each, draws whose shape has no one dimension of the rows,
-draws inside a function with a gradient of its own. Where the programs differ in what they draw (a Python loop over
-rows), a draw is by row if the rows lead, else the same on every device; that is reported too.
+Every other draw is made by each device for itself: good noise, which depends on the mesh and is reported with its
+source line. An example is a scan along the rows that splits its key at each. Others are draws whose shape has no one
+dimension of the rows, and draws inside a function with a custom gradient. If the programs differ in what they draw (a
+Python loop over rows), a draw is by row if the rows lead, else the same on every device. This is reported too.
 """
 
 from __future__ import annotations

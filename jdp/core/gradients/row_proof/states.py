@@ -1,7 +1,7 @@
 """What each value of a loss depends on: nothing of the batch, its own row, a sum over rows, or other rows.
 
-A loss is traced for two numbers of rows. A dimension counts rows if its size differs between the two traces, and a
-constant's power says how it grows with the rows: 0 not at all, 1 as they do, -1 inversely.
+A loss is traced for two numbers of rows. A dimension counts rows if its size differs between the two traces. The power
+of a constant is how it grows with the rows: 0 not at all, 1 as they do, -1 inversely.
 """
 
 from __future__ import annotations
