@@ -69,8 +69,8 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
 Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual: a layer
 loop gathers one layer ahead and reduces one behind. Every strategy then gathers layer by layer, as zero3 does, and
 keeps the gathered weights for the backward pass (`accumulate._by_layer`): zero2 in each microbatch, ddp and zero1 in
-the last. There the gather boundary (`boundary.py`) adds the gradients of the others before it reduces. zero2 sums over `replica`
-in the same way.
+the last. There the gather boundary (`boundary.py`) adds the gradients of the others before it reduces. zero2 sums over
+`replica` in the same way.
 
 A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
 come back in the order of the batch, from those without.
