@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jdp.base.tree_paths import path_of
@@ -29,12 +30,12 @@ from jdp.core.gradients.loss_call import TracedLoss
 from jdp.core.gradients.loss_program import LossProgram, Programs
 from jdp.core.gradients.row_proof.quotients import flattened
 from jdp.core.precision import Precision
-from jdp.core.random.match_draws import is_random
+from jdp.core.random.match_draws import drawing
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState, own_shapes
 from jdp.core.tracing.collectives import gathers_at_use, is_gather
 from jdp.core.tracing.graph import Graph, Value, before, read
-from jdp.core.tracing.jaxprs import every_eqn, inner_jaxprs, user_line
+from jdp.core.tracing.jaxprs import every_eqn, user_line
 from jdp.core.types import Batch, LossFn
 
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
@@ -127,13 +128,14 @@ class LossTrace:
 
     def reused(self, counted: tuple[bool, ...] | None) -> str | None:
         """Return the path of the first parameter marked in `counted` (None: any) that several operations take."""
-        paths = (path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0]))
-        uses = zip(paths, self.jaxpr.invars, counted or itertools.repeat(True), strict=False)
-        return next((path for path, var, counts in uses if counts and count_uses(self.jaxpr, var) > 1), None)
+        paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0])]
+        named = zip(paths, self.jaxpr.invars, counted or itertools.repeat(True), strict=False)
+        uses = count_uses(self.jaxpr, {var: [path] for path, var, counts in named if counts})
+        return next((path for path in paths if uses[path] > 1), None)
 
     def names_axes(self) -> bool:
         """Return True if the loss may behave otherwise for a device's rows: it runs a collective or a `shard_map`."""
-        return any(eqn.primitive.name in _NAMES_AXES and not is_gather(eqn) for eqn in every_eqn(self.closed.jaxpr))
+        return not all(is_gather(eqn) for eqn in every_eqn(self.closed.jaxpr) if eqn.primitive.name in _NAMES_AXES)
 
     def global_only(self, axes: tuple[str, ...]) -> str | None:
         """Return the source line of the first sharding constraint or `shard_map` that names one of `axes`, or None."""
@@ -259,23 +261,27 @@ def trace_loss(
     return LossTrace(Programs().of(loss, arguments), rows)
 
 
-def count_uses(jaxpr: Any, var: Any) -> int:
-    """Count the primitive operations of `jaxpr`, and of those it calls, that take `var`, or its gathered copy."""
-    count = 0
+def count_uses(jaxpr: Any, names: dict[Any, list[str]]) -> Counter[str]:
+    """Count the primitive operations, of called functions too, that take a named variable, or its gathered copy."""
+    counts, names = Counter[str](), dict(names)
     for eqn in jaxpr.eqns:
-        if var in eqn.invars and gathers_at_use(eqn):
-            count += count_uses(jaxpr, eqn.outvars[0])
+        taken = [i for i, x in enumerate(eqn.invars) if not isinstance(x, Literal) and x in names]
+        if not taken:
             continue
-        called = next((inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)), None)
-        for position, operand in enumerate(eqn.invars):
-            if operand is var:
-                count += 1 if called is None else count_uses(called, called.invars[position])
-    return count
+        called = next((inner for inner in jaxprs_in_params(eqn.params) if len(inner.invars) == len(eqn.invars)), None)
+        if gathers_at_use(eqn):
+            names[eqn.outvars[0]] = [name for x in {eqn.invars[i] for i in taken} for name in names[x]]
+        elif called is None:
+            counts.update(name for i in taken for name in names[eqn.invars[i]])
+        else:
+            counts += count_uses(called, {called.invars[i]: names[eqn.invars[i]] for i in taken})
+    return counts
 
 
 def redraws(jaxpr: Any) -> bool:
     """Return True if a loop of `jaxpr` that ends when a condition is met draws random numbers."""
-    return any(eqn.primitive.name == "while" and is_random(eqn) for eqn in every_eqn(jaxpr))
+    loops = [eqn for eqn in every_eqn(jaxpr) if eqn.primitive.name == "while"]
+    return any(drawing(inner) for loop in loops for inner in jaxprs_in_params(loop.params))
 
 
 def computes_in_float32(jaxpr: Any) -> bool:

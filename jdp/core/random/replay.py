@@ -24,7 +24,7 @@ from jdp.core.random.match_draws import (
     NoRows,
     Thunk,
     bounds,
-    is_random,
+    drawing,
     pair_differs,
     paired,
     row_dim,
@@ -73,11 +73,11 @@ class Replay:
         self, local: Jaxpr, consts: Sequence[Any], args: Sequence[Value], full: GlobalProgram | None
     ) -> list[Value]:
         """Return the outputs of `local`; where `full` is None its draws are read by their shapes."""
-        others = iter(self._counterparts(local, full))
+        others = dict(zip(map(id, drawing(local)), self._counterparts(local, full), strict=True))
 
         def operation(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-            if is_random(eqn):
-                return self._random(eqn, next(others), operands, full)
+            if id(eqn) in others:
+                return self._random(eqn, others[id(eqn)], operands, full)
             counts = any(_counts(operands)) or (full is not None and full.counts(eqn))
             return [Value(x, counts) for x in bind(eqn, _arrays(operands))]
 
@@ -85,7 +85,7 @@ class Replay:
 
     def _counterparts(self, local: Jaxpr, full: GlobalProgram | None) -> list[JaxprEqn | None]:
         if full is None:
-            return [None for eqn in local.eqns if is_random(eqn)]
+            return [None for _ in drawing(local)]
         others, odd = paired(local, full.jaxpr)
         for eqn in odd:
             self._report(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -27,17 +27,14 @@ ELEMENTWISE = frozenset(
 """Operations whose results have at each place what they make of the operands' elements there, or of scalars."""
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the jaxprs that an operation runs: a loop's body, a branch, a called function."""
-    return jaxprs_in_params(eqn.params)
-
-
-def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield all operations of a jaxpr, each before those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from every_eqn(inner)
+def every_eqn(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Return all operations of a jaxpr, each before those inside it."""
+    found, ahead = list[JaxprEqn](), [*reversed(jaxpr.eqns)]
+    while ahead:
+        found.append(eqn := ahead.pop())
+        for inner in reversed([*jaxprs_in_params(eqn.params)]):
+            ahead += reversed(inner.eqns)
+    return found
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
