@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ class PartitioningRequest:
     spec: GradientSpec
     plan: Plan
 
-    @property
+    @cached_property
     def settings(self) -> StepSettings:
         """The step's settings."""
         return self.spec.settings

@@ -134,8 +134,8 @@ class GlobalProgram:
         given = zip([*jaxpr.constvars, *jaxpr.invars], [*of_consts, *args], strict=True)
         self._known: dict[Any, Thunk] = {var: thunk for var, thunk in given if thunk is not None}
         for eqn in jaxpr.eqns:
-            inputs = [thunk for thunk in self.known(eqn.invars) if thunk is not None]
-            if len(inputs) == len(eqn.invars) and _is_pure(eqn):
+            inputs: Any = self.known(eqn.invars) if eqn.primitive.name in _PURE else [None]
+            if None not in inputs and _is_pure(eqn):
                 values = functools.cache(functools.partial(_evaluate, eqn, inputs))
                 self._known |= {var: functools.partial(_pick, values, n) for n, var in enumerate(eqn.outvars)}
 
@@ -147,8 +147,8 @@ class GlobalProgram:
         ]
 
     def counts(self, eqn: JaxprEqn) -> bool:
-        """Return True if `eqn` of the local program numbers local rows: this program has no such iota."""
-        return eqn.primitive.name == "iota" and _iota(eqn) not in self.iotas
+        """Return True if an iota of the local program numbers local rows: this program has no such one."""
+        return _iota(eqn) not in self.iotas
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "rem", "neg", "max", "min", "clamp", "sign", "integer_pow", "select_n")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -78,8 +80,10 @@ class Replay:
         def operation(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
             if id(eqn) in others:
                 return self._random(eqn, others[id(eqn)], operands, full)
-            counts = any(_counts(operands)) or (full is not None and full.counts(eqn))
-            return [Value(x, counts) for x in bind(eqn, _arrays(operands))]
+            counts = any(_counts(operands))
+            if eqn.primitive.name == "iota" and full is not None:
+                counts = full.counts(eqn)
+            return list(map(Value, bind(eqn, _arrays(operands)), repeat(counts)))
 
         return run(ClosedJaxpr(local, consts), args, operation, lambda _, value: Value(value))
 
@@ -248,8 +252,8 @@ def _others(
 
 
 def _arrays(values: Sequence[Value]) -> list[Any]:
-    return [value.array for value in values]
+    return list(map(attrgetter("array"), values))
 
 
 def _counts(values: Sequence[Value]) -> list[bool]:
-    return [value.counts for value in values]
+    return list(map(attrgetter("counts"), values))

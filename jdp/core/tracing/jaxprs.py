@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from jax.extend import source_info_util
@@ -76,7 +76,7 @@ def user_line(eqn: JaxprEqn) -> str:
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """Apply the operation of `eqn` to other operands."""
-    with traced_at(eqn):
+    with _at_source(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -84,6 +84,10 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
 @contextmanager
 def traced_at(eqn: JaxprEqn) -> Generator[None]:
     """Give what is traced inside the source line, the name scope and the settings of `eqn`."""
-    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
+    with _at_source(eqn), eqn.ctx.manager:
         yield
+
+
+def _at_source(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=scope)

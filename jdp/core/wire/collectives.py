@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
-from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
+from jdp.core.sharding.placement import Placement, axes_of, shards
 from jdp.core.sharding.traced_mesh import mesh_inside, traced_device
 from jdp.core.types import PyTree
 from jdp.core.wire.encodings import encoded_gather, encoded_scatter
@@ -141,7 +141,7 @@ def model_shards(placement: Placement, mesh: Mesh) -> int:
     """Return the number of shards along the model's axes of the dimension that `data` shards."""
     if placement.dim is None:
         return 1
-    return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))
+    return shards(placement.compute[placement.dim : placement.dim + 1], mesh.shape)
 
 
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
