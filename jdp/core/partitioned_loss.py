@@ -143,9 +143,9 @@ class PartitionedLoss(StepSettings):
         """
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
-        if self._settled.is_checked or any(isinstance(leaf, Tracer) for leaf in leaves):
+        if self._settled.is_checked or any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return
-        values = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+        values = not [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
         with tracing_on(self.plan.mesh):
             self.choose(state, batch, values=values, assume=not values)
         if values:

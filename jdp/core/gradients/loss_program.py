@@ -87,7 +87,7 @@ class Programs:
         shared = _SHARED.get() if form is None and isinstance(loss, TracedLoss) else None
         made = self._made if shared is None else shared
         leaves, structure = jax.tree.flatten(arguments)
-        shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+        shapes = tuple([(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves])
         key = form, _identity(loss), structure, shapes, _context()
         sizes = rows_for_sizes(leaves_rows(arguments[2]))
         found = made.get((key, None)) or made.get((key, sizes))

@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -129,7 +129,7 @@ class LossTrace:
     def reused(self, counted: tuple[bool, ...] | None) -> str | None:
         """Return the path of the first parameter marked in `counted` (None: any) that several operations take."""
         paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0])]
-        named = zip(paths, self.jaxpr.invars, counted or itertools.repeat(True), strict=False)
+        named = zip(paths, self.jaxpr.invars, counted or repeat(True), strict=False)
         uses = count_uses(self.jaxpr, {var: [path] for path, var, counts in named if counts})
         return next((path for path in paths if uses[path] > 1), None)
 
@@ -208,9 +208,10 @@ class LossTrace:
     def _kinds_of(self) -> dict[Value, frozenset[str]]:
         """For each value, whether it depends on parameters, on the batch, or on both."""
         kinds = zip((_PARAMS, _BATCH), self.inputs, strict=True)
+        nothing = frozenset[str]()
         known = {self.graph.inputs[i]: frozenset[str]((kind,)) for kind, places in kinds for i in places}
         for op in self.graph.operations:
-            needed = frozenset[str]().union(*(known.get(value, frozenset()) for value in op.operands))
+            needed = nothing.union(*map(known.get, op.operands, repeat(nothing)))
             known |= dict.fromkeys(op.results, needed)
         return known
 

@@ -141,10 +141,10 @@ class GlobalProgram:
 
     def known(self, atoms: Sequence[Any]) -> list[Thunk | None]:
         """Return for each atom a function that computes it; None where that takes an argument of the program."""
-        return [
-            functools.partial(_itself, atom.val) if isinstance(atom, Literal) else self._known.get(atom)
-            for atom in atoms
-        ]
+        thunks = list[Thunk | None]()
+        for atom in atoms:
+            thunks.append(functools.partial(_itself, atom.val) if isinstance(atom, Literal) else self._known.get(atom))
+        return thunks
 
     def counts(self, eqn: JaxprEqn) -> bool:
         """Return True if an iota of the local program numbers local rows: this program has no such one."""

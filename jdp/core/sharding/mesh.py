@@ -133,7 +133,7 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 def own_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of `mesh` that belong to the model (neither `replica` nor `data`), in mesh order."""
-    return tuple(name for name in mesh.axis_names if name not in (REPLICA, DATA))
+    return tuple([name for name in mesh.axis_names if name not in (REPLICA, DATA)])
 
 
 # Hosts: axes that cross slow links and need not.

@@ -58,7 +58,7 @@ def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
 def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
     """Return the rest spec of the array that `to_replica_view` makes: model axes on M, `data` on size / M."""
     dim = placement.dim
-    if model_shards(placement, mesh) == 1 or dim is None:
+    if dim is None or model_shards(placement, mesh) == 1:
         return placement.rest
     own = tuple(axis for axis in axes_of(placement.rest[dim]) if axis != DATA)
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
@@ -147,7 +147,7 @@ def model_shards(placement: Placement, mesh: Mesh) -> int:
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
     """Apply `function` to each device's shards along the model's axes of a tree of arrays; it returns such a tree."""
     own = set(own_axes(mesh))
-    if math.prod(mesh.shape[axis] for axis in own) == 1:
+    if math.prod(map(mesh.shape.__getitem__, own)) == 1:
         return function(tree)
 
     def own_part(array: Any, spec: PartitionSpec) -> PartitionSpec | None:

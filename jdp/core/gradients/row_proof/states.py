@@ -135,7 +135,7 @@ def power_of(values: tuple[Any, Any] | None, ratio: float) -> int | None:
     if values is None or values[0].shape != values[1].shape or not np.issubdtype(values[0].dtype, np.number):
         return 0 if values is not None and np.array_equal(*values) else None
     wide = np.complex128 if np.iscomplexobj(values[0]) else np.float64
-    first, second = (value.astype(wide) for value in values)
+    first, second = values[0].astype(wide), values[1].astype(wide)
     for power in (0, 1, -1):
         if np.allclose(first * ratio**power, second, rtol=1e-5, atol=0, equal_nan=True):
             return power
