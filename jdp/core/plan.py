@@ -391,8 +391,8 @@ class Plan(Drawn):
         named, subject = [axis for entry in spec for axis in axes_of(entry)], f"T{source[1:]}"
         if len(set(named)) < len(named):
             raise ValueError(f"{subject} names an axis once; {spec} for {path} does not. Remove one.")
-        for dim, size in enumerate(shape):
-            pieces = shards(spec[dim : dim + 1], self.mesh.shape)
+        for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+            pieces = shards((entry,), self.mesh.shape)
             if size % pieces:
                 raise ValueError(
                     f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "

@@ -154,10 +154,10 @@ class LossTrace:
         narrow = {value for value in self._by_path(0).values() if value.aval.dtype == jnp.bfloat16}
         weights = set(narrow)  # and their float32 copies
         for op in self.graph.operations:
-            leaves = [wide[value] for value in op.operands if value in wide]
-            if op.name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
+            name, leaves = op.name, [wide[value] for value in op.operands if value in wide]
+            if name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
                 return leaves[0], user_line(op.eqn)
-            copies = op.name == "convert_element_type" and op.operands[0] in narrow
+            copies = name == "convert_element_type" and op.operands[0] in narrow
             shaped = len(op.operands) == 1 and op.operands[0] in weights
             for result in op.results:
                 if getattr(result.aval, "dtype", None) == jnp.float32:
