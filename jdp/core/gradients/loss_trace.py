@@ -128,10 +128,10 @@ class LossTrace:
 
     def reused(self, counted: tuple[bool, ...] | None) -> str | None:
         """Return the path of the first parameter marked in `counted` (None: any) that several operations take."""
-        paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0])]
-        named = zip(paths, self.jaxpr.invars, counted or repeat(True), strict=False)
-        uses = count_uses(self.jaxpr, {var: [path] for path, var, counts in named if counts})
-        return next((path for path in paths if uses[path] > 1), None)
+        paths = [path for path, _ in jax.tree.leaves_with_path(self.program.arguments[0])]
+        named = zip(range(len(paths)), self.jaxpr.invars, counted or repeat(True), strict=False)
+        uses = count_uses(self.jaxpr, {var: [i] for i, var, counts in named if counts})
+        return next((path_of(path) for i, path in enumerate(paths) if uses[i] > 1), None)
 
     def names_axes(self) -> bool:
         """Return True if the loss may behave otherwise for a device's rows: it runs a collective or a `shard_map`."""
@@ -262,20 +262,20 @@ def trace_loss(
     return LossTrace(Programs().of(loss, arguments), rows)
 
 
-def count_uses(jaxpr: Any, names: dict[Any, list[str]]) -> Counter[str]:
-    """Count the primitive operations, of called functions too, that take a named variable, or its gathered copy."""
-    counts, names = Counter[str](), dict(names)
+def count_uses(jaxpr: Any, numbers: dict[Any, list[int]]) -> Counter[int]:
+    """Count the primitive operations, of called functions too, that take a numbered variable, or its gathered copy."""
+    counts, numbers = Counter[int](), dict(numbers)
     for eqn in jaxpr.eqns:
-        taken = [i for i, x in enumerate(eqn.invars) if not isinstance(x, Literal) and x in names]
+        taken = [i for i, x in enumerate(eqn.invars) if not isinstance(x, Literal) and x in numbers]
         if not taken:
             continue
         called = next((inner for inner in jaxprs_in_params(eqn.params) if len(inner.invars) == len(eqn.invars)), None)
         if gathers_at_use(eqn):
-            names[eqn.outvars[0]] = [name for x in {eqn.invars[i] for i in taken} for name in names[x]]
+            numbers[eqn.outvars[0]] = [number for x in {eqn.invars[i] for i in taken} for number in numbers[x]]
         elif called is None:
-            counts.update(name for i in taken for name in names[eqn.invars[i]])
+            counts.update(number for i in taken for number in numbers[eqn.invars[i]])
         else:
-            counts += count_uses(called, {called.invars[i]: names[eqn.invars[i]] for i in taken})
+            counts += count_uses(called, {called.invars[i]: numbers[eqn.invars[i]] for i in taken})
     return counts
 
 
