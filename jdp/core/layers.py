@@ -257,6 +257,8 @@ def _policy(remat: Remat, keep: bool) -> Callable[..., bool]:
     policy = remat if callable(remat) else policies[remat]
     if keep:
         return lambda prim, *args, **params: prim.name == "all_gather" or bool(policy(prim, *args, **params))
+    if remat is None:  # which leaves gathered weights out itself
+        return policy
     return lambda prim, *args, **params: prim.name not in _GATHERS and bool(policy(prim, *args, **params))
 
 

@@ -143,9 +143,9 @@ class PartitionedLoss(StepSettings):
         """
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
-        if self._settled.is_checked or any(isinstance(leaf, Tracer) for leaf in leaves):
+        if self._settled.is_checked or any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return
-        values = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+        values = not [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
         with tracing_on(self.plan.mesh):
             self.choose(state, batch, values=values, assume=not values)
         if values:
@@ -185,7 +185,7 @@ class PartitionedLoss(StepSettings):
     def param_placements(self, state: AnyState) -> PyTree:
         """Return a tree like the parameters, of `Placement`."""
         leaves, structure = jax.tree.flatten(state.params)
-        static, shapes = state.static, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        static, shapes = state.static, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         key = structure, shapes, static.specs, static.trained, static.flat
         if key not in self._settled.placements:
             self._settled.placements[key] = self.plan.param_placements(state.params, state.static)
@@ -256,7 +256,7 @@ class PartitionedLoss(StepSettings):
 
 def _shapes(state: AnyState, batch: Batch) -> Hashable:
     """Return what choices are kept by."""
-    return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
+    return tuple([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch))])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

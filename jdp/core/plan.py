@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -39,11 +40,10 @@ from jdp.core.sharding.placement import (
     keep_axes,
     rest_spec,
     shards,
-    spec_entry,
 )
 from jdp.core.sharding.placement_list import Placements
 from jdp.core.sharding.rules import checked_rules
-from jdp.core.sharding.strategy import Strategy, strategy
+from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
 from jdp.core.types import PyTree
 
@@ -111,7 +111,11 @@ class Plan(Drawn):
             given = repr(self.min_shard_size)
             raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; given {given}. Give 0 or 1024.")
         home = cast("Mesh | None", self.home)
-        if home is None or self.data not in home.shape or self.mesh != homes.mesh_of_home(home, self.axis_names):
+        if (
+            home is None
+            or self.data not in home.shape
+            or self.mesh != homes.mesh_of_home(home, homes.axis_names(home, self.data, self.replica))
+        ):
             object.__setattr__(self, "home", self.mesh)
         object.__setattr__(self, "mesh", homes.mesh_of_home(self.home, self.axis_names))
         object.__setattr__(self, "rules", checked_rules(self.rules, tuple(self.axis_names), self.data, self.replica))
@@ -133,14 +137,14 @@ class Plan(Drawn):
     @property
     def row(self) -> Strategy:
         """The strategy's row of the table of strategies."""
-        return strategy(self.strategy)
+        return STRATEGIES[self.strategy]
 
-    @property
+    @cached_property
     def axis_names(self) -> dict[str, str]:
         """The name of each axis of `home` -> its name in `mesh`."""
         return homes.axis_names(self.home, self.data, self.replica)
 
-    @property
+    @cached_property
     def called(self) -> dict[str, str]:
         """The name of each axis of `mesh` -> its name in `home`."""
         return {ours: name for name, ours in self.axis_names.items()}
@@ -212,7 +216,7 @@ class Plan(Drawn):
             return replace(self, mesh=mesh, replica=self.replica if self.replica in mesh.shape else REPLICA)
         return replace(self, mesh=mesh, rules=self._our_rules, data=DATA, replica=REPLICA)
 
-    @property
+    @cached_property
     def _our_rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
         """The rules in the names of `mesh`."""
         return tuple((pattern, homes.renamed(spec, self.axis_names)) for pattern, spec in self.rules)
@@ -353,7 +357,7 @@ class Plan(Drawn):
         return self._placement(path, leaf, rest, specs.compute, f"{reason} ({specs.reason})")
 
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
-        size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, dict(self.mesh.shape)))
+        size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, self.mesh.shape))
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
 
     def _placed_flat(self, placement: Placement, flat: Flat) -> Placement:
@@ -387,8 +391,8 @@ class Plan(Drawn):
         named, subject = [axis for entry in spec for axis in axes_of(entry)], f"T{source[1:]}"
         if len(set(named)) < len(named):
             raise ValueError(f"{subject} names an axis once; {spec} for {path} does not. Remove one.")
-        for dim, size in enumerate(shape):
-            pieces = shards(PartitionSpec(spec_entry(spec, dim)), dict(self.mesh.shape))
+        for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+            pieces = shards((entry,), self.mesh.shape)
             if size % pieces:
                 raise ValueError(
                     f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "

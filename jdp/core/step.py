@@ -464,6 +464,8 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
     new = _constrained(step.plan, new)
     measured = {"noise_scale": noise_scale.ratio(new.sync["noise"])} if step.noise_scale else {}
     metrics = {**means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
+    if step.plan.home == step.plan.mesh:
+        return new, metrics
     return step.plan.left(new, step.plan.shardings(state)), step.plan.left(metrics, step.plan.replicated)
 
 

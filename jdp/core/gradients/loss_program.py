@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jdp.core.gather_rows import recording
 from jdp.core.gradients.loss_call import LossWithAux, TracedLoss
-from jdp.core.random.match_draws import is_random
+from jdp.core.random.match_draws import drawing
 from jdp.core.sharding.traced_mesh import noting_sizes, rows_for_sizes, traced_mesh
 from jdp.core.types import PyTree
 
@@ -46,7 +46,7 @@ class LossProgram:
     @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        return any(map(is_random, self.closed.eqns))
+        return bool(drawing(self.closed.jaxpr))
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program; return the result of the function without extras."""
@@ -87,7 +87,7 @@ class Programs:
         shared = _SHARED.get() if form is None and isinstance(loss, TracedLoss) else None
         made = self._made if shared is None else shared
         leaves, structure = jax.tree.flatten(arguments)
-        shapes = tuple((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves)
+        shapes = tuple([(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves])
         key = form, _identity(loss), structure, shapes, _context()
         sizes = rows_for_sizes(leaves_rows(arguments[2]))
         found = made.get((key, None)) or made.get((key, sizes))

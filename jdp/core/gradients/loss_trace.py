@@ -10,17 +10,18 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jdp.base.tree_paths import path_of
@@ -29,12 +30,12 @@ from jdp.core.gradients.loss_call import TracedLoss
 from jdp.core.gradients.loss_program import LossProgram, Programs
 from jdp.core.gradients.row_proof.quotients import flattened
 from jdp.core.precision import Precision
-from jdp.core.random.match_draws import is_random
+from jdp.core.random.match_draws import drawing
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState, own_shapes
 from jdp.core.tracing.collectives import gathers_at_use, is_gather
 from jdp.core.tracing.graph import Graph, Value, before, read
-from jdp.core.tracing.jaxprs import every_eqn, inner_jaxprs, user_line
+from jdp.core.tracing.jaxprs import every_eqn, user_line
 from jdp.core.types import Batch, LossFn
 
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
@@ -127,13 +128,14 @@ class LossTrace:
 
     def reused(self, counted: tuple[bool, ...] | None) -> str | None:
         """Return the path of the first parameter marked in `counted` (None: any) that several operations take."""
-        paths = (path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0]))
-        uses = zip(paths, self.jaxpr.invars, counted or itertools.repeat(True), strict=False)
-        return next((path for path, var, counts in uses if counts and count_uses(self.jaxpr, var) > 1), None)
+        paths = [path for path, _ in jax.tree.leaves_with_path(self.program.arguments[0])]
+        named = zip(range(len(paths)), self.jaxpr.invars, counted or repeat(True), strict=False)
+        uses = count_uses(self.jaxpr, {var: [i] for i, var, counts in named if counts})
+        return next((path_of(path) for i, path in enumerate(paths) if uses[i] > 1), None)
 
     def names_axes(self) -> bool:
         """Return True if the loss may behave otherwise for a device's rows: it runs a collective or a `shard_map`."""
-        return any(eqn.primitive.name in _NAMES_AXES and not is_gather(eqn) for eqn in every_eqn(self.closed.jaxpr))
+        return not all(is_gather(eqn) for eqn in every_eqn(self.closed.jaxpr) if eqn.primitive.name in _NAMES_AXES)
 
     def global_only(self, axes: tuple[str, ...]) -> str | None:
         """Return the source line of the first sharding constraint or `shard_map` that names one of `axes`, or None."""
@@ -152,10 +154,10 @@ class LossTrace:
         narrow = {value for value in self._by_path(0).values() if value.aval.dtype == jnp.bfloat16}
         weights = set(narrow)  # and their float32 copies
         for op in self.graph.operations:
-            leaves = [wide[value] for value in op.operands if value in wide]
-            if op.name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
+            name, leaves = op.name, [wide[value] for value in op.operands if value in wide]
+            if name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
                 return leaves[0], user_line(op.eqn)
-            copies = op.name == "convert_element_type" and op.operands[0] in narrow
+            copies = name == "convert_element_type" and op.operands[0] in narrow
             shaped = len(op.operands) == 1 and op.operands[0] in weights
             for result in op.results:
                 if getattr(result.aval, "dtype", None) == jnp.float32:
@@ -206,9 +208,10 @@ class LossTrace:
     def _kinds_of(self) -> dict[Value, frozenset[str]]:
         """For each value, whether it depends on parameters, on the batch, or on both."""
         kinds = zip((_PARAMS, _BATCH), self.inputs, strict=True)
+        nothing = frozenset[str]()
         known = {self.graph.inputs[i]: frozenset[str]((kind,)) for kind, places in kinds for i in places}
         for op in self.graph.operations:
-            needed = frozenset[str]().union(*(known.get(value, frozenset()) for value in op.operands))
+            needed = nothing.union(*map(known.get, op.operands, repeat(nothing)))
             known |= dict.fromkeys(op.results, needed)
         return known
 
@@ -259,23 +262,27 @@ def trace_loss(
     return LossTrace(Programs().of(loss, arguments), rows)
 
 
-def count_uses(jaxpr: Any, var: Any) -> int:
-    """Count the primitive operations of `jaxpr`, and of those it calls, that take `var`, or its gathered copy."""
-    count = 0
+def count_uses(jaxpr: Any, numbers: dict[Any, list[int]]) -> Counter[int]:
+    """Count the primitive operations, of called functions too, that take a numbered variable, or its gathered copy."""
+    counts, numbers = Counter[int](), dict(numbers)
     for eqn in jaxpr.eqns:
-        if var in eqn.invars and gathers_at_use(eqn):
-            count += count_uses(jaxpr, eqn.outvars[0])
+        taken = [i for i, x in enumerate(eqn.invars) if not isinstance(x, Literal) and x in numbers]
+        if not taken:
             continue
-        called = next((inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)), None)
-        for position, operand in enumerate(eqn.invars):
-            if operand is var:
-                count += 1 if called is None else count_uses(called, called.invars[position])
-    return count
+        called = next((inner for inner in jaxprs_in_params(eqn.params) if len(inner.invars) == len(eqn.invars)), None)
+        if gathers_at_use(eqn):
+            numbers[eqn.outvars[0]] = [number for x in {eqn.invars[i] for i in taken} for number in numbers[x]]
+        elif called is None:
+            counts.update(number for i in taken for number in numbers[eqn.invars[i]])
+        else:
+            counts += count_uses(called, {called.invars[i]: numbers[eqn.invars[i]] for i in taken})
+    return counts
 
 
 def redraws(jaxpr: Any) -> bool:
     """Return True if a loop of `jaxpr` that ends when a condition is met draws random numbers."""
-    return any(eqn.primitive.name == "while" and is_random(eqn) for eqn in every_eqn(jaxpr))
+    loops = [eqn for eqn in every_eqn(jaxpr) if eqn.primitive.name == "while"]
+    return any(drawing(inner) for loop in loops for inner in jaxprs_in_params(loop.params))
 
 
 def computes_in_float32(jaxpr: Any) -> bool:

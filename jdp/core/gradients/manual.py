@@ -10,6 +10,7 @@ holds along the model's (`model_axes`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jdp.core.plan import Plan
 from jdp.core.random import row_keys as keys
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
-from jdp.core.sharding.placement import Placement, axes_of
+from jdp.core.sharding.placement import Placement, keep_axes
 from jdp.core.sharding.traced_mesh import mesh_inside
 from jdp.core.state import ERROR, trained_part, with_trained
 from jdp.core.types import Batch, PyTree
@@ -109,14 +110,10 @@ def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: 
 
 def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
     """Return the rest specs in the replica view with the batch axes alone; the model's axes stay automatic."""
-    manual = batch_axes(plan.mesh)
-
-    def keep(entry: object) -> object:
-        left = tuple(axis for axis in axes_of(entry) if axis in manual)
-        return left[0] if len(left) == 1 else (left or None)
+    keep = partial(keep_axes, set(batch_axes(plan.mesh)))
 
     def rest_spec(placement: Placement) -> PartitionSpec:
-        return PartitionSpec(*(keep(entry) for entry in collectives.replica_view_spec(placement, plan.mesh)))
+        return PartitionSpec(*map(keep, collectives.replica_view_spec(placement, plan.mesh)))
 
     return jax.tree.map(rest_spec, placements)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ class PartitioningRequest:
     spec: GradientSpec
     plan: Plan
 
-    @property
+    @cached_property
     def settings(self) -> StepSettings:
         """The step's settings."""
         return self.spec.settings
@@ -343,8 +344,11 @@ class PartitioningRequest:
         )
 
     def _breach(self, reused: str | None) -> str | None:
-        flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
-        return auto_breach(self.plan, self.settings.accumulate, self.settings.precision, reused, flat)
+        return auto_breach(self.plan, self.settings.accumulate, self.settings.precision, reused, self._has_flat)
+
+    @cached_property
+    def _has_flat(self) -> bool:
+        return any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
 
     def _for_constant_term(self, choice: Choice, line: str) -> Choice:
         """Return auto for a loss with the term at `line`, if auto counts that once; else raise ValueError."""
@@ -424,8 +428,7 @@ class PartitioningRequest:
     def _drawback(self, state: AnyState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
         if self.settings.requested == "auto":
-            flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
-            return _dtype_breach(self.settings.precision) or (_FLAT if flat else None)
+            return _dtype_breach(self.settings.precision) or (_FLAT if self._has_flat else None)
         if names := _unsynchronised(state, floating=True):
             return f"each device then computes {names[0]} over its own rows, and the values are averaged"
         return None

@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jdp.core.tracing.collectives import is_gather, is_reduction
 from jdp.core.tracing.graph import Env, Operation, Value, after, before, called, evaluate, known, read, run, traced_like
-from jdp.core.tracing.jaxprs import bind, every_eqn, inner_jaxprs, scan_counts, traced_at
+from jdp.core.tracing.jaxprs import bind, every_eqn, scan_counts, traced_at
 
 _COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}
 
@@ -57,7 +57,7 @@ def _is_marked(jaxpr: Jaxpr) -> bool:
 
 
 def _runs_marked(eqn: JaxprEqn) -> bool:
-    return any(map(_is_marked, inner_jaxprs(eqn)))
+    return any(map(_is_marked, jaxprs_in_params(eqn.params)))
 
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
@@ -72,7 +72,7 @@ def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any], begin_after: Sequence
     scans = [each for each in operations if each.name == "scan"]
     after_any = after(operations, _results_of(scans))
     reducing = [
-        each for each in scans if any(is_reduction(eqn) for inner in inner_jaxprs(each.eqn) for eqn in every_eqn(inner))
+        each for each in scans if any(any(map(is_reduction, every_eqn(x))) for x in jaxprs_in_params(each.eqn.params))
     ]
     after_loops, last = after(operations, _results_of(reducing)), _Last(begin_after)
 

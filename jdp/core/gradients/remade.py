@@ -18,9 +18,9 @@ _MADE = set[int]()
 
 def report_remade(made: Any, given: Any) -> None:
     """Report once if an equal step or gradient was called before, with arguments of the same shapes."""
-    settings = (repr(getattr(made, each.name)) for each in fields(made) if each.compare and each.name != "loss_fn")
+    settings = [repr(getattr(made, each.name)) for each in fields(made) if each.compare and each.name != "loss_fn"]
     leaves, treedef = jax.tree.flatten(given)
-    shapes = ((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
     try:
         key = hash((type(made), _code(made.loss_fn), *settings, treedef, *shapes))
     except TypeError:  # an optimizer or a model with a part that has no hash

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from jdp.core.tracing.jaxprs import bind, inner_jaxprs, user_line
+from jdp.core.tracing.jaxprs import bind, user_line
 
 DRAWS = frozenset(("random_bits", "random_split", "random_gamma"))
 NUMBERED = frozenset(("random_fold_in", "random_seed"))
@@ -35,9 +36,18 @@ def row_dim(local: Sequence[int], full: Sequence[int], rows: int, total: int) ->
     raise NoRows
 
 
-def is_random(eqn: JaxprEqn) -> bool:
-    """Return True if an operation draws, or runs one that does."""
-    return eqn.primitive.name in RANDOM or any(any(map(is_random, inner.eqns)) for inner in inner_jaxprs(eqn))
+_DRAWING = weakref.WeakKeyDictionary[Jaxpr, list[JaxprEqn]]()
+
+
+def drawing(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Return the operations of a jaxpr that draw, or run one that does; each jaxpr is read once."""
+    if (found := _DRAWING.get(jaxpr)) is None:
+        found = list[JaxprEqn]()
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in RANDOM or any(map(drawing, jaxprs_in_params(eqn.params))):
+                found.append(eqn)
+        _DRAWING[jaxpr] = found
+    return found
 
 
 def paired(local: Jaxpr, full: Jaxpr) -> tuple[list[JaxprEqn | None], list[JaxprEqn]]:
@@ -46,7 +56,7 @@ def paired(local: Jaxpr, full: Jaxpr) -> tuple[list[JaxprEqn | None], list[Jaxpr
     They correspond in order. If the programs differ in their random operations, then those of one sort (source line and
     kind) correspond in order where both programs have equally many.
     """
-    mine, others = (list(filter(is_random, jaxpr.eqns)) for jaxpr in (local, full))
+    mine, others = map(drawing, (local, full))
     if list(map(_kind, mine)) == list(map(_kind, others)):
         return [*others], []
     mine_by_sort, others_by_sort = _by_sort(mine), _by_sort(others)
@@ -69,14 +79,14 @@ def _by_sort(eqns: Sequence[JaxprEqn]) -> dict[Any, list[JaxprEqn]]:
 
 
 def _kind(eqn: JaxprEqn) -> tuple[Any, ...]:
-    inner = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr in inner_jaxprs(eqn)]
+    inner = [(len(jaxpr.invars), len(jaxpr.outvars)) for jaxpr in jaxprs_in_params(eqn.params)]
     return eqn.primitive.name, eqn.params.get("name"), len(eqn.invars), len(eqn.outvars), inner
 
 
 def differs(local: Jaxpr, full: Jaxpr) -> bool:
     """Return True if a random operation of `local` has no counterpart in `full`, or one that differs."""
     others, odd = paired(local, full)
-    return bool(odd) or any(map(pair_differs, filter(is_random, local.eqns), others))
+    return bool(odd) or any(map(pair_differs, drawing(local), others))
 
 
 def pair_differs(eqn: JaxprEqn, other: JaxprEqn | None) -> bool:
@@ -87,7 +97,7 @@ def pair_differs(eqn: JaxprEqn, other: JaxprEqn | None) -> bool:
         return _operands(eqn) != _operands(other)
     if eqn.params.get("length") != other.params.get("length"):
         return True  # a scan along the rows
-    inner = list(zip(inner_jaxprs(eqn), inner_jaxprs(other), strict=True))
+    inner = list(zip(jaxprs_in_params(eqn.params), jaxprs_in_params(other.params), strict=True))
     return any(differs(*pair) for pair in inner) or bounds(eqn) != bounds(other)
 
 
@@ -124,21 +134,21 @@ class GlobalProgram:
         given = zip([*jaxpr.constvars, *jaxpr.invars], [*of_consts, *args], strict=True)
         self._known: dict[Any, Thunk] = {var: thunk for var, thunk in given if thunk is not None}
         for eqn in jaxpr.eqns:
-            inputs = [thunk for thunk in self.known(eqn.invars) if thunk is not None]
-            if len(inputs) == len(eqn.invars) and _is_pure(eqn):
+            inputs: Any = self.known(eqn.invars) if eqn.primitive.name in _PURE else [None]
+            if None not in inputs and _is_pure(eqn):
                 values = functools.cache(functools.partial(_evaluate, eqn, inputs))
                 self._known |= {var: functools.partial(_pick, values, n) for n, var in enumerate(eqn.outvars)}
 
     def known(self, atoms: Sequence[Any]) -> list[Thunk | None]:
         """Return for each atom a function that computes it; None where that takes an argument of the program."""
-        return [
-            functools.partial(_itself, atom.val) if isinstance(atom, Literal) else self._known.get(atom)
-            for atom in atoms
-        ]
+        thunks = list[Thunk | None]()
+        for atom in atoms:
+            thunks.append(functools.partial(_itself, atom.val) if isinstance(atom, Literal) else self._known.get(atom))
+        return thunks
 
     def counts(self, eqn: JaxprEqn) -> bool:
-        """Return True if `eqn` of the local program numbers local rows: this program has no such iota."""
-        return eqn.primitive.name == "iota" and _iota(eqn) not in self.iotas
+        """Return True if an iota of the local program numbers local rows: this program has no such one."""
+        return _iota(eqn) not in self.iotas
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "rem", "neg", "max", "min", "clamp", "sign", "integer_pow", "select_n")
@@ -148,7 +158,7 @@ _PURE = frozenset((*_ARITHMETIC, *_LOGIC, *_SHAPES, "iota", "convert_element_typ
 
 
 def _is_pure(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _PURE and all(all(map(_is_pure, inner.eqns)) for inner in inner_jaxprs(eqn))
+    return eqn.primitive.name in _PURE and all(all(map(_is_pure, inner.eqns)) for inner in jaxprs_in_params(eqn.params))
 
 
 def _itself(value: Any) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from jdp.core.random.match_draws import (
     NoRows,
     Thunk,
     bounds,
-    is_random,
+    drawing,
     pair_differs,
     paired,
     row_dim,
@@ -73,19 +75,21 @@ class Replay:
         self, local: Jaxpr, consts: Sequence[Any], args: Sequence[Value], full: GlobalProgram | None
     ) -> list[Value]:
         """Return the outputs of `local`; where `full` is None its draws are read by their shapes."""
-        others = iter(self._counterparts(local, full))
+        others = dict(zip(map(id, drawing(local)), self._counterparts(local, full), strict=True))
 
         def operation(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-            if is_random(eqn):
-                return self._random(eqn, next(others), operands, full)
-            counts = any(_counts(operands)) or (full is not None and full.counts(eqn))
-            return [Value(x, counts) for x in bind(eqn, _arrays(operands))]
+            if id(eqn) in others:
+                return self._random(eqn, others[id(eqn)], operands, full)
+            counts = any(_counts(operands))
+            if eqn.primitive.name == "iota" and full is not None:
+                counts = full.counts(eqn)
+            return list(map(Value, bind(eqn, _arrays(operands)), repeat(counts)))
 
         return run(ClosedJaxpr(local, consts), args, operation, lambda _, value: Value(value))
 
     def _counterparts(self, local: Jaxpr, full: GlobalProgram | None) -> list[JaxprEqn | None]:
         if full is None:
-            return [None for eqn in local.eqns if is_random(eqn)]
+            return [None for _ in drawing(local)]
         others, odd = paired(local, full.jaxpr)
         for eqn in odd:
             self._report(
@@ -248,8 +252,8 @@ def _others(
 
 
 def _arrays(values: Sequence[Value]) -> list[Any]:
-    return [value.array for value in values]
+    return list(map(attrgetter("array"), values))
 
 
 def _counts(values: Sequence[Value]) -> list[bool]:
-    return [value.counts for value in values]
+    return list(map(attrgetter("counts"), values))

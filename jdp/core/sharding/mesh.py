@@ -128,12 +128,12 @@ def followed(mesh: Mesh) -> Mesh:
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of `mesh` that the batch is split over, outermost first: `replica`, if it has one, and `data`."""
-    return tuple(name for name in (REPLICA, DATA) if name in mesh.shape)
+    return tuple(filter(mesh.shape.__contains__, (REPLICA, DATA)))
 
 
 def own_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of `mesh` that belong to the model (neither `replica` nor `data`), in mesh order."""
-    return tuple(name for name in mesh.axis_names if name not in (REPLICA, DATA))
+    return tuple([name for name in mesh.axis_names if name not in (REPLICA, DATA)])
 
 
 # Hosts: axes that cross slow links and need not.

@@ -5,6 +5,7 @@ dimension, which `rest_spec` chooses. ZeRO is the difference between the two.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -75,7 +76,7 @@ class Placement:
     def dim(self) -> int | None:
         """The dimension that is sharded over `data` at rest and gathered for computing; None if there is none."""
         for i, axes in enumerate(self.rest):
-            if DATA in axes_of(axes) and DATA not in axes_of(spec_entry(self.compute, i)):
+            if axes is not None and DATA in axes_of(axes) and DATA not in axes_of(spec_entry(self.compute, i)):
                 return i
         return None
 
@@ -104,9 +105,13 @@ def keep_axes(axes: set[str], entry: object) -> object:
     return kept[0] if len(kept) == 1 else (kept or None)
 
 
-def shards(spec: PartitionSpec, mesh_shape: dict[str, int]) -> int:
+def shards(spec: Iterable[object], mesh_shape: Mapping[str, int]) -> int:
     """Return into how many shards `spec` splits an array, on a mesh with these axes (axis -> size)."""
-    return math.prod(mesh_shape[axis] for entry in spec for axis in axes_of(entry))
+    count = 1
+    for entry in spec:
+        if entry is not None:
+            count *= math.prod(map(mesh_shape.__getitem__, axes_of(entry)))
+    return count
 
 
 def bytes_per_device(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, pieces: int) -> int:
@@ -138,7 +143,7 @@ def rest_spec(
         return compute, f"replicated: {math.prod(shape)} elements, fewer than min_shard_size={min_shard_size}"
 
     def divides(dim: int) -> bool:
-        taken = shards(PartitionSpec(spec_entry(compute, dim)), mesh_shape)
+        taken = shards(compute[dim : dim + 1], mesh_shape)
         return shape[dim] % (taken * count) == 0 and shape[dim] > 0
 
     def preference(dim: int) -> tuple[bool, bool, int, int]:

@@ -20,9 +20,10 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jdp.core.tracing.jaxprs import inner_jaxprs, source_lines
+from jdp.core.tracing.jaxprs import source_lines
 
 _AT_TOP = "gather_at_top"
 _PARAMETER = re.compile(r"gather\[([^\]]*)\]")
@@ -60,8 +61,9 @@ def is_gather(eqn: Any) -> bool:
 
 def gathers_at_use(eqn: Any) -> bool:
     """Return True if an operation is, or is part of, the gather of a weight where the loss uses it."""
-    inside = (each for inner in inner_jaxprs(eqn) for each in inner.eqns) if "custom_vjp" in eqn.primitive.name else ()
-    return _AT_TOP in str(eqn.source_info.name_stack) or any(map(is_gather, inside))
+    inside = jaxprs_in_params(eqn.params) if "custom_vjp" in eqn.primitive.name else ()
+    at_top = _AT_TOP in str(eqn.source_info.name_stack)
+    return at_top or any(any(map(is_gather, inner.eqns)) for inner in inside)
 
 
 def is_reduction(eqn: Any) -> bool:
@@ -144,5 +146,5 @@ def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
         if eqn.primitive.name in _GATHERS or eqn.primitive.name in _KINDS:
             yield eqn, times, scope
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in inner_jaxprs(eqn):
+        for inner in jaxprs_in_params(eqn.params):
             yield from _walk(inner, times * rounds, scope)

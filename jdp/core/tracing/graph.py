@@ -98,7 +98,7 @@ def read(program: ClosedJaxpr, calls: Collection[str] = CALLS) -> Graph:
     operations = list[Operation]()
 
     def add(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        if (inner := called(eqn, calls)) is not None:
+        if eqn.primitive.name in calls and (inner := called(eqn, calls)) is not None:
             return run(inner, operands, add, _constant)
         operation = Operation(len(operations), eqn, operands, [])
         operation.results = [Value(var.aval, maker=operation) for var in eqn.outvars]
@@ -153,12 +153,15 @@ def run(
     values.update((var, constant(var, value)) for var, value in zip(jaxpr.constvars, program.consts, strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
-    def value_of(atom: Any) -> _T:
-        return constant(atom, atom.val) if isinstance(atom, Literal) else values[atom]
+    def values_of(atoms: Iterable[Any]) -> list[_T]:
+        found = list[_T]()
+        for atom in atoms:
+            found.append(constant(atom, atom.val) if isinstance(atom, Literal) else values[atom])
+        return found
 
     for eqn in jaxpr.eqns:
-        values.update(zip(eqn.outvars, operation(eqn, list(map(value_of, eqn.invars))), strict=True))
-    return list(map(value_of, jaxpr.outvars))
+        values.update(zip(eqn.outvars, operation(eqn, values_of(eqn.invars)), strict=True))
+    return values_of(jaxpr.outvars)
 
 
 def evaluate(

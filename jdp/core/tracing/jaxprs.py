@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from jax.extend import source_info_util
@@ -27,17 +27,14 @@ ELEMENTWISE = frozenset(
 """Operations whose results have at each place what they make of the operands' elements there, or of scalars."""
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the jaxprs that an operation runs: a loop's body, a branch, a called function."""
-    return jaxprs_in_params(eqn.params)
-
-
-def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield all operations of a jaxpr, each before those inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from every_eqn(inner)
+def every_eqn(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Return all operations of a jaxpr, each before those inside it."""
+    found, ahead = list[JaxprEqn](), [*reversed(jaxpr.eqns)]
+    while ahead:
+        found.append(eqn := ahead.pop())
+        for inner in reversed([*jaxprs_in_params(eqn.params)]):
+            ahead += reversed(inner.eqns)
+    return found
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -79,7 +76,7 @@ def user_line(eqn: JaxprEqn) -> str:
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """Apply the operation of `eqn` to other operands."""
-    with traced_at(eqn):
+    with _at_source(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -87,6 +84,10 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
 @contextmanager
 def traced_at(eqn: JaxprEqn) -> Generator[None]:
     """Give what is traced inside the source line, the name scope and the settings of `eqn`."""
-    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
+    with _at_source(eqn), eqn.ctx.manager:
         yield
+
+
+def _at_source(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=scope)

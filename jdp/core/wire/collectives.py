@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
-from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
+from jdp.core.sharding.placement import Placement, axes_of, shards
 from jdp.core.sharding.traced_mesh import mesh_inside, traced_device
 from jdp.core.types import PyTree
 from jdp.core.wire.encodings import encoded_gather, encoded_scatter
@@ -58,7 +58,7 @@ def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
 def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
     """Return the rest spec of the array that `to_replica_view` makes: model axes on M, `data` on size / M."""
     dim = placement.dim
-    if model_shards(placement, mesh) == 1 or dim is None:
+    if dim is None or model_shards(placement, mesh) == 1:
         return placement.rest
     own = tuple(axis for axis in axes_of(placement.rest[dim]) if axis != DATA)
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
@@ -141,13 +141,13 @@ def model_shards(placement: Placement, mesh: Mesh) -> int:
     """Return the number of shards along the model's axes of the dimension that `data` shards."""
     if placement.dim is None:
         return 1
-    return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))
+    return shards(placement.compute[placement.dim : placement.dim + 1], mesh.shape)
 
 
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
     """Apply `function` to each device's shards along the model's axes of a tree of arrays; it returns such a tree."""
     own = set(own_axes(mesh))
-    if math.prod(mesh.shape[axis] for axis in own) == 1:
+    if math.prod(map(mesh.shape.__getitem__, own)) == 1:
         return function(tree)
 
     def own_part(array: Any, spec: PartitionSpec) -> PartitionSpec | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -113,9 +114,9 @@ class RowReader:
         return self._inner(op, first, second, op.operands)
 
     def _inner(self, op: Op, inner: Any, other: Any, states: Sequence[State]) -> list[State]:
-        first, second = (getattr(each, "jaxpr", each) for each in (inner, other))
+        first, second = getattr(inner, "jaxpr", inner), getattr(other, "jaxpr", other)
         pairs = zip(getattr(inner, "consts", ()), getattr(other, "consts", ()), strict=True)
-        return replace(self, caller=op).run(first, second, [*(self.constant(*pair) for pair in pairs), *states])
+        return replace(self, caller=op).run(first, second, [*starmap(self.constant, pairs), *states])
 
     def _cond(self, op: Op) -> list[State]:
         index, *operands = op.operands

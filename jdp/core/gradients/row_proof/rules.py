@@ -69,11 +69,11 @@ class Op:
     ratio: float
     caller: Op | None = None
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return self.eqn.primitive.name
 
-    @property
+    @functools.cached_property
     def params(self) -> dict[str, Any]:
         return self.eqn.params
 
@@ -83,10 +83,9 @@ class Op:
     def shapes(self, i: int) -> Shapes:
         return self.shape(i), self.other.invars[i].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
 
-    @property
+    @functools.cached_property
     def out_shapes(self) -> Shapes:
-        first, second = (each.outvars[0].aval for each in (self.eqn, self.other))
-        return getattr(first, "shape", ()), getattr(second, "shape", ())
+        return getattr(self.eqn.outvars[0].aval, "shape", ()), getattr(self.other.outvars[0].aval, "shape", ())
 
     def counts(self, i: int) -> frozenset[int]:
         """Return the dimensions of an operand that count rows."""
@@ -112,14 +111,13 @@ class Op:
 
     def known(self, states: Sequence[State]) -> Known | None:
         """Return how to compute the result, where all operands are known."""
-        ways = [state.known if isinstance(state, Const) else None for state in states]
-        sizes = [np.prod(shape) for shape in self.out_shapes]
-        if any(way is None for way in ways) or max(sizes) > LARGEST or len(self.eqn.outvars) > 1:
+        ways = [state.known for state in states if isinstance(state, Const) and state.known]
+        if len(ways) < len(states) or max(map(math.prod, self.out_shapes)) > LARGEST or len(self.eqn.outvars) > 1:
             return None
 
         def compute(eqn: JaxprEqn, which: int) -> Any:
             with jax.ensure_compile_time_eval():
-                return bind(eqn, [way[which]() for way in ways if way])[0]
+                return bind(eqn, [way[which]() for way in ways])[0]
 
         return functools.cache(lambda: compute(self.eqn, 0)), functools.cache(lambda: compute(self.other, 1))
 
@@ -130,9 +128,9 @@ Rule = Callable[[Op], State]
 
 def first_bad(states: Sequence[State]) -> State | None:
     """Return the first state that nothing can be said of any more: `Mixed` before `Unknown`."""
-    bad = [state for state in states if isinstance(state, Mixed)]
-    bad += [state for state in states if isinstance(state, Unknown)]
-    return next(iter(bad), None)
+    kinds = list(map(type, states))
+    kind = Mixed if Mixed in kinds else Unknown
+    return states[kinds.index(kind)] if kind in kinds else None
 
 
 def apply(op: Op, rules: Mapping[str, Rule]) -> State:
@@ -140,14 +138,15 @@ def apply(op: Op, rules: Mapping[str, Rule]) -> State:
     name, operands = op.name, op.operands
     if (bad := first_bad(operands)) is not None:
         return bad
-    if any(isinstance(state, Pieces) for state in operands) and name not in ("gather", "convert_element_type"):
+    kinds = set(map(type, operands))
+    if Pieces in kinds and name not in ("gather", "convert_element_type"):
         return op.unknown("a row's number counts")
     if name in rules:
         state = rules[name](op)
     elif name in ELEMENTWISE or name in MORE_ELEMENTWISE:
         state = elementwise(op)
-    elif all(isinstance(x, Const) and not x.varies for x in operands) and not any(scales(*op.out_shapes)):
-        state = Const(power=0 if all(isinstance(x, Const) and x.power == 0 for x in operands) else None)
+    elif kinds <= {Const} and not any(map(dims_of, operands)) and not any(scales(*op.out_shapes)):
+        state = Const(power=0 if {getattr(x, "power", None) for x in operands} <= {0} else None)
     else:
         state = op.unknown()
     if isinstance(state, Const):
@@ -176,16 +175,14 @@ def elementwise(op: Op) -> State:
         return op.unknown("single rows count by how many rows there are")
     if op.name == "convert_element_type" and isinstance(states[0], Pieces):
         return states[0]
-    sums = [state for state in states if isinstance(state, RowSum)]
-    rows = [state for state in states if isinstance(state, Rows)]
-    constants = [state for state in states if isinstance(state, Const)]
+    sums, rows, varies = _by_kind(states)
     if not sums and not rows:
-        return Const(frozenset[int]().union(*(state.varies for state in constants)), _power(op, states))
-    if any(state.varies for state in constants):
+        return Const(varies, _power(op, states))
+    if varies:
         return op.unknown("a row's number counts")
     if sums:
         return _of_sums(op, sums, rows)
-    if len({state.place for state in rows}) > 1:
+    if len(rows) > 1 and len({state.place for state in rows}) > 1:
         return op.mixed("rows are compared with other rows")
     power = _power(op, states)
     if power is None:
@@ -193,11 +190,24 @@ def elementwise(op: Op) -> State:
     return replace(rows[0], power=power)
 
 
+def _by_kind(states: Sequence[State]) -> tuple[list[RowSum], list[Rows], frozenset[int]]:
+    """Return the sums, the rows, and the dimensions along which constants vary by row."""
+    sums, rows, varies = list[RowSum](), list[Rows](), frozenset[int]()
+    for state in states:
+        if isinstance(state, RowSum):
+            sums.append(state)
+        elif isinstance(state, Rows):
+            rows.append(state)
+        elif isinstance(state, Const):
+            varies |= state.varies
+    return sums, rows, varies
+
+
 def _power(op: Op, states: Sequence[State]) -> int | None:
     """Return the power of an elementwise result; None if it grows in no simple way."""
     powers = [getattr(state, "power", None) for state in states]
     if op.name == "mul" and None not in powers:
-        return sum(power for power in powers if power is not None)
+        return sum(powers)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if op.name == "div" and None not in powers:
         return powers[0] - powers[1]  # pyright: ignore[reportOptionalOperand]
     if op.name in KEEPS:
@@ -266,16 +276,15 @@ def _sum_of_terms(op: Op, sums: list[RowSum], rows: list[Rows]) -> State:
 
 def joined(op: Op, states: Sequence[State]) -> State:
     """Return the state of values that are combined place by place, in a way that need not be linear."""
-    if any(isinstance(state, RowSum) for state in states):
+    sums, rows, varies = _by_kind(states)
+    if sums:
         return op.mixed("a sum over rows enters a function that is not linear")
-    rows = [state for state in states if isinstance(state, Rows)]
-    constants = [state for state in states if isinstance(state, Const)]
-    powers = {state.power for state in (*rows, *constants)}
+    powers = {state.power for state in states if isinstance(state, Rows | Const)}
     if not rows:
-        return Const(frozenset[int]().union(*(c.varies for c in constants)), powers.pop() if len(powers) == 1 else None)
+        return Const(varies, powers.pop() if len(powers) == 1 else None)
     if len({state.place for state in rows}) > 1:
         return op.mixed("rows are compared with other rows")
-    return op.unknown("a row's number counts") if any(c.varies for c in constants) or powers != {0} else rows[0]
+    return op.unknown("a row's number counts") if varies or powers != {0} else rows[0]
 
 
 def dims_of(state: State) -> frozenset[int]:

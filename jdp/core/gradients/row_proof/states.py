@@ -117,14 +117,16 @@ S = TypeVar("S", bound="Const | Rows | RowSum")
 def moved(state: S, mapping: Mapping[int, int]) -> S:
     """Return the state of a value whose dimensions went where `mapping` says; KeyError if one that counts is gone."""
     if isinstance(state, Const):
-        return replace(state, varies=frozenset(mapping[dim] for dim in state.varies))
+        return replace(state, varies=frozenset(map(mapping.__getitem__, state.varies)))
     if isinstance(state, Rows):
-        return replace(state, dims=tuple(mapping[dim] for dim in state.dims))
-    return replace(state, dims=frozenset(mapping[dim] for dim in state.dims))
+        return replace(state, dims=tuple(map(mapping.__getitem__, state.dims)))
+    return replace(state, dims=frozenset(map(mapping.__getitem__, state.dims)))
 
 
 def scales(first: tuple[int, ...], second: tuple[int, ...]) -> frozenset[int]:
     """Return the dimensions that count rows: whose sizes differ between the traces."""
+    if first == second:
+        return frozenset()
     return frozenset(dim for dim, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
 
 
@@ -133,7 +135,7 @@ def power_of(values: tuple[Any, Any] | None, ratio: float) -> int | None:
     if values is None or values[0].shape != values[1].shape or not np.issubdtype(values[0].dtype, np.number):
         return 0 if values is not None and np.array_equal(*values) else None
     wide = np.complex128 if np.iscomplexobj(values[0]) else np.float64
-    first, second = (value.astype(wide) for value in values)
+    first, second = values[0].astype(wide), values[1].astype(wide)
     for power in (0, 1, -1):
         if np.allclose(first * ratio**power, second, rtol=1e-5, atol=0, equal_nan=True):
             return power
@@ -158,7 +160,7 @@ def reshape_groups(old: Shapes, new: Shapes) -> list[tuple[list[int], list[int]]
 
 
 def _sizes(shapes: Shapes, dims: list[int]) -> Pair:
-    return math.prod(shapes[0][dim] for dim in dims), math.prod(shapes[1][dim] for dim in dims)
+    return math.prod(map(shapes[0].__getitem__, dims)), math.prod(map(shapes[1].__getitem__, dims))
 
 
 def split_rows(state: Rows, old: Shapes, new: Shapes) -> Rows | None:
