@@ -226,6 +226,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         state = self._joined(models, rng)
         self._check_models(state)
         self.check_first(state, batch)
+        self._settled.programs.clear()  # the call comes later: what the loss closes over may have changed
 
     @property
     def noun(self) -> str:

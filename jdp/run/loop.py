@@ -65,6 +65,7 @@ def _visit(
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
         back: RollBack | None = None
         while True:
+            visit = None  # the one before holds batches and outputs
             with open_checkpoints(assembly.experiment.train, folder) as saved:
                 with watch.during("restore"):
                     state, progress, weights_read = start(assembly, saved, back)

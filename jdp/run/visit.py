@@ -225,6 +225,7 @@ class Visit:
         self.display.log(done, row)
         if progress.stops_early(self.experiment):
             self.display.say(f"stopped early: {progress.watched.no_improvement(train.min_delta)}")
+            self.ended = True
         return True
 
     def _evaluation_due(self) -> bool:

@@ -421,6 +421,18 @@ def test_a_loss_that_names_the_batch_axes_gets_an_error_that_says_where_they_exi
             one_step(summed, settings)
 
 
+@pytest.mark.parametrize("size", [lambda: jax.lax.axis_size("data"), lambda: jax.lax.psum(1, "data")])
+@pytest.mark.parametrize("strategy, settings", [("ddp", {}), ("ddp", {"accumulate": 2}), ("zero3", {"accumulate": 2})])
+def test_a_loss_that_asks_for_an_axis_size_is_refused_as_well(size, strategy, settings):
+    """It leaves no operation, and a mean over the axis would be divided twice."""
+
+    def divided(params, batch, rng):
+        return jdp.Loss(squares(params, batch) / size(), batch["weight"].sum())
+
+    with pytest.raises(ValueError, match="names the mesh axis 'data', which exists under partitioning='manual' only"):
+        one_step(divided, settings, strategy=strategy)
+
+
 def test_a_constraint_on_the_batch_axes_takes_auto():
     def constrained(params, batch, rng):
         x = jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(MESH, jax.P("data")))  # constrained

@@ -216,6 +216,22 @@ def test_what_was_tried_before_jit_holds_inside():
     assert gradient.partitioning == "manual"
 
 
+def test_what_changes_after_the_trial_is_not_the_loss_of_then():
+    scale = [1.0]
+
+    def scaled(params, batch, rng):
+        loss = squares(params, batch, rng)
+        return jdp.Loss(scale[0] * loss.total, loss.weight)
+
+    params = jdp.init(init, plan_of(), rng=KEY)
+    gradient = jdp.value_and_grad(scaled, plan_of(), accumulate=2)
+    gradient.check(params, batch_of(), KEY)
+    scale[0] = 10.0
+    metrics, _ = gradient(params, batch_of(), KEY)
+    expected = scaled(jax.device_get(params), batch_of(), KEY)
+    np.testing.assert_allclose(metrics["loss"], expected.total / expected.weight, rtol=1e-5)
+
+
 def test_a_filter_leaves_the_rest_without_gradients_and_optimizer_state():
     module = jdp.init(net, plan_of(), rng=KEY)
     gradient = jdp.value_and_grad(net_loss, plan_of(), wrt=nnx.LoRAParam)

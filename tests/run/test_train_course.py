@@ -87,6 +87,12 @@ def test_a_run_stops_early_at_the_same_step_also_when_it_was_resumed(file, capsy
     train(file, *patience, name="twice")
     shown = capsys.readouterr()
     assert "all of its 3 steps, stopped early: nothing to do" in shown.err
+    with monkeypatch.context() as patched:  # the stop comes before the evaluation that ends the run
+        patched.setattr(signals.StopRequest, "at_step", lambda self, now: stopped(self, now, at=3))
+        assert train(file, *patience, name="late")[0] == 130
+    capsys.readouterr()
+    train(file, *patience, name="late")
+    assert summary_of(capsys)["steps"] == 3
     longer = [*patience[:4], "--train.stop_after", "4", "--json"]
     train(file, *longer, name="twice")
     assert summary_of(capsys)["steps"] == 5, "more patience goes on"

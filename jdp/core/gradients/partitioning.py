@@ -31,6 +31,7 @@ from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.traced_mesh import sized_for
 from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
+from jdp.core.tracing.axis_sizes import noting_axis_sizes
 from jdp.core.types import Batch
 
 REQUESTED = "asked for"
@@ -156,7 +157,10 @@ class PartitioningRequest:
                 with sized_for(rows, other):
                     return LossTrace(loss.program(arguments, other), other)
 
-            traces.append(LossTrace(loss.program(arguments), rows))
+            with noting_axis_sizes() as asked:
+                traces.append(LossTrace(loss.program(arguments), rows))
+            if asked and self.settings.requested != "manual":  # then it means something under manual only
+                raise NameError(f"unbound axis name: {asked[0]}")
             if calls > 1 or ends_in_quotient(traces[0]):
                 first = traces[0] if rows >= least else on(max(total, least))
                 pair = first, on(total if total > first.rows else 2 * first.rows)
