@@ -1,5 +1,8 @@
 """How often the first step calls the user's Python: it is traced once for each number of rows, and handed on."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +54,31 @@ def test_a_first_step_calls_the_loss_once_or_twice(strategy, accumulate, precisi
     one_call = step.partitioning == "auto" and accumulate == 1
     rows = ROWS // accumulate // (8 if step.partitioning == "manual" else 1)
     assert of_step == of_gradient == ([ROWS] if one_call else [rows, ROWS])
+
+
+CALLS = {("ddp", 1, "fp32"): 1_000, ("zero3", 2, "bf16"): 5_000}
+"""At most so many calls of jdp's own functions: 821 and 4,088 as measured, 1,915 and 11,909 before programs were read
+once. They grow with jax's versions, which write programs otherwise."""
+
+
+@pytest.mark.parametrize(("strategy", "accumulate", "precision"), CALLS)
+def test_a_first_step_makes_few_calls(strategy, accumulate, precision):
+    plan, calls = jdp.Plan(jdp.make_mesh(data=8), strategy, min_shard_size=1), []
+    state = jdp.init_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(counted()[0], plan, accumulate=accumulate, precision=precision)
+    folder = str(Path(jdp.__file__).parent)
+
+    def seen(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        step(state, batch())
+    finally:
+        sys.setprofile(before)
+    assert 100 < len(calls) <= CALLS[strategy, accumulate, precision]
 
 
 def shapes_of(tree):
