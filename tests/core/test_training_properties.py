@@ -13,6 +13,9 @@ Bounds. float32 sums over devices and microbatches run in another order, some 1e
 the largest difference seen is 6e-7 of a loss and 8e-7 of a leaf (of its largest value, or of 0.1, since what is smaller
 is a sum of what is not). The bound leaves a factor of six. A mask or a weight of one row in 64 that is off shows at
 1e-3.
+Few draws magnify a rounding: a batch norm of a constant column divides it by sqrt(1e-5). Those are compared with what
+the hand-written step itself differs by (`spread`): XLA splits its rows as the setting does, and its parameters start
+one rounding apart. In draw 1144 jdp differs by 4.4e-5, and by the same number where XLA splits the step.
 """
 
 import ast
@@ -38,11 +41,12 @@ from drawn_cases import (
     rows_a_device,
 )
 from drawn_models import OPTIMIZERS, Case
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdp
 
 BOUND = 5e-6
+MOST_ROUNDING = 1e-4
 FIRST_DRAW = int(os.environ.get("JDP_FIRST_DRAW", "1000"))
 REFUSALS = "must not mix examples|its term at .* does not depend on the batch|would be another one on each device"
 FIXED = (31, 40, 97, 124, 146, 171, 192, 198, 205, 218, 219, 265)  # chosen so that they take every option
@@ -113,9 +117,12 @@ def alone(case):
 
 
 @functools.cache
-def expected(case, microbatches, evaluates=True):
+def expected(case, microbatches, evaluates=True, mesh="", nudge=0):
+    """The run of one device; or of a mesh over which XLA splits the rows, with parameters that start a rounding off."""
+    kind, params, state = alone(made_alike(case))
+    devices = np.asarray(jax.devices()[: batch_shards(mesh)])
     return one_device.train(
-        alone(made_alike(case)),
+        (kind, one_device.nudged(params, nudge), state),
         functools.partial(drawn_models.loss, case, one_device.loop),
         optimizer(case.optimizer),
         drawn_models.batches(case),
@@ -125,7 +132,17 @@ def expected(case, microbatches, evaluates=True):
         is_trained=lambda path: not (case.frozen and path.startswith("e")),
         microbatches=microbatches,
         evaluates=evaluates,
+        split=NamedSharding(Mesh(devices, "rows"), PartitionSpec("rows")) if mesh else None,
     )
+
+
+def spread(case, setting, microbatches, evaluates):
+    """What rounding alone changes in the hand-written run: name -> the largest distance between ways to compute it."""
+    want = expected(case, microbatches, evaluates)
+    meshes = [setting.mesh, *([setting.then[1]] if setting.then else [])]
+    ways = [expected(case, microbatches, evaluates, mesh, nudge) for mesh in meshes for nudge in range(4)]
+    distances = [{name: apart for name, apart, *_ in one_device.compared(way, want)} for way in ways]
+    return {name: max(way[name] for way in distances) for name in distances[0]}
 
 
 def loss_of(case):
@@ -195,7 +212,8 @@ def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=Fa
 
 
 def check(case, setting, folder, evaluates=True, **options):
-    want = expected(case, setting.accumulate if case.keeps else 1, evaluates)
+    microbatches = setting.accumulate if case.keeps else 1
+    want = expected(case, microbatches, evaluates)
     try:
         got = trained(case, setting, folder, evaluates=evaluates, **options)
     except ValueError as error:
@@ -203,6 +221,9 @@ def check(case, setting, folder, evaluates=True, **options):
             return
         raise
     apart = [entry for entry in one_device.compared(got, want) if not entry[1] <= BOUND]
+    if apart:  # the rounding of a draw that magnifies it: twice its own spread, and far from what a fault shows
+        own = spread(case, setting, microbatches, evaluates)
+        apart = [entry for entry in apart if not entry[1] <= min(BOUND + 2 * own[entry[0]], MOST_ROUNDING)]
     listed = "\n".join(f"  {name}: got {got}, expected {want}" for name, _, got, want in apart[:12])
     assert not apart, f"\n{case!r}\n{setting!r}\n{listed}"
 
