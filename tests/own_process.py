@@ -20,6 +20,14 @@ def python(*words, cwd=None, timeout=300, **variables):
     )
 
 
+def run_pytest(folder, *words, **variables):
+    """Run pytest in a process that knows nothing of jdp's own tests, and where they run, and finds their plugins."""
+    for name in ("CI", "JDP_CI", "PYTEST_ADDOPTS"):
+        variables.setdefault(name, "")
+    own = {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | variables
+    return python("-m", "pytest", "-rs", "-p", "no:cacheprovider", *words, cwd=folder, timeout=100, **own)
+
+
 def start_python(*words, cwd=None, stderr=subprocess.PIPE, **variables):
     """Start Python with these words; return the process, whose output comes as text."""
     command = [sys.executable, *map(str, words)]

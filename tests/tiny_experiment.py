@@ -10,6 +10,17 @@ from jdp.core.sharding.mesh import make_mesh
 from jdp.experiment.file import load
 from jdp.run import loop
 
+SMALL = """
+name = "small"
+[model]
+name = "gpt-nano"
+[data]
+length = 32
+[train]
+steps = 50
+batch_size = 16
+"""
+"""A file with no more than it needs; nothing trains it."""
 MODEL_AND_DATA = """
 [model]
 name = "gpt-nano"
