@@ -130,9 +130,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_reported_as_in_any_table(case, capsys):
-    arguments, expected = MISTAKES[case]
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_reported_as_in_any_table(arguments, expected, capsys):
     error = refused(capsys, "train", RINGS, "--plugin=rings", *arguments)
     assert expected in error and len(error.splitlines()) <= 3
 
@@ -168,9 +167,8 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_plugin_that_does_not_import_shows_its_own_error(case, tmp_path, capsys):
-    lines, expected = BROKEN[case]
+@pytest.mark.parametrize(("lines", "expected"), BROKEN.values(), ids=BROKEN)
+def test_a_plugin_that_does_not_import_shows_its_own_error(lines, expected, tmp_path, capsys):
     mine(tmp_path, "register_model('half')(print)", *lines)
     assert main(["train", RINGS, "--plugin=mine"]) == 2
     error = capsys.readouterr().err
@@ -210,9 +208,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_registered(case):
-    register, message = REFUSED[case]
+@pytest.mark.parametrize(("register", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_registered(register, message):
     with pytest.raises(PluginError, match=re.escape(message)):
         register()
 
@@ -245,10 +242,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_a_plugin_makes_is_checked(case, tmp_path, capsys):
+@pytest.mark.parametrize(("kind", "made", "message"), WRONG.values(), ids=WRONG)
+def test_what_a_plugin_makes_is_checked(kind, made, message, tmp_path, capsys):
     """Exit 2 and one error, before a folder of a run is made."""
-    kind, made, message = WRONG[case]
     mine(tmp_path, "import rings", f"register_{kind}('wrong')({made})")
     key = {"dataset": "data"}.get(kind, kind)
     table = tomllib.loads(Path(RINGS).read_text())

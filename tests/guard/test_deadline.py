@@ -40,9 +40,8 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("case", WORDS)
-def test_who_is_behind(case):
-    answers, words, behind = WORDS[case]
+@pytest.mark.parametrize(("answers", "words", "behind"), WORDS.values(), ids=WORDS)
+def test_who_is_behind(answers, words, behind):
     assert whereabouts(len(answers), answers, {}, now=101.0) == (words, behind)
 
 

@@ -325,9 +325,8 @@ NOT_THERE = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_THERE)
-def test_what_is_not_there_is_said_once_and_in_words(case, capfd):
-    command, words = NOT_THERE[case]
+@pytest.mark.parametrize(("command", "words"), NOT_THERE.values(), ids=NOT_THERE)
+def test_what_is_not_there_is_said_once_and_in_words(command, words, capfd):
     assert cli.main(["launch", "-n", "2", "--", *command]) == 2
     shown = capfd.readouterr()
     assert shown.err.startswith("error: ") and words in shown.err and shown.err.count("\n") == 1

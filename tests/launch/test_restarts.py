@@ -37,9 +37,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_what_is_started_again(case, tmp_path, capfd):
-    fault, code, again = FAILURES[case]
+@pytest.mark.parametrize(("fault", "code", "again"), FAILURES.values(), ids=FAILURES)
+def test_what_is_started_again(fault, code, again, tmp_path, capfd):
     text = f"if restarts == 0 and rank == 1: {fault}\nprint('restarts', restarts)"
     assert run(tmp_path, text, max_restarts=1) == (0 if again else code)
     out, err = capfd.readouterr()

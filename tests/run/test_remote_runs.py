@@ -246,9 +246,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_one_error_and_nothing_is_made(bucket, file, capsys, case):
-    arguments, said = REFUSED[case]
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_one_error_and_nothing_is_made(bucket, file, capsys, arguments, said):
     error = " ".join(refused(capsys, "train", file, *arguments).split())
     assert re.search(said, error), error
     assert no_folder_of_ours(file.parent)

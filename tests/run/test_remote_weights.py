@@ -121,9 +121,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_not_there_is_one_clear_error(bucket, llama, tmp_path, capsys, what):
-    arguments, words = WRONG[what]
+@pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_not_there_is_one_clear_error(bucket, llama, tmp_path, capsys, arguments, words):
     file = tmp_path / "here.toml"
     file.write_text(TEXT.format(folder=llama))
     error = " ".join(refused(capsys, "train", file, *(word.format(bucket=bucket) for word in arguments)).split())

@@ -101,9 +101,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_error_before_anything_runs(file, capsys, case):
-    arguments, said = MISTAKES[case]
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_error_before_anything_runs(file, capsys, arguments, said):
     runs = file.parent / "runs"
     made = members(file, ["seed=1,2"], {})[1]
     (runs / made.name).mkdir(parents=True)

@@ -333,10 +333,9 @@ FITTING = {
 }
 
 
-@pytest.mark.parametrize("case", FITTING)
-def test_data_that_does_not_fit_the_model_is_one_error_with_the_value_to_set(file, capsys, monkeypatch, case):
-    arguments, said = FITTING[case]
+@pytest.mark.parametrize(("arguments", "fix"), FITTING.values(), ids=FITTING)
+def test_data_that_does_not_fit_the_model_is_one_error_with_the_value_to_set(file, capsys, monkeypatch, arguments, fix):
     monkeypatch.chdir(file.parent)
     with np.load("points.npz") as points:
         np.savez("other.npz", features=points["features"], labels=points["labels"] + 1)
-    assert said in refusal(capsys, file, *arguments) and not (file.parent / "runs" / "points").exists()
+    assert fix in refusal(capsys, file, *arguments) and not (file.parent / "runs" / "points").exists()

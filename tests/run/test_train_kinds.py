@@ -165,9 +165,8 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("case", UNFIT)
-def test_a_model_that_does_not_fit_its_data_is_one_error_with_the_fix(folder, tmp_path, capsys, case):
-    kind, arguments, said = UNFIT[case]
+@pytest.mark.parametrize(("kind", "arguments", "said"), UNFIT.values(), ids=UNFIT)
+def test_a_model_that_does_not_fit_its_data_is_one_error_with_the_fix(folder, tmp_path, capsys, kind, arguments, said):
     assert said in refused(capsys, "train", written(folder, kind), "--run-dir", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
 
