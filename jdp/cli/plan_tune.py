@@ -79,7 +79,7 @@ def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned
     from jdp.foresight.targets.this_machine import target_of
 
     target = target_of(options.target)
-    if target.chip is None and target.kind != "cpu":
+    if not target.is_timed:
         raise UsageError(f"--tune needs devices whose rates are known; given {target}: name another --target")
     if target.devices[0].platform != "cpu":  # the experiment may be one of virtual CPU devices
         overrides = {"devices": "none", **overrides}

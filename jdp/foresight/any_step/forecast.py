@@ -16,16 +16,14 @@ from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
-from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, sent_by, shapes_of, signs
-from jdp.foresight.any_step.relocate import lowering, move
+from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
+from jdp.foresight.any_step.relocate import move
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
-from jdp.foresight.targets.relocate import compile_for, cudnn_of, lowering_for
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
 from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.foresight.traffic.contract import TOLERANCE
-from jdp.foresight.traffic.origin import Sites
 
 
 def forecast(
@@ -44,13 +42,10 @@ def forecast(
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])
     parameters = chosen(params, moved.traced.arguments)
     limit = None if against is None else bound(against, parameters, moved)
-    with lowering_for(devices.devices[0], cudnn_of(devices)), lowering(moved):
-        lowered = moved.traced.lower()
-    compiled = compile_for(devices, lowered, moved.traced.options, Cache.usual(cache))
-    shapes = shapes_of(moved, parameters or [e for e in moved.traced.arguments if e.number not in moved.batch])
-    sites = Sites(compiled.program)
-    sent = sent_by(compiled, sites, moved, shapes)
-    timed = devices.chip is not None or devices.kind == "cpu"
+    compiled = moved.compile(devices, Cache.usual(cache))
+    known = parameters or [each for each in moved.traced.arguments if each.number not in moved.batch]
+    reading = reading_of(compiled, moved, known)
+    sent = sent_by(reading)
     counted = [each for each in sent if each.over_batch or limit is None or not limit.over_batch]
     wire = sum(each.wire_bytes for each in counted)
     kept = None if limit is None else wire <= TOLERANCE * limit.wire_bytes
@@ -65,9 +60,9 @@ def forecast(
         batch_axes=moved.batch_axes,
         memory=memory_of(compiled, moved, devices),
         sent=sent,
-        timeline=timeline(compiled.program, devices) if timed else None,
+        timeline=timeline(compiled.program, devices) if devices.is_timed else None,
         bound=limit,
-        symptoms=signs(compiled, sites, moved, shapes, sent),
+        symptoms=signs(reading, moved, sent),
         notes=tuple(dict.fromkeys((*moved.notes, *_notes(sent, devices, limit)))),
     )
 

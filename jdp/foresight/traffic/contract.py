@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
 from jdp.foresight.program.collectives import Collective
-from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
-from jdp.foresight.traffic.origin import Sites
+from jdp.foresight.traffic.reading import Reading
 from jdp.foresight.traffic.theory import Theory
 
 TOLERANCE = 1.02
@@ -76,24 +75,18 @@ class MeshCollective:
         }
 
 
-def collectives_on(
-    mesh: Mesh,
-    compiled: Compiled,
-    sites: Sites,
-    over: Iterable[str],
-    statistics: BatchStatistics | None = None,
-) -> list[MeshCollective]:
-    """Return every collective of a program that sends something, in schedule order; `over`: the batch's axes."""
+def collectives_on(reading: Reading, statistics: BatchStatistics | None = None) -> list[MeshCollective]:
+    """Return every collective of a program that sends something, in schedule order."""
     placed, statistics_left = list[MeshCollective](), statistics.payload_bytes if statistics else 0
-    for c in compiled.collectives:
+    for c in reading.compiled.collectives:
         if c.group_size > 1:
-            axes = axes_along(c.groups, mesh)
-            over_batch, statistics_bytes = not set(axes).isdisjoint(over), 0
+            axes = axes_along(c.groups, reading.mesh)
+            over_batch, statistics_bytes = not set(axes).isdisjoint(reading.batch_axes), 0
             if statistics and statistics_left and over_batch and c.kind == "all-reduce":
-                candidates = sum(piece.payload_bytes for piece in sites.pieces(c) if statistics.fits(piece))
+                candidates = sum(piece.payload_bytes for piece in reading.sites.pieces(c) if statistics.fits(piece))
                 statistics_bytes = min(candidates * c.count, statistics_left)
                 statistics_left -= statistics_bytes
-            placed.append(MeshCollective(c, axes, sites.in_accumulation_loop(c), over_batch, statistics_bytes))
+            placed.append(MeshCollective(c, axes, reading.sites.in_accumulation_loop(c), over_batch, statistics_bytes))
     return placed
 
 

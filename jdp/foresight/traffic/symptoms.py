@@ -15,27 +15,21 @@ from collections.abc import Iterator, Mapping
 from jdp.base.formatting import format_bytes
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
-from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths
+from jdp.foresight.traffic.origin import Parameters, line_of, list_paths
+from jdp.foresight.traffic.reading import Reading
 
 AS_PLANNED = "it is not placed where the plan has it. Place the state as the plan does (jdp.init_state, jdp.restore)."
 """Why a leaf of a training step's state is not updated in place, and what to do."""
 
 
-def symptoms(
-    compiled: Compiled,
-    sites: Sites,
-    parameters: Parameters,
-    donated: Mapping[int, str],
-    placing: str = AS_PLANNED,
-    *,
-    offloads: bool = False,
-) -> tuple[str, ...]:
-    """Return every sign, a sentence each, none twice."""
+def symptoms(reading: Reading, placing: str = AS_PLANNED) -> tuple[str, ...]:
+    """Return every sign, a sentence each, none twice; `placing`: why a donated argument may be held twice."""
+    program = reading.compiled.program
     sentences = [
-        *_resharded(compiled, parameters),
-        *_random(compiled, sites),
-        *_host(compiled.program, offloads=offloads),
-        *_held_twice(compiled.program, donated, placing),
+        *_resharded(reading.compiled, reading.parameters),
+        *_random(reading),
+        *_host(program, offloads=reading.offloads),
+        *_held_twice(program, reading.donated, placing),
     ]
     return tuple(dict.fromkeys(sentences))
 
@@ -109,13 +103,13 @@ _DRAWS = re.compile(
 )
 
 
-def _random(compiled: Compiled, sites: Sites) -> Iterator[str]:
+def _random(reading: Reading) -> Iterator[str]:
     groups: dict[tuple[str, str | None], int] = {}
-    for c in compiled.collectives:
+    for c in reading.compiled.collectives:
         drawn = c.op_name is not None and _DRAWS.search(c.op_name) is not None
         # Random bits and key words are unsigned; tokens, labels and indices are signed in jax, gradients are floats.
         if c.group_size > 1 and (drawn or c.dtype == "u32"):
-            key = (c.kind, next((piece.source_line for piece in sites.pieces(c) if piece.source_line), None))
+            key = (c.kind, next((piece.source_line for piece in reading.sites.pieces(c) if piece.source_line), None))
             groups[key] = groups.get(key, 0) + c.payload_bytes * c.count
     for (kind, line), total in groups.items():
         yield (

@@ -36,13 +36,13 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
-from jdp.core.precision import Precision
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import Static
+from jdp.core.step_settings import StepSettings
 from jdp.core.tracing.collectives import Gathered
 from jdp.core.types import PyTree
-from jdp.core.wire.settings import WIDE, Wire
+from jdp.core.wire.settings import Wire
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
 from jdp.foresight.traffic.reductions import Promise, Reductions, ring_bytes
 
@@ -102,15 +102,10 @@ class Theory:
 def theory(
     plan: Plan,
     params: PyTree,
+    settings: StepSettings,
     *,
-    accumulate: int,
-    precision: Precision,
     static: Static | None = None,
-    sync_batch_norm: bool = True,
     gathered: tuple[Gathered, ...] | None = None,
-    wire: Wire = WIDE,
-    buckets: int | str | None = None,
-    local_steps: int | None = None,
     metrics: tuple[tuple[int, ...], ...] = (),
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
@@ -118,6 +113,7 @@ def theory(
     Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. A frozen parameter's c is
     its own element's size where that is less.
     """
+    accumulate, precision, wire = settings.accumulate, settings.precision, settings.wire
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
     counts = [math.prod(placement.own_shape) // shards(placement.compute, sizes) for placement in placements]
@@ -128,7 +124,7 @@ def theory(
     working = [
         _gathered_bytes(count, placement, c, n, wire) for count, placement in zip(counts, placements, strict=True)
     ]
-    inner = local_steps or 1
+    inner = settings.local_steps.steps if settings.local_steps else 1
     rounds = inner * (accumulate if plan.row.reduce_each_microbatch else 1)
     gathers = inner * {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
     gather_rounds = inner * (accumulate if plan.row.gather == "use" else 1)
@@ -149,12 +145,12 @@ def theory(
         gathers = None
         promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
     packed, unsharded = dict[str, float](), _unsharded(plan, placements, counts, rounds * r)
-    if local_steps is not None:
+    if settings.local_steps is not None:
         unsharded = replace(unsharded, devices=n)
         promises = _of_a_round(promises, plan, rounds, trained, unsharded.payload_bytes / (rounds * r))
-    if (wire.gradients is not None or buckets is not None) and plan.batch_shards > 1:
+    if (wire.gradients is not None or settings.buckets is not None) and plan.batch_shards > 1:
         leaves = [(count, leaf) for count, leaf in zip(counts, placements, strict=True) if leaf.trained]
-        reductions = Reductions(plan, precision, wire, buckets, leaves).promises(rounds)
+        reductions = Reductions(plan, precision, wire, settings.buckets, leaves).promises(rounds)
         packed = {each.kind: 0.0 for each in reductions}
         for each in reductions:
             packed[each.kind] += each.payload_bytes
@@ -163,7 +159,7 @@ def theory(
         promises = (*reductions, *([gathers] if gathers is not None else []))
     if wire.weights is not None and gathers is not None:
         packed["all-gather"] = packed.get("all-gather", 0.0) + exact
-    adapter = static.adapter if static is not None and sync_batch_norm else None
+    adapter = static.adapter if static is not None and settings.sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
     return Theory(psi, promises, statistics, unsharded, gathered, most, packed)
