@@ -234,13 +234,11 @@ class _Examination:
         else:
             alone = self.count > 1 and not self.gathered
             who = f"process 0 of {self.count}, alone" if alone else described(examined.hosts)
-            lines = [f"jdp doctor: {who}", *examined.lines(), _verdict(examined.wrong)]
+            things = "1 thing is" if examined.wrong == 1 else f"{examined.wrong} things are"
+            verdict = f"{things} wrong." if examined.wrong else "Nothing is wrong."
+            lines = [f"jdp doctor: {who}", *examined.lines(), verdict]
         print(*lines, sep="\n", file=self.stdout, flush=True)
         return UNHEALTHY if examined.wrong else 0
-
-
-def _verdict(wrong: int) -> str:
-    return f"{wrong} {'thing is' if wrong == 1 else 'things are'} wrong." if wrong else "Nothing is wrong."
 
 
 def _verified(folder: Path) -> "list[Finding]":

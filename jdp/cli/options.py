@@ -36,7 +36,7 @@ def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Seq
                 else:
                     paths[field.name] = user_path(value)
             except ValueError as error:
-                flag = "FILE" if field.name == "file" else f"--{field.name.replace('_', '-')}"
+                flag = "FILE" if field.name == "file" else flag_of(field.name)
                 raise UsageError(f"{flag}: {error}") from None
     return dataclasses.replace(parsed, **paths)
 
@@ -60,7 +60,12 @@ def parse_with_overrides(
 
 def flags_of(options: type[Any]) -> list[str]:
     """Return a command's own flags, such as "--run-dir"."""
-    return ["--help", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))]
+    return ["--help", *(flag_of(field.name) for field in dataclasses.fields(options))]
+
+
+def flag_of(name: str) -> str:
+    """Return an option's field as it is written: "--run-dir"."""
+    return f"--{name.replace('_', '-')}"
 
 
 def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -12,6 +12,7 @@ from jdp.cli.options import (
     check_writable,
     choose_target_platform,
     counts,
+    flag_of,
     stdout_to_stderr,
     words,
     write_file,
@@ -36,7 +37,7 @@ def check_tune(options: Options) -> None:
                 raise UsageError(f"{flag} is for --tune, which is not given: add --tune, or remove {flag}")
         return
     others = ("max_batch", "smallest", "tokens", "mtbf", "html", "trace")
-    if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
+    if beside := [flag_of(name) for name in others if getattr(options, name)]:
         raise UsageError(f"--tune goes without {beside[0]}; given both: tune first, then plan what -o wrote")
     if options.target is None:
         raise UsageError("--tune compiles for a run's devices; given no --target: name them, such as --target h100:8x8")
@@ -99,9 +100,7 @@ def _show(tuning: "Tuning", found: "Tuned") -> None:
 
     marked = None if found.best is None or not found.fits else found.trials.index(found.best)
     show_table(f"{tuning.file.name} on {tuning.target}, as compiled", TUNED, found.table(), marked=marked)
-    print()
-    for sentence in found.why:
-        print(sentence)
+    print("", *found.why, sep="\n")
     if found.best is not None and found.fits:
         changed = {key: text for key, text in overrides_of(found.best.way).items() if tuning.changes(key, text)}
         flags = [word for key, text in {**tuning.overrides, **changed}.items() for word in (f"--{key}", text)]

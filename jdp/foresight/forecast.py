@@ -298,6 +298,13 @@ class PlanReport(Drawn):
         """Return a row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
         return [_speed_row(estimate) for estimate in self.estimates]
 
+    @property
+    def sentences(self) -> list[str]:
+        """What is said below the tables: why, the smallest cluster, the bill, the notes, the largest batch."""
+        notes = [f"Note: {note}" for note in self.notes]
+        also = [str(each) for each in (self.smallest, self.bill) if each is not None]
+        return [*self.why, *also, *notes, *([] if self.max_batch is None else [str(self.max_batch)])]
+
     def __repr__(self) -> str:
         of = f"{len(self.estimates)} candidates for {self.target}, {self.devices} devices"
         return f"<PlanReport of {of}: {self.verdict} print() says all>"
@@ -308,12 +315,8 @@ class PlanReport(Drawn):
             "",
             *align_columns([self.speed_headings, *self.speed_table()]),
         ]
-        notes = [f"Note: {note}" for note in self.notes]
-        largest = [] if self.max_batch is None else [str(self.max_batch)]
         goodput = [] if self.goodput is None else ["", str(self.goodput)]
-        bill = [str(each) for each in (self.bill, self.smallest) if each is not None]
-        head = f"{self.devices} devices, {self.target}"
-        return "\n".join([head, *tables, "", *self.why, *bill, *notes, *largest, *goodput])
+        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences, *goodput])
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `jdp plan --json` prints; `max_batch`, `goodput`, `bill`, `axes` where asked for."""

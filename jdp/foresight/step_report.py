@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jdp.base.formatting import format_bytes
 from jdp.base.notebook import Drawn
@@ -63,17 +64,25 @@ class StepReport(Drawn, ABC):
         """The part of a sentence that all verdicts have."""
         return f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain objects: here what every report has."""
+        return {
+            "kept": self.kept,
+            "target": self.target,
+            "mesh": self.mesh,
+            "wire_bytes_per_device": self.wire_bytes_per_device,
+            "ratio": self.ratio,
+            "breaches": list(self.breaches),
+            "symptoms": list(self.symptoms),
+            "notes": list(self.notes),
+        }
+
     def __repr__(self) -> str:
         sentences = [f"{self.heading}.", self.verdict, *(self.schedule or self.breaches[:1])]
         return f"<{type(self).__name__} of {' '.join(sentences)} print() says all>"
 
     def __str__(self) -> str:
-        lists = {
-            "Breaches": self.breaches,
-            "Sent besides": self.strays,
-            "Symptoms": self.symptoms,
-            "Notes": self.notes,
-        }
+        lists = {"Breaches": self.breaches, "Sent besides": self.strays, "Symptoms": self.symptoms, "Notes": self.notes}
         listed = [[f"{title}:", *(f"- {each}" for each in found)] for title, found in lists.items() if found]
         return "\n\n".join("\n".join(lines) for lines in [*self.paragraphs(), *listed])
 

@@ -237,16 +237,11 @@ class Report(StepReport):
     def to_json(self) -> dict[str, Any]:
         """Return the object that `jdp verify --json` prints."""
         return {
-            "kept": self.kept,
+            **super().to_json(),
             "strategy": self.strategy,
-            "target": self.target,
-            "wire_bytes_per_device": self.wire_bytes_per_device,
             "theory_wire_bytes_per_device": self.theory_wire_bytes_per_device,
-            "ratio": self.ratio,
             "collectives": [each.to_json() for each in self.collectives],
-            "breaches": list(self.breaches),
             "accumulate": self.accumulate,
-            "mesh": self.mesh,
             "partitioning": self.partitioning,
             "why": self.why,
             "rows": [row.to_json() for row in self.rows],
@@ -256,8 +251,6 @@ class Report(StepReport):
             "gathers": None if self.gathering is None else self.gathering.to_json(),
             "gathers_at_most_bytes": None if self.gathering is None else self.theory.most_gathered_bytes,
             "like_zero2": self.like_zero2 or None,
-            "symptoms": list(self.symptoms),
-            "notes": list(self.notes),
         }
 
     def paragraphs(self) -> list[list[str]]:

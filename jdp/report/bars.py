@@ -55,6 +55,11 @@ def stacked_bars(
         return inline(figure, described)
 
 
+def binary_unit(most: float) -> tuple[float, str]:
+    """Return the unit of an axis that reaches `most` bytes, and its name."""
+    return next((each for each in ((2**30, "GiB"), (2**20, "MiB")) if most >= each[0]), (2**10, "KiB"))
+
+
 _ROOM = 1.18  # for words, behind the longest bar
 _FAR = 3.0  # times the longest bar: a limit beyond that is behind a break of the axis, so that bars can be seen
 

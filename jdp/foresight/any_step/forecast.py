@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jdp.base.disk_cache import Cache
-from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds
+from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds, listed
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
@@ -111,19 +111,12 @@ class StepForecast(StepReport):
         """Return the report as plain objects."""
         seconds = ("step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds")
         return {
-            "kept": self.kept,
+            **super().to_json(),
             "name": self.name,
-            "target": self.target,
-            "mesh": self.mesh,
-            "wire_bytes_per_device": self.wire_bytes_per_device,
             "bound_wire_bytes_per_device": None if self.bound is None else self.bound.wire_bytes,
-            "ratio": self.ratio,
             "memory": asdict(self.memory),
             "sent": [asdict(each) for each in self.sent],
             "schedule": None if self.timeline is None else {name: getattr(self.timeline, name) for name in seconds},
-            "breaches": list(self.breaches),
-            "symptoms": list(self.symptoms),
-            "notes": list(self.notes),
         }
 
     def paragraphs(self) -> list[list[str]]:
@@ -187,10 +180,9 @@ _SENT = ("collective", "tensor", "times", "axes", "wire a device", "at", "the sh
 
 
 def _row(each: Sent) -> tuple[str, ...]:
-    like = ", ".join(each.like[:2]) + (f" and {len(each.like) - 2} more" if len(each.like) > 2 else "")
-    tensor = f"{each.dtype}{list(each.dims)}"
+    tensor, like = f"{each.dtype}{list(each.dims)}", listed(each.like, 2) or "no argument"
     wire, axes = format_bytes(each.wire_bytes), ", ".join(each.axes)
-    return each.kind, tensor, str(each.count), axes, wire, each.source or "", like or "no argument"
+    return each.kind, tensor, str(each.count), axes, wire, each.source or "", like
 
 
 def _given_up(each: HeldArgument) -> str:

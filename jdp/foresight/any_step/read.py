@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jdp.base.formatting import format_bytes, format_percent
+from jdp.base.formatting import format_bytes, format_percent, listed
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.foresight.any_step.relocate import Relocated
 from jdp.foresight.any_step.traced import Argument
@@ -25,9 +25,9 @@ from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.traffic.contract import TINY, collectives_on
-from jdp.foresight.traffic.origin import Parameters, list_paths
+from jdp.foresight.traffic.origin import Parameters
 from jdp.foresight.traffic.reading import Reading
-from jdp.foresight.traffic.symptoms import symptoms, written_into
+from jdp.foresight.traffic.symptoms import symptoms
 
 # Memory.
 
@@ -59,7 +59,7 @@ class StepMemory:
 def memory_of(compiled: Compiled, moved: Relocated, target: Target) -> StepMemory:
     """Return what a compiled step holds on a device."""
     arguments, program = moved.traced.arguments, compiled.program
-    in_place, sizes = written_into(program), dict[int, int]()
+    in_place, sizes = {number for _, number, _ in program.written_into}, dict[int, int]()
     for step in program[program.entry]:
         if (number := step.parameter_number) is not None:
             sizes[number] = 0 if HOST_MEMORY in step.type else step.result_bytes
@@ -100,7 +100,7 @@ class Sent:
 
     def __str__(self) -> str:
         times = f" {self.count} times" if self.count > 1 else ""
-        what = f"the shape of {list_paths(self.like)}" if self.like else "no argument has this shape"
+        what = f"the shape of {listed(self.like)}" if self.like else "no argument has this shape"
         at = f", at {self.source}" if self.source else ""
         tensor = f"{self.kind} of {self.dtype}{list(self.dims)}{times}{at}"
         return f"{tensor} ({what}): {format_bytes(self.wire_bytes)} a device"
@@ -183,6 +183,6 @@ def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
     if total >= _SHARE * compiled.total_bytes and total > TINY:
         first = [path for path, _ in sorted(replaced, key=lambda pair: -pair[1])]
         yield (
-            f"Donation: no argument is donated, so {list_paths(first)} ({format_bytes(total)} a device) are held "
+            f"Donation: no argument is donated, so {listed(first)} ({format_bytes(total)} a device) are held "
             "beside their new values. Give them up: jax.jit(step, donate_argnums=...), and use what the step returns."
         )

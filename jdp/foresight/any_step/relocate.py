@@ -27,7 +27,7 @@ from jdp.core.sharding.placement import axes_of, spec_entry
 from jdp.foresight.any_step.replace_mesh import Exchange, OtherSize
 from jdp.foresight.any_step.traced import Argument, Arguments, Traced, mesh_in, trace
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.targets.relocate import compile_for, cudnn_of, lowering_for
+from jdp.foresight.targets.relocate import MISMATCHES, compile_for, cudnn_of, lowering_for
 from jdp.foresight.targets.resolve import Target
 
 
@@ -179,10 +179,6 @@ def _check_divides(argument: Argument, mesh: Mesh) -> None:
 # Meshes in the program.
 
 
-_MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
-"""What jax says where a function's own mesh is not the context's."""
-
-
 def _trace_for(
     function: Callable[..., Any], arguments: Arguments, traced: Traced | None, old: Mesh | AbstractMesh, mesh: Mesh
 ) -> tuple[Traced, bool]:
@@ -209,7 +205,7 @@ def _trace_for(
         try:
             return attempt()
         except ValueError as error:
-            if not isinstance(error, OtherSize) and not any(sign in str(error) for sign in _MISMATCHES):
+            if not isinstance(error, OtherSize) and not any(sign in str(error) for sign in MISMATCHES):
                 raise
             reasons.append(error)
     raise next((error for error in reasons if isinstance(error, OtherSize)), reasons[0]) from None

@@ -51,10 +51,6 @@ class Bill:
         """Return (least, most) of seconds, device-hours or money by the times' error; None where that is not known."""
         return None if self.error is None else (value / (1 + self.error), value * (1 + self.error))
 
-    def cells(self) -> tuple[str, str]:
-        """Return days and money as text, "–" without a price."""
-        return format_days(self.seconds), "–" if self.money is None else format_amount(self.money)
-
     def __str__(self) -> str:
         span = self.within_error(self.seconds)
         known = "" if span is None else f" ({format_days(span[0])} to {format_days(span[1])})"

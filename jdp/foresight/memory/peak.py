@@ -106,11 +106,6 @@ class Memory:
         """What XLA allocates: arguments, temporaries, and results that are not written into an argument."""
         return sum(self.by_class().values())
 
-    @property
-    def gap(self) -> float:
-        """Fraction of `total` that is unattributed."""
-        return self.unattributed / self.total if self.total else 0.0
-
     def by_class(self) -> dict[str, int]:
         """Return class -> bytes per device, in the order of `CLASSES`."""
         return {name: getattr(self, name) for name in CLASSES}
@@ -222,14 +217,14 @@ def at_peak(live: Liveness, roles: Mapping[Buffer, str]) -> tuple[str | None, tu
     (time, held), counted = live.peak, Counter[Held]()
     for buffer in held:
         step = max((w for w in buffer.writes if w.time <= time), key=lambda w: w.time, default=buffer.writes[0]).step
-        source = next(iter(live.program.source_lines(step)), None)
+        source = live.program.source_line(step)
         counted[Held(roles.get(buffer, ""), 1, buffer.bytes, buffer.dtype, buffer.dims, step.op_name, source)] += 1
     all_of = [
         Held(one.role, count, count * one.bytes, one.dtype, one.dims, one.op_name, one.source)
         for one, count in counted.items()
     ]
     running = live.schedule[time][1]
-    at = next(iter(live.program.source_lines(running)), running.op_name)
+    at = live.program.source_line(running) or running.op_name
     return at, tuple(sorted(all_of, key=lambda one: -one.bytes)[:_LISTED])
 
 

@@ -127,6 +127,17 @@ class Program:
         place = _SOURCE.search(step.line)
         return (f"{place[1]}:{place[2]}",) if place else ()
 
+    def source_line(self, step: Instruction) -> str | None:
+        """Return the innermost of `source_lines`."""
+        return next(iter(self.source_lines(step)), None)
+
+    @cached_property
+    def written_into(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
+        """(path in the result, parameter's number, path in it) of each result that is written into an argument."""
+        table = self.header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
+        found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", table)
+        return tuple((ints(output), int(number), ints(path)) for output, number, path in found)
+
 
 def parse(text: str) -> Program:
     """Parse the text of a compiled program."""

@@ -130,7 +130,7 @@ class Schedule:
         return TimedOp("loop", step, inner=(condition, body))
 
     def _warn(self, caveat: str, step: Instruction) -> None:
-        line = next(iter(self.program.source_lines(step)), None)
+        line = self.program.source_line(step)
         self.caveats[f"{caveat} ({line})" if line else caveat] = None
 
     def total(self, computation: str) -> Total:

@@ -213,8 +213,7 @@ class _Walk:
                 self.events.append(Event(op.step.name, lane, start, busy, what, source, times))
 
     def _origin(self, op: TimedOp) -> tuple[str, str | None]:
-        source = next(iter(self.schedule.program.source_lines(op.step)), None)
-        return op.step.op_name or op.step.kind, source
+        return op.step.op_name or op.step.kind, self.schedule.program.source_line(op.step)
 
 
 def _median(durations: Counter[float]) -> float:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jdp.base.formatting import format_bytes
+from jdp.base.formatting import format_bytes, listed
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.step import Step
 from jdp.core.tracing.collectives import Issued
 from jdp.foresight.program.module import bits
 from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
-from jdp.foresight.traffic.origin import Parameters, Piece, is_own_line, list_paths, users_line
+from jdp.foresight.traffic.origin import Parameters, Piece, is_own_line, users_line
 from jdp.foresight.traffic.reading import Reading
 from jdp.foresight.traffic.theory import Promise, Theory
 
@@ -81,7 +81,7 @@ def breaches(
     sentence = f"a device sends {total} a step where {bound} are promised."
     if unsharded.paths:
         sentence += (
-            f" {list_paths(unsharded.paths)}, of fewer than {unsharded.fewer_than} elements, are all-reduced whole by "
+            f" {listed(unsharded.paths)}, of fewer than {unsharded.fewer_than} elements, are all-reduced whole by "
             f"plan: {format_bytes(unsharded.wire_bytes)}, more than scattered and gathered in this precision. "
             "Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
         )
@@ -123,7 +123,7 @@ class Fault:
     def __str__(self) -> str:
         c = self.sent_by.collective
         often = "" if c.count == 1 else f", {c.count} times a step"
-        what = f" for {list_paths(self.paths)} (by shape)" if self.paths else ""
+        what = f" for {listed(self.paths)} (by shape)" if self.paths else ""
         at = f", at {self.source_line}" if self.source_line else ""
         excess = f"{format_bytes(self.excess_bytes)} a device too much."
         if self.reason.bytes_at_rest:

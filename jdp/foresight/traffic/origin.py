@@ -217,12 +217,6 @@ def is_own_line(line: str) -> bool:
 # Parameters.
 
 
-def list_paths(paths: Iterable[str]) -> str:
-    """Return paths in words: "embed/tokens, layers/mlp/up/kernel, layers/mlp/down/kernel and 3 more"."""
-    names = list(paths)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 @dataclass(frozen=True)
 class Parameters:
     """A plan's parameters, found by the shape of a tensor on one device."""
