@@ -14,19 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """An experiment's plan for each target.
+    """An experiment's plan for each target."""
 
-    Attributes:
-        name: the experiment's.
-        stem: of its file.
-        reports: one a target.
-        described: the experiment in a sentence, for each target.
-    """
-
-    name: str
-    stem: str
-    reports: tuple["PlanReport", ...]
-    described: tuple[str, ...]
+    name: str  # the experiment's
+    stem: str  # of its file
+    reports: tuple["PlanReport", ...]  # one a target
+    described: tuple[str, ...]  # the experiment in a sentence, for each target
 
 
 def compile_plans(

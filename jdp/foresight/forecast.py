@@ -178,52 +178,33 @@ class Estimate:
         """Return one of the `strategies` that `jdp plan --json` prints."""
         report, memory = self.report, self.memory
         return {
-            "strategy": self.strategy,
-            "accumulate": self.accumulate,
-            "remat": self.remat,
+            **{name: getattr(self, name) for name in _IN_JSON},
             "mesh": None if self.axes is None else dict(self.axes),
-            "partitioning": self.partitioning,
-            "fits": self.fits,
-            "bytes_per_device": self.bytes_per_device,
-            "available_bytes": self.available_bytes,
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
             "memory_most": None if memory is None else dict(memory.most),
             "memory_advice": None if self.headroom is None else self.headroom.words,
-            "closed_form_bytes": self.closed_form_bytes,
             "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
             "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
             "keeps_contract": None if report is None else report.kept,
             "like_zero2": None if report is None else report.like_zero2 or None,
-            "exposed_fraction": self.exposed_fraction,
-            "exposed_seconds": None if self.timeline is None else self.timeline.exposed_seconds,
-            "host_seconds": None if self.timeline is None else self.timeline.host_seconds,
-            "host_wait_seconds": None if self.timeline is None else self.timeline.host_wait_seconds,
-            "step_seconds": self.step_seconds,
+            **{
+                name: getattr(self.timeline, name, None)
+                for name in ("exposed_seconds", "host_seconds", "host_wait_seconds")
+            },
             "step_seconds_range": None if self.step_range is None else list(self.step_range),
-            "compute_parts": self.compute_parts,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-            "efficiency": self.efficiency,
-            "compile_seconds": self.compile_seconds,
-            "cached": self.cached,
             "tokens_per_step": self.tokens,
-            "parameters": self.parameters,
-            "partitioning_why": self.partitioning_why,
-            "error": self.error,
         }
 
 
+_IN_JSON = (
+    *("strategy", "accumulate", "remat", "partitioning", "partitioning_why", "fits", "bytes_per_device"),
+    *("available_bytes", "closed_form_bytes", "parameters", "exposed_fraction", "step_seconds", "compute_parts", "mfu"),
+    *("tokens_per_second", "efficiency", "compile_seconds", "cached", "error"),
+)
+"""The attributes of an estimate that its JSON has as they are."""
 MEMORY = (
-    "candidate",
-    "fits",
-    "holds",
-    "parameters",
-    "gradients",
-    "optimizer",
-    "working copy",
-    "activations",
-    "other",
+    *("candidate", "fits", "holds", "parameters", "gradients", "optimizer", "working copy", "activations", "other"),
     "ZeRO's formula",
 )
 """Headings of the table of memory."""
@@ -275,19 +256,16 @@ class PlanReport(Drawn):
     @property
     def memory_headings(self) -> tuple[str, ...]:
         """`MEMORY`, with "host" where a candidate keeps something in host memory."""
-        return (*MEMORY, HOST) if self._uses_host else MEMORY
+        return (*MEMORY, HOST) if any(self._on_host) else MEMORY
 
     @property
-    def _uses_host(self) -> bool:
-        return any(estimate.memory is not None and estimate.memory.host for estimate in self.estimates)
+    def _on_host(self) -> list[int]:
+        return [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
 
     def memory_table(self) -> list[tuple[str, ...]]:
         """Return a row for each estimate, under `memory_headings`: bytes per device."""
-        rows = [_memory_row(estimate) for estimate in self.estimates]
-        if not self._uses_host:
-            return rows
-        held = [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
-        return [(*row, format_bytes(count)) for row, count in zip(rows, held, strict=True)]
+        rows, held = [_memory_row(estimate) for estimate in self.estimates], self._on_host
+        return [(*row, format_bytes(count)) for row, count in zip(rows, held, strict=True)] if any(held) else rows
 
     @property
     def speed_headings(self) -> tuple[str, ...]:

@@ -67,14 +67,8 @@ class StepReport(Drawn, ABC):
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain objects: here what every report has."""
         return {
-            "kept": self.kept,
-            "target": self.target,
-            "mesh": self.mesh,
-            "wire_bytes_per_device": self.wire_bytes_per_device,
-            "ratio": self.ratio,
-            "breaches": list(self.breaches),
-            "symptoms": list(self.symptoms),
-            "notes": list(self.notes),
+            **{name: getattr(self, name) for name in ("kept", "target", "mesh", "wire_bytes_per_device", "ratio")},
+            **{name: list(getattr(self, name)) for name in ("breaches", "symptoms", "notes")},
         }
 
     def __repr__(self) -> str:

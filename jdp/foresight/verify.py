@@ -238,12 +238,9 @@ class Report(StepReport):
         """Return the object that `jdp verify --json` prints."""
         return {
             **super().to_json(),
-            "strategy": self.strategy,
+            **{name: getattr(self, name) for name in ("strategy", "accumulate", "partitioning", "why")},
             "theory_wire_bytes_per_device": self.theory_wire_bytes_per_device,
             "collectives": [each.to_json() for each in self.collectives],
-            "accumulate": self.accumulate,
-            "partitioning": self.partitioning,
-            "why": self.why,
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.model_axes],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),

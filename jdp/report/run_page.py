@@ -107,16 +107,7 @@ def _overview(runs: Sequence[Run]) -> Markup:
 
 
 _OVERVIEW = (
-    "run",
-    "state",
-    "steps",
-    "loss",
-    "last evaluation",
-    "speed",
-    "MFU",
-    "strategy",
-    "devices",
-    "skipped",
+    *("run", "state", "steps", "loss", "last evaluation", "speed", "MFU", "strategy", "devices", "skipped"),
     "checkpoints",
 )
 

@@ -28,10 +28,7 @@ def _compared(scaling: Scaling) -> Markup:
     fastest = max(scaling.reports, key=lambda report: _speed(report) or 0.0)
     best = [report is fastest and _speed(report) is not None for report in scaling.reports]
     rows = table(
-        scaling.headings,
-        scaling.table(),
-        words=("take",),
-        classes=["chosen" if each else None for each in best],
+        scaling.headings, scaling.table(), words=("take",), classes=["chosen" if each else None for each in best]
     )
     bills = [report.bill.assumed for report in scaling.reports if report.bill is not None][:1]
     notes = paragraphs([*bills, *(f"Note: {note}" for note in scaling.notes)], "note")

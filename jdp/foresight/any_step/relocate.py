@@ -52,10 +52,7 @@ class Relocated:
 
 
 def move(
-    function: Callable[..., Any],
-    given: tuple[Any, ...],
-    target: Target | None,
-    sizes: Mapping[str, int] | None = None,
+    function: Callable[..., Any], given: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
 ) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
     arguments = Arguments.of(function, given)

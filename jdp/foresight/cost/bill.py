@@ -82,17 +82,12 @@ class Bill:
         """Return the `bill` that `jdp plan --json` prints: seconds, device-hours, money; a range is (least, most)."""
         span, costs = self.within_error(self.seconds), None if self.money is None else self.within_error(self.money)
         return {
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "price": self.price,
-            "goodput": self.goodput,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in ("tokens", "steps", "price", "goodput", "seconds", "error")},
             "seconds_range": None if span is None else list(span),
             "days": self.seconds / DAY,
             "device_hours": self.device_hours,
             "money": self.money,
             "money_range": None if costs is None else list(costs),
-            "error": self.error,
         }
 
 

@@ -63,12 +63,7 @@ class Total:
 
 
 class Schedule:
-    """The operations of `program`, timed for `target`.
-
-    Attributes:
-        program: as scheduled.
-        caveats: where the times may be wrong; grows as computations are read.
-    """
+    """The operations of `program`, timed for `target`; `caveats` grow as computations are read."""
 
     def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:
         self.program = program

@@ -59,19 +59,14 @@ class MeshCollective:
         """Return the object that `jdp verify --json` prints for one collective."""
         c = self.collective
         return {
-            "kind": c.kind,
-            "dtype": c.dtype,
-            "payload_bytes": c.payload_bytes,
-            "count": c.count,
+            **{name: getattr(c, name) for name in ("kind", "dtype", "payload_bytes", "count", "group_size", "source")},
             "in_accumulation_loop": self.in_accumulation_loop,
             "axes": list(self.axes),
             "counted": self.over_batch,
             "statistics_bytes": self.statistics_bytes,
-            "group_size": c.group_size,
             "wire_bytes_per_device": c.wire_bytes,
             "asynchronous": c.is_async,
             "operation": c.op_name,
-            "source": c.source,
         }
 
 

@@ -29,6 +29,7 @@ Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Ba
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -125,24 +126,24 @@ def theory(
     gathered = gathered if plan.row.gather == "use" else None
     gathers, most = _gathers(plan, settings, leaves, inner, gathered)
     first, *others = _reductions(plan, rounds, r, sum(count for count, _ in trained))
-    promises, packed = (first, *gathers, *others), dict[str, float]()
+    promises, packed = (first, *gathers, *others), defaultdict[str, float](float)
     unsharded = _unsharded(plan, trained, rounds * r)
     if settings.local_steps is not None:
         unsharded = replace(unsharded, devices=sizes[DATA])
         promises = _of_a_round(promises, plan, rounds, first.parameters, unsharded.payload_bytes / (rounds * r))
     if (wire.gradients is not None or settings.buckets is not None) and plan.batch_shards > 1:
         reductions = Reductions(plan, settings, trained).promises(rounds)
-        promises, whole = (*reductions, *gathers), [unsharded.payload_bytes] if unsharded.payload_bytes else []
-        for kind, payload in [(each.kind, each.payload_bytes) for each in reductions] + [
-            ("all-reduce", e) for e in whole
-        ]:
-            packed[kind] = packed.get(kind, 0.0) + payload
+        promises = (*reductions, *gathers)
+        for each in reductions:
+            packed[each.kind] += each.payload_bytes
+        if unsharded.payload_bytes:
+            packed["all-reduce"] += unsharded.payload_bytes
     for each in gathers if wire.weights is not None else ():
-        packed["all-gather"] = packed.get("all-gather", 0.0) + each.payload_bytes
+        packed["all-gather"] += each.payload_bytes
     adapter = static.adapter if static is not None and settings.sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
-    return Theory(sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, packed)
+    return Theory(sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, dict(packed))
 
 
 def _reductions(plan: Plan, rounds: int, r: int, trained: int) -> Sequence[Promise]:
