@@ -119,7 +119,10 @@ class _Examination:
             return self._report()
         if self.run_folder is not None and self.me == 0:
             self.findings += _verified(self.run_folder)
-        return self._agreed(self._report())
+        from jdp.core.cluster.barrier import from_first_process
+
+        seconds = _VERIFYING if self.run_folder else _REPORTING
+        return from_first_process("whether all is well", self._report(), seconds=seconds)
 
     def _examine_machine(self, cluster: "Cluster | None") -> None:
         """Look at what needs neither JAX nor other processes."""
@@ -209,12 +212,6 @@ class _Examination:
             yield
         finally:
             timer.cancel()
-
-    def _agreed(self, code: int) -> int:
-        """Return process 0's exit code in all processes."""
-        from jdp.core.cluster.barrier import from_first_process
-
-        return from_first_process("whether all is well", code, seconds=_VERIFYING if self.run_folder else _REPORTING)
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""

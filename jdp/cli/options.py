@@ -179,15 +179,16 @@ def write_file(path: Path, text: str) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
 
 
-def choose_target_platform(target: str | None, devices: int | None) -> None:
-    """Choose the platform on which JAX compiles for a target: virtual CPU devices for "cpu:8", else the CPU."""
+def choose_target_platform(targets: Sequence[str | None], devices: int | None = None) -> None:
+    """Choose the platform on which JAX compiles for targets: virtual CPU devices for "cpu:8", else the CPU."""
     from jdp.base.machine import choose_platform
 
-    kind, _, number = (target or "").partition(":")
-    if target is None:
+    numbers = [name[4:] for name in targets if name and name.startswith("cpu:")]
+    largest = max((int(number) for number in numbers if number.isdecimal() and len(number) < 6), default=0)
+    if largest:
+        choose_platform(largest)
+    elif None in targets:
         choose_platform(devices)
-    elif kind == "cpu" and number.isdecimal() and len(number) < 6 and int(number):
-        choose_platform(int(number))
     else:
         import jax
 

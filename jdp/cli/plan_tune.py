@@ -73,7 +73,7 @@ def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned
     check_axes_free(options, overrides)
     strategies, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate")
     remats = None if options.remat is None else words(options.remat, "--remat")
-    choose_target_platform(options.target, load(options.file, overrides).devices)
+    choose_target_platform([options.target], load(options.file, overrides).devices)
 
     from jdp.cli.terminal import Progress
     from jdp.experiment.tune import Tuning

@@ -177,8 +177,7 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return one of the `strategies` that `jdp plan --json` prints."""
         report, memory = self.report, self.memory
-        return {
-            **{name: getattr(self, name) for name in _IN_JSON},
+        found: dict[str, Any] = {
             "mesh": None if self.axes is None else dict(self.axes),
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
@@ -188,21 +187,22 @@ class Estimate:
             "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
             "keeps_contract": None if report is None else report.kept,
             "like_zero2": None if report is None else report.like_zero2 or None,
-            **{
-                name: getattr(self.timeline, name, None)
-                for name in ("exposed_seconds", "host_seconds", "host_wait_seconds")
-            },
             "step_seconds_range": None if self.step_range is None else list(self.step_range),
             "tokens_per_step": self.tokens,
+            **{name: getattr(self.timeline, name, None) for name in _TIMES},
         }
+        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON}
 
 
+_TIMES = ("exposed_seconds", "host_seconds", "host_wait_seconds")
 _IN_JSON = (
-    *("strategy", "accumulate", "remat", "partitioning", "partitioning_why", "fits", "bytes_per_device"),
-    *("available_bytes", "closed_form_bytes", "parameters", "exposed_fraction", "step_seconds", "compute_parts", "mfu"),
-    *("tokens_per_second", "efficiency", "compile_seconds", "cached", "error"),
+    *("strategy", "accumulate", "remat", "mesh", "partitioning", "fits", "bytes_per_device", "available_bytes"),
+    *("memory", "host_bytes", "memory_most", "memory_advice", "closed_form_bytes", "wire_bytes_per_device"),
+    *("theory_wire_bytes_per_device", "keeps_contract", "like_zero2", "exposed_fraction", *_TIMES, "step_seconds"),
+    *("step_seconds_range", "compute_parts", "mfu", "tokens_per_second", "efficiency", "compile_seconds", "cached"),
+    *("tokens_per_step", "parameters", "partitioning_why", "error"),
 )
-"""The attributes of an estimate that its JSON has as they are."""
+"""The keys of an estimate in JSON, in order; most are its attributes."""
 MEMORY = (
     *("candidate", "fits", "holds", "parameters", "gradients", "optimizer", "working copy", "activations", "other"),
     "ZeRO's formula",
@@ -252,6 +252,11 @@ class PlanReport(Drawn):
             return f"Take {self.choice.name}."
         compiled = any(estimate.memory is not None for estimate in self.estimates)
         return "No candidate fits." if compiled else "No candidate compiled."
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens (or examples) a second of the choice; None where there is none, or times are not known."""
+        return None if self.choice is None else self.choice.tokens_per_second
 
     @property
     def memory_headings(self) -> tuple[str, ...]:

@@ -64,12 +64,14 @@ class StepReport(Drawn, ABC):
         """The part of a sentence that all verdicts have."""
         return f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
 
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain objects: here what every report has."""
-        return {
-            **{name: getattr(self, name) for name in ("kept", "target", "mesh", "wire_bytes_per_device", "ratio")},
-            **{name: list(getattr(self, name)) for name in ("breaches", "symptoms", "notes")},
-        }
+        """Return the report as plain objects."""
+
+    def _as_json(self, names: str) -> dict[str, Any]:
+        """Return attributes by name, tuples as lists."""
+        values = {name: getattr(self, name) for name in names.split()}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
     def __repr__(self) -> str:
         sentences = [f"{self.heading}.", self.verdict, *(self.schedule or self.breaches[:1])]

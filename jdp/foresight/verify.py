@@ -237,17 +237,17 @@ class Report(StepReport):
     def to_json(self) -> dict[str, Any]:
         """Return the object that `jdp verify --json` prints."""
         return {
-            **super().to_json(),
-            **{name: getattr(self, name) for name in ("strategy", "accumulate", "partitioning", "why")},
-            "theory_wire_bytes_per_device": self.theory_wire_bytes_per_device,
+            **self._as_json("kept strategy target wire_bytes_per_device theory_wire_bytes_per_device ratio"),
             "collectives": [each.to_json() for each in self.collectives],
+            **self._as_json("breaches accumulate mesh partitioning why"),
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.model_axes],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
-            "strays": list(self.strays),
+            **self._as_json("strays"),
             "gathers": None if self.gathering is None else self.gathering.to_json(),
             "gathers_at_most_bytes": None if self.gathering is None else self.theory.most_gathered_bytes,
             "like_zero2": self.like_zero2 or None,
+            **self._as_json("symptoms notes"),
         }
 
     def paragraphs(self) -> list[list[str]]:

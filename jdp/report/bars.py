@@ -31,10 +31,7 @@ class Bar:
 def stacked_bars(
     bars: Sequence[Bar], colours: Mapping[str, str], unit: float, axis_label: str, described: str
 ) -> Markup:
-    """Draw horizontal bars from the top down, classes in the order of `colours`, each with its limit as a line.
-
-    Limits far beyond every bar are drawn behind a break of the axis.
-    """
+    """Draw horizontal bars from the top down, each with its limit as a line, behind a break of the axis if far."""
     limits = [bar.limit / unit for bar in bars if bar.limit is not None]
     longest = max(bar.total for bar in bars) / unit
     is_far = bool(limits) and min(limits) > _FAR * longest > 0

@@ -54,10 +54,7 @@ class Run:
 
 
 def run_page(runs: Sequence[Run], *, title: str = "") -> str:
-    """Return the page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
-
-    The same runs give the same text.
-    """
+    """Return the page as HTML text, the same for the same runs; it needs no network, no fonts and no other files."""
     names = [run.name for run in runs]
     several = len(runs) > 1
     charted = [Series(run.rows, run.history) for run in runs]

@@ -111,12 +111,13 @@ class StepForecast(StepReport):
         """Return the report as plain objects."""
         seconds = ("step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds")
         return {
-            **super().to_json(),
-            "name": self.name,
+            **self._as_json("kept name target mesh wire_bytes_per_device"),
             "bound_wire_bytes_per_device": None if self.bound is None else self.bound.wire_bytes,
+            "ratio": self.ratio,
             "memory": asdict(self.memory),
             "sent": [asdict(each) for each in self.sent],
             "schedule": None if self.timeline is None else {name: getattr(self.timeline, name) for name in seconds},
+            **self._as_json("breaches symptoms notes"),
         }
 
     def paragraphs(self) -> list[list[str]]:

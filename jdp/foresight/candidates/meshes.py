@@ -191,10 +191,7 @@ def _model_axis(step: Step) -> tuple[str | None, list[str]]:
 
 
 def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
-    """Return what a step sends: seconds, or bytes of a device where the links' rates are not known.
-
-    `tokens` are those of a microbatch.
-    """
+    """Return what a step sends, `tokens` a microbatch: seconds; a device's bytes where link rates are not known."""
     step, state, mesh = candidate.step, candidate.state, candidate.step.plan.mesh
 
     def cost(kind: str, payload: float, axes: Sequence[str], times: int) -> float:

@@ -82,12 +82,13 @@ class Bill:
         """Return the `bill` that `jdp plan --json` prints: seconds, device-hours, money; a range is (least, most)."""
         span, costs = self.within_error(self.seconds), None if self.money is None else self.within_error(self.money)
         return {
-            **{name: getattr(self, name) for name in ("tokens", "steps", "price", "goodput", "seconds", "error")},
+            **{name: getattr(self, name) for name in ("tokens", "steps", "price", "goodput", "seconds")},
             "seconds_range": None if span is None else list(span),
             "days": self.seconds / DAY,
             "device_hours": self.device_hours,
             "money": self.money,
             "money_range": None if costs is None else list(costs),
+            "error": self.error,
         }
 
 

@@ -118,13 +118,10 @@ class Program:
         return {key: {step.name: step for step in steps} for key, steps in self.computations.items()}
 
     def source_lines(self, step: Instruction) -> tuple[str, ...]:
-        """Where the operation was written, "file:line", innermost first; empty where the text does not tell.
-
-        Newer texts have tables of stack frames; older ones the innermost place on the line itself.
-        """
+        """Return where the operation was written, "file:line", innermost first; empty where the text does not tell."""
         if match := _FRAME.search(step.line):
             return self.frames.get(match[1], ())
-        place = _SOURCE.search(step.line)
+        place = _SOURCE.search(step.line)  # older texts have only the innermost
         return (f"{place[1]}:{place[2]}",) if place else ()
 
     def source_line(self, step: Instruction) -> str | None:

@@ -88,11 +88,8 @@ class Candidate:
         return replace(self, batch=jax.tree.map(resize, self.batch))
 
     def lower(self) -> jax.stages.Lowered:
-        """Return `step.lower(state, batch)` for devices that are only described.
-
-        The mesh is the context's too, so that a loss written under `jax.set_mesh` finds its axes.
-        """
-        mesh = self.step.plan.mesh
+        """Return `step.lower(state, batch)` for devices that are only described."""
+        mesh = self.step.plan.mesh  # the context's too: a loss written under `jax.set_mesh` finds its axes
         with lowering_for(mesh.devices.flat[0], self.cudnn), jax.set_mesh(mesh):
             return self.step.lower(self.state, self.batch)
 

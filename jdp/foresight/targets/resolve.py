@@ -147,10 +147,7 @@ def _installed(package: str) -> str | None:
 
 
 def _check_compiler(name: str) -> None:
-    """Raise ValueError with what to install, before jax or XLA fail less clearly.
-
-    Checked are XLA's GPU plugin, its version, which must be jaxlib's, and ptxas with libdevice.
-    """
+    """Raise ValueError with what to install, before jax or XLA fail less clearly."""
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
     family = next((f for f in families if all(map(_installed, f))), None)
     if family is None:

@@ -9,7 +9,7 @@
    parameters too small to shard are all-reduced by plan (`theory.Unsharded`), within the same total.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -59,14 +59,16 @@ class MeshCollective:
         """Return the object that `jdp verify --json` prints for one collective."""
         c = self.collective
         return {
-            **{name: getattr(c, name) for name in ("kind", "dtype", "payload_bytes", "count", "group_size", "source")},
+            **{name: getattr(c, name) for name in ("kind", "dtype", "payload_bytes", "count")},
             "in_accumulation_loop": self.in_accumulation_loop,
             "axes": list(self.axes),
             "counted": self.over_batch,
             "statistics_bytes": self.statistics_bytes,
+            "group_size": c.group_size,
             "wire_bytes_per_device": c.wire_bytes,
             "asynchronous": c.is_async,
             "operation": c.op_name,
+            "source": c.source,
         }
 
 
@@ -85,21 +87,14 @@ def collectives_on(reading: Reading, statistics: BatchStatistics | None = None) 
     return placed
 
 
-def axes_along(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes along which the members of a group differ, in mesh order.
-
-    `groups` hold positions in the mesh's device order; a permute's are its (source, target) pairs.
-    """
-    return _axes_along(tuple(groups), tuple(mesh.devices.shape), tuple(mesh.axis_names))
-
-
 @lru_cache(maxsize=256)
-def _axes_along(groups: tuple[tuple[int, ...], ...], shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    varies = np.zeros(len(shape), bool)
+def axes_along(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> tuple[str, ...]:
+    """Return the mesh axes along which members of a group, positions in the mesh's device order, differ."""
+    varies = np.zeros(mesh.devices.ndim, bool)
     for group in groups:
-        coordinates = np.stack(np.unravel_index(np.array(group), shape))
+        coordinates = np.stack(np.unravel_index(np.array(group), mesh.devices.shape))
         varies |= (coordinates != coordinates[:, :1]).any(axis=1)
-    return tuple(name for name, differs in zip(names, varies, strict=True) if differs)
+    return tuple(name for name, differs in zip(mesh.axis_names, varies, strict=True) if differs)
 
 
 # The comparison.
