@@ -205,7 +205,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         return replace(named, error=str(error))
     held, traffic, chip = memory(compiled, step, state), report(step, state, compiled, str(target)), target.chip
     headroom = None if target.memory_bytes is None else held.fits(target.memory_bytes)
-    timed = (chip is not None or target.kind == "cpu") and (headroom is None or headroom.fits)
+    timed = target.is_timed and (headroom is None or headroom.fits)
     return replace(
         named,
         partitioning=step.partitioning,
