@@ -49,16 +49,9 @@ class BucketCopies:
         self.folder = self.scratch.folder
         self.unfinished: list[str] = []
         self._known: dict[tuple[int, bytes], str] = {}
-        self._shared = False
         self.look()
         if together:
             meet("where each process has looked at a directory of checkpoints")
-
-    def require_shared(self) -> None:
-        """Check, once and on every process, that they see one scratch folder."""
-        if not self._shared:
-            require_shared(self.scratch, self.remote.address)
-        self._shared = True
 
     def look(self) -> None:
         """Fetch every checkpoint that is not here yet, without its arrays; drop those that are gone."""
@@ -187,7 +180,7 @@ def save(place: Remote, write: Callable[[Path], None], *, overwrite: bool) -> No
             f"A checkpoint has a folder in its bucket; given {parent}/{name}. Write {parent}/{name}/NAME."
         )
     remote, scratch = Remote(parent), Scratch(f"{parent}/{name}", together=True)
-    require_shared(scratch, f"{parent}/{name}")
+    scratch.require_shared()
     on_first_process(lambda: _check_free(remote, name, overwrite))
     with named():
         write(scratch.folder)
@@ -235,16 +228,6 @@ def named() -> Generator[None]:
 def parsed(given: str | Path) -> Path | Remote:
     """Return the path that a user gave, absolute, or the folder in a bucket for an address."""
     return user_path(given).absolute() if address_of(given) is None else Remote.at(given)
-
-
-def require_shared(scratch: Scratch, address: str) -> None:
-    """Check on every process that they see one scratch folder."""
-    if not scratch.is_shared():
-        raise CheckpointError(
-            f"Processes that save to {address} must see one folder in which they write a checkpoint before it is sent, "
-            "as those of one host do; these do not. Set JDP_CACHE_DIR to a folder that all hosts share, or mount the "
-            "bucket (mountpoint-s3, gcsfuse) and give that folder."
-        )
 
 
 def _checkpoints(files: Iterable[str]) -> list[str]:

@@ -173,7 +173,7 @@ class Checkpoints:
         numbers = self._best.numbers(metrics or {})
         step = number_of(state, step)
         if self._bucket is not None:
-            self._bucket.require_shared()
+            self._bucket.scratch.require_shared()
         self.wait()
         if self._lineage.has(step, state):
             return

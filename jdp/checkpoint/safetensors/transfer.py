@@ -158,12 +158,11 @@ def import_safetensors(
 
 def weights_of(tree: PyTree) -> dict[str, Any]:
     """Return weights by slash path, in their own shapes: of a state, its parameters and model state, one model."""
-    trees = [tree]
+    trees, leaves = [tree], dict[str, Any]()
     if isinstance(tree, TrainState):
         trees = [own_shaped(tree.params, "params", tree.static), tree.model_state]
-    pairs = [(path_of(path), leaf) for each in trees for path, leaf in jax.tree.leaves_with_path(each)]
-    leaves = dict[str, Any]()
-    for path, leaf in pairs:
+    for key, leaf in (pair for each in trees for pair in jax.tree.leaves_with_path(each)):
+        path = path_of(key)
         if path in leaves:
             raise CheckpointError(f"Every weight needs a path of its own; two have {path}. Rename one.")
         if not hasattr(leaf, "dtype"):
@@ -281,10 +280,11 @@ def import_weights(
         _check_config(expected, path)
     check_cover(expected, leaves, missing)
     for name in sorted(ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)):
-        if needed := _needed(expected.tensors.get(name), missing):
+        if name in expected.tensors and (needed := _needed(expected.tensors[name], missing)):
             raise needed_but_ignored(needed[0])
         del stored[name]
-    sources = _sources(expected, stored, leaves, missing, path)
+    _check_stored(expected, stored, leaves, missing, path)
+    sources = _sources(expected, stored, leaves, path)
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
     return _with_weights(target, {each: _read_leaf(each, leaves[each], held) for each, held in sources.items()})
 
@@ -303,49 +303,54 @@ def _check_config(names: Names, path: Path) -> None:
         )
 
 
-def _needed(tensor: Tensor | None, missing: Sequence[str]) -> list[str]:
+def _needed(tensor: Tensor, missing: Sequence[str]) -> list[str]:
     """Return the parameters of a tensor that the file may not lack."""
-    return [part.path for part in tensor.parts if not matches(part.path, missing)] if tensor is not None else []
+    return [part.path for part in tensor.parts if not matches(part.path, missing)]
 
 
-def _sources(
+def _check_stored(
     names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], missing: Sequence[str], path: Path
-) -> dict[str, dict[int | None, _Source]]:
-    """Return where each parameter, or each layer of it, is read, without those that the file may lack."""
-    sources: dict[str, dict[int | None, _Source]] = {}
-    absent: dict[str, str] = {}
+) -> None:
+    """Check that the file has the tensors that the model needs, in its shapes, and no others."""
     for name, tensor in names.tensors.items():
-        if name not in stored:
-            if _needed(tensor, missing):
-                closest = nearest(name, stored, "; the closest name it has is ", cutoff=0.0).rstrip("?")
-                raise CheckpointError(
-                    f"{path} has no {name}, which holds {tensor.parts[0].path}"
-                    f"{closest if stored else '; it has no tensors'}. Give the names that this file has."
-                )
-            absent |= {part.path: name for part in tensor.parts}
-            continue
-        wanted, shape = file_shape(tensor, leaves), stored[name].shape
-        if wanted != shape:
+        if name not in stored and _needed(tensor, missing):
+            closest = nearest(name, stored, "; the closest name it has is ", cutoff=0.0).rstrip("?")
+            raise CheckpointError(
+                f"{path} has no {name}, which holds {tensor.parts[0].path}"
+                f"{closest if stored else '; it has no tensors'}. Give the names that this file has."
+            )
+        wanted = file_shape(tensor, leaves)
+        if name in stored and stored[name].shape != wanted:
             paths = " + ".join(part.path for part in tensor.parts)
             raise CheckpointError(
-                f"{path} has {name} as {list(shape)}, and the model's {paths} needs {list(wanted)}. Build the model "
-                "with the sizes of the file."
+                f"{path} has {name} as {list(stored[name].shape)}, and the model's {paths} needs {list(wanted)}. Build "
+                "the model with the sizes of the file."
             )
-        first = 0
-        for part in tensor.parts:
-            sources.setdefault(part.path, {})[part.layer] = _Source(stored[name], tensor.transposed, first)
-            first += (*part_shape(part, leaves), 0)[-2] if len(tensor.parts) > 1 else 0
     for name, tensor in stored.items():
         if name not in names.tensors and not matches(name, names.ignored):
             raise CheckpointError(
                 f"{path} has {name} {tensor.dtype}{list(tensor.shape)}, for which the model has no place. Build the "
                 f"model that the file is of, or leave it unread: ignore=({name!r},)."
             )
-    for each in absent.keys() & sources.keys():
-        raise CheckpointError(
-            f"A file has all layers of a parameter or none; {path} has no {absent[each]}, but other layers of {each}. "
-            "It is incomplete: copy it again."
-        )
+
+
+def _sources(
+    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], path: Path
+) -> dict[str, dict[int | None, _Source]]:
+    """Return where each parameter, or each layer of it, is read: all that the file has."""
+    sources: dict[str, dict[int | None, _Source]] = {}
+    for name, tensor in names.tensors.items():
+        first = 0
+        for part in tensor.parts if name in stored else ():
+            sources.setdefault(part.path, {})[part.layer] = _Source(stored[name], tensor.transposed, first)
+            first += part_shape(part, leaves)[-1] if len(tensor.parts) > 1 else 0
+    for name, tensor in names.tensors.items():
+        for part in tensor.parts:  # a parameter may be missing, but not some of its layers
+            if name not in stored and part.path in sources:
+                raise CheckpointError(
+                    f"A file has all layers of a parameter or none; {path} has no {name}, but other layers of "
+                    f"{part.path}. It is incomplete: copy it again."
+                )
     return sources
 
 
