@@ -39,7 +39,9 @@ class Scratch:
         scheme, _, rest = address.partition("://")
         self.folder = self._home / rest
         try:
-            _remove_dead(root)
+            for lock in root.glob(f"*/{_LOCK}"):  # of processes that have ended
+                with contextlib.suppress(OSError):
+                    _leave(lock.parent, os.open(lock, os.O_RDWR))
             self._handle = _hold(self._home)
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -100,10 +102,3 @@ def _leave(home: Path, handle: int) -> None:
         if not (home / _KEEP).exists():
             shutil.rmtree(home, ignore_errors=True)
     os.close(handle)
-
-
-def _remove_dead(root: Path) -> None:
-    """Remove the folders whose processes have ended."""
-    for lock in root.glob(f"*/{_LOCK}"):
-        with contextlib.suppress(OSError):
-            _leave(lock.parent, os.open(lock, os.O_RDWR))

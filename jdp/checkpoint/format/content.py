@@ -45,6 +45,7 @@ from jdp.checkpoint.format.trees import (
     ignored_names,
     leaves_of,
     needed_but_ignored,
+    text_of,
 )
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.sharding.padded import Flat
@@ -278,7 +279,7 @@ def _stored_form(leaf: Any, path: str) -> Any:
 
 def _describe(leaves: Mapping[str, Any], flat: Mapping[str, Flat]) -> dict[str, str]:
     """Return the dtype and own shape of each leaf as text: path -> "float32[4, 8]"."""
-    return {path: f"{leaf.dtype}{list(own_shape(leaf.shape, flat.get(path)))}" for path, leaf in leaves.items()}
+    return {path: text_of(leaf.dtype, own_shape(leaf.shape, flat.get(path))) for path, leaf in leaves.items()}
 
 
 def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:

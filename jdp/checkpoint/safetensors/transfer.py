@@ -196,7 +196,11 @@ def export_weights(
     check_values(leaves)
     tensors = resolve(names, leaves)
     check_cover(tensors, leaves)
-    specs = {name: _spec(tensor, leaves, dtype) for name, tensor in tensors.tensors.items()}
+    specs = dict[str, jax.ShapeDtypeStruct]()
+    for name, tensor in tensors.tensors.items():
+        own = np.dtype(leaves[tensor.parts[0].path].dtype)
+        kind = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
+        specs[name] = jax.ShapeDtypeStruct(file_shape(tensor, leaves), kind)
 
     def value(name: str) -> np.ndarray:
         return _gather(tensors.tensors[name], leaves).astype(specs[name].dtype, copy=False)
@@ -211,12 +215,6 @@ def export_weights(
         for name in specs:  # a gather needs every process
             value(name)
     meet("the end of jdp.export_safetensors")
-
-
-def _spec(tensor: Tensor, leaves: Mapping[str, Any], dtype: Any) -> jax.ShapeDtypeStruct:
-    own = np.dtype(leaves[tensor.parts[0].path].dtype)
-    kind = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
-    return jax.ShapeDtypeStruct(file_shape(tensor, leaves), kind)
 
 
 def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
