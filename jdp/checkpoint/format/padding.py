@@ -76,12 +76,11 @@ def converting(read: Read, stored: Mapping[str, Flat], flat: Mapping[str, Flat])
             given = read({path: _source(leaf, changes[path]) for path, leaf in some.items()})
             others = dict[str, Any]()
             for path, leaf in some.items():
-                flat_there = changes[path].given
                 if not isinstance(leaf, np.ndarray | np.generic):
                     others[path] = (given[path], changes[path], leaf.sharding)
                 else:  # without JAX, which would make it 32 bits wide
-                    cut = given[path] if flat_there is None else given[path][..., : flat_there.row]
-                    arrays[path] = cut.reshape(leaf.shape)
+                    form = changes[path].given
+                    arrays[path] = given[path] if form is None else given[path][..., : form.row].reshape(leaf.shape)
             arrays |= dict(zip(others, changed(list(others.values())), strict=True))
         return arrays
 

@@ -96,10 +96,12 @@ def read_json(file: Path) -> Any:
         ) from error
 
 
-def write_json(file: Path, keys: Mapping[str, Any]) -> None:
-    """Write a JSON file on process 0; the others go on when it is there."""
+def write_json(file: Path, keys: Mapping[str, Any], *, replace: bool = True) -> None:
+    """Write a JSON file on process 0; the others go on when it is there. Without `replace` one that is there stays."""
 
     def write() -> None:
+        if not replace and file.exists():
+            return
         try:
             file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
         except OSError as error:

@@ -108,12 +108,10 @@ def export_hf(
     own = next((leaf.dtype for leaf in weights.values()), np.float32)
     keys = written(config, np.dtype(own if dtype is None else dtype).name)
     file = folder / CONFIG
-    there = file.exists()
-    if there and (read(folder) is None or differences(folder, config)):
+    if file.exists() and (read(folder) is None or differences(folder, config)):
         raise CheckpointError(f"{file} is there, and describes another model. Export to another folder, or move it.")
     export_weights(folder / f"model{files.SUFFIX}", weights, names, dtype, max_shard_bytes)
-    if not there:
-        write_json(file, keys)
+    write_json(file, keys, replace=False)
 
 
 def import_safetensors(
