@@ -19,11 +19,14 @@ from jdp.base.bucket_address import address_of
 from jdp.base.tree_paths import path_of
 from jdp.base.user_path import PathError
 from jdp.checkpoint import CheckpointError, restore_params
-from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_peft, import_safetensors, llama_names
+from jdp.checkpoint.safetensors import files
+from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
+from jdp.checkpoint.safetensors.names import Names
 from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
-from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter
+from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter, import_peft
+from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.host_memory import on_device
@@ -56,7 +59,7 @@ def check_init_from(train: Train, config: Any) -> None:
         raise ExperimentError(f"train.init_from: {error}") from error
     if train.init_adapter is not None:
         try:
-            check_adapter(local_path(train.init_adapter, only=ADAPTER), config)
+            check_adapter(local_path(train.init_adapter, only=ADAPTER).absolute(), config)
         except ValueError as error:
             raise ExperimentError(f"train.init_adapter: {error}") from error
     if path is not None and keys:
