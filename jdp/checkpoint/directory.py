@@ -20,10 +20,9 @@ from typing import Any, Literal, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
 from jdp.base.progress_file import note_progress
-from jdp.base.user_path import user_path
+from jdp.base.user_path import address_of, user_path
 from jdp.checkpoint.bucket_copies import BucketCopies, named, require_shared
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.format import committing, content

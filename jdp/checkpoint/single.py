@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdp.base.bucket_address import address_of
-from jdp.base.user_path import user_path
+from jdp.base.user_path import address_of, user_path
 from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error

@@ -14,9 +14,8 @@ from typing import Literal, TypeVar
 
 import jax
 
-from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice, shown
-from jdp.base.user_path import user_path
+from jdp.base.user_path import address_of, user_path
 from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.checkpoint.format import checksums, content
