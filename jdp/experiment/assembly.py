@@ -44,9 +44,8 @@ from jdp.experiment.schema.optimizer import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
-from jdp.models import GPTConfig, ModelConfig, ViTConfig
+from jdp.models import GPTConfig, ModelConfig, ViTConfig, generate
 from jdp.models.lower_bounds import parameter_lower_bound
-from jdp.models.sampling import generate
 from jdp.models.sizes import parameter_shapes
 
 

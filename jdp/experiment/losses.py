@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jdp.core.types import Batch, Loss
-from jdp.models.losses import classification_loss
+from jdp.models import classification_loss
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
