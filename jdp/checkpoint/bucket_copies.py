@@ -19,10 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from jdp.base.bucket import Remote, RemoteError, Stored
-from jdp.base.bucket_address import address_of
+from jdp.base.bucket import Remote, RemoteError, Stored, place_of
 from jdp.base.notices import shown
-from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, on_first_process
 from jdp.checkpoint.format import content
 from jdp.checkpoint.format.checksums import COMMITTED
@@ -227,7 +225,8 @@ def named() -> Generator[None]:
 @named()
 def parsed(given: str | Path) -> Path | Remote:
     """Return the path that a user gave, absolute, or the folder in a bucket for an address."""
-    return user_path(given).absolute() if address_of(given) is None else Remote.at(given)
+    place = place_of(given)
+    return place.absolute() if isinstance(place, Path) else place
 
 
 def _checkpoints(files: Iterable[str]) -> list[str]:

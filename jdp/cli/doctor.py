@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import sys
-import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
+from jdp.base.timer import call_after
 from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
@@ -205,13 +205,8 @@ class _Examination:
             self._report()
             os._exit(UNHEALTHY)
 
-        timer = threading.Timer(seconds, give_up)
-        timer.daemon = True
-        timer.start()
-        try:
+        with call_after(seconds, give_up):
             yield
-        finally:
-            timer.cancel()
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""

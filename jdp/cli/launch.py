@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jdp.base.bucket_address import address_of
+from jdp.base.user_path import address_of
 from jdp.cli import sweep, train_options
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.bucket import Remote
-from jdp.base.bucket_address import address_of
 from jdp.base.hints import nearest
 from jdp.base.shorten import brief
-from jdp.base.user_path import user_path
+from jdp.base.user_path import address_of, user_path
 
 
 class UsageError(ValueError):
@@ -39,11 +38,6 @@ def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Seq
                 flag = "FILE" if field.name == "file" else flag_of(field.name)
                 raise UsageError(f"{flag}: {error}") from None
     return dataclasses.replace(parsed, **paths)
-
-
-def runs_at(given: Path) -> Path | Remote:
-    """Return the folder that --run-dir names, on this machine or in a bucket."""
-    return given if (address := address_of(given)) is None else Remote.at(address)
 
 
 def parse_with_overrides(

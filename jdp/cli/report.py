@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.base.bucket_address import address_of
 from jdp.base.shorten import cut
 from jdp.base.toml import toml_value
-from jdp.base.user_path import PathError
+from jdp.base.user_path import PathError, address_of
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningReque
 from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.plan import Plan
-from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
+from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import AnyState

@@ -146,7 +146,7 @@ def test_a_mixture_has_one_tokenizer(file, texts):
 
 
 def test_tokens_are_kept_and_found_again(file, texts, own_cache, monkeypatch):
-    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
     first = text_data(texts, length=16, tokenizer=str(file))
     [kept] = (own_cache / "tokens").iterdir()
     with monkeypatch.context() as patched:
@@ -158,7 +158,7 @@ def test_tokens_are_kept_and_found_again(file, texts, own_cache, monkeypatch):
 
 
 def test_another_text_or_tokenizer_is_not_found(file, texts, own_cache, monkeypatch):
-    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
     text_data(texts, length=16, tokenizer=str(file))
     texts.write_text(texts.read_text().replace("tale", "tail"))
     other = text_data(texts, length=16, tokenizer=str(file))
@@ -173,7 +173,7 @@ def test_another_text_or_tokenizer_is_not_found(file, texts, own_cache, monkeypa
 def test_a_cache_that_cannot_be_written_is_reported(file, texts, tmp_path, monkeypatch, notices):
     (tmp_path / "cache").write_text("a file stands here")
     monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
     assert text_data(texts, length=16, tokenizer=str(file)).vocab_size == 300
     assert "tokens are not kept" in notices.text
 

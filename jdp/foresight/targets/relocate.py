@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
 from jdp.core.batch import batch_rows
-from jdp.core.sharding.axes import DATA, REPLICA
-from jdp.core.sharding.batch_divisor import BatchUnit
+from jdp.core.sharding.axes import DATA, REPLICA, BatchUnit
 from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
