@@ -27,12 +27,12 @@ from jdp.base.words import PrecisionName
 from jdp.core.batch import batch_rows
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.init.train_state import abstract_state, init_state
+from jdp.core.make_step import make_train_step
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.precision import Precision
 from jdp.core.random.row_keys import THREEFRY
 from jdp.core.sharding.axes import DATA
 from jdp.core.state import TrainState
-from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn
 from jdp.guard.memory_check import check_proof
 from jdp.prove.bounds import PAIRS, Closest, Record
@@ -228,7 +228,7 @@ def _quickly(make: Make) -> Make:
     def made(setting: Setting) -> Made:
         plain = make(setting)
         compiler = Compiler.of({**dict(plain.step.compiler.options), **QUICK})
-        return replace(plain, step=replace(plain.step, compiler=compiler))
+        return replace(plain, step=plain.step.changed(compiler=compiler))
 
     return made
 

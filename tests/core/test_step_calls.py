@@ -70,7 +70,7 @@ def test_a_changed_copy_of_a_step_chooses_for_itself(plan):
     """What a step has settled by batch shape belongs to that step: another loss, or plan, may need another way."""
     step = jdp.make_train_step(loss, plan)
     step(fresh(plan), batch())
-    copy = replace(step, accumulate=2)
+    copy = step.changed(accumulate=2)
     assert step.partitioning is not None
     assert copy.partitioning is None
 

@@ -40,7 +40,7 @@ from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
-from jdp.core.state import trained_part, with_trained
+from jdp.core.state import SQUARES, trained_part, with_trained
 from jdp.core.step_settings import StepSettings
 from jdp.core.tracing.collectives import reduced_by_layer
 from jdp.core.tracing.jaxprs import places_made
@@ -50,8 +50,6 @@ from jdp.core.wire.buckets import Synchroniser
 
 Kept = dict[str, PyTree]
 """What a synchroniser keeps between steps, by name; {} for nothing."""
-SQUARES = "squares"
-"""The entry of `Kept` to which squares of every gradient before it is reduced are added: of its norm, of its weight."""
 
 
 @dataclass(frozen=True)
