@@ -24,11 +24,11 @@ from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import owned_batch, signature
 from jdp.core.gradients import manual
-from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
+from jdp.core.gradients.spec import GradientSpec
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_tree, refuse_offload
 from jdp.core.plan import Plan, check_plan

@@ -23,12 +23,12 @@ from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients import auto, manual
-from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.gradients.spec import GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.core.sharding.host_memory import on_device

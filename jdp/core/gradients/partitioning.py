@@ -18,13 +18,14 @@ from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients import auto, manual
-from jdp.core.gradients.accumulate import Collectives, GradientSpec, first_call
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
+from jdp.core.gradients.microbatch import first_call
 from jdp.core.gradients.row_proof.proof import ends_in_quotient, prove
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.row_proof.rules import STATISTICS
+from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import own_axes
