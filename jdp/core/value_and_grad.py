@@ -116,26 +116,9 @@ def value_and_grad(
     refuse_offload(plan)
     check_settings(accumulate, group, partitioning)
     check_training_settings(None, False, overlap, True)
-    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
-            "or (0, 1)."
-        )
-    if wrt is not None and len(numbers) > 1:
-        raise ValueError(
-            f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
-            "the parameters into a model that is trained and one that is read."
-        )
+    numbers = _checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
-    wire = Wire.of(wire)
-    if wire.gradients in ("topk", "powersgd"):
-        raise ValueError(
-            f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
-            f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
-        )
-    if wire.gradients is not None:
-        wire = replace(wire, error_feedback=False)
+    wire = _without_feedback(Wire.of(wire))
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=settled_partitioning(partitioning, plan, wire, buckets, None, False),
@@ -153,6 +136,32 @@ def value_and_grad(
         numbers if isinstance(argnums, Sequence) else int(argnums),
         wrt,
     )
+
+
+def _checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
+    """Return the numbers of the differentiated models. Raises ValueError."""
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
+            "or (0, 1)."
+        )
+    if wrt is not None and len(numbers) > 1:
+        raise ValueError(
+            f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
+            "the parameters into a model that is trained and one that is read."
+        )
+    return numbers
+
+
+def _without_feedback(wire: Wire) -> Wire:
+    """Return the encodings without error feedback. Raises ValueError for those that need it."""
+    if wire.gradients in ("topk", "powersgd"):
+        raise ValueError(
+            f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
+            f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
+        )
+    return wire if wire.gradients is None else replace(wire, error_feedback=False)
 
 
 def _unpacked(loss_fn: Any) -> LossFn:
@@ -200,6 +209,7 @@ class ValueAndGrad(Generic[*Arguments]):
 
     def __init__(self, loss: PartitionedLoss, argnums: int | tuple[int, ...], wrt: Any) -> None:
         self.loss, self.argnums, self.wrt = loss, argnums, wrt
+        self._numbers = (argnums,) if isinstance(argnums, int) else argnums
         self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
         self._first_keys: list[bytes] = []
         self._checked_counts: set[int] = set()  # of arguments
@@ -307,10 +317,6 @@ class ValueAndGrad(Generic[*Arguments]):
                 f"over {', '.join(sorted(manual))}. Call it outside."
             )
         return arguments
-
-    @property
-    def _numbers(self) -> tuple[int, ...]:
-        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
 
     def _joined(self, models: Sequence[Any], rng: jax.Array) -> Models:
         """Return all models as one state: tuples of parameters and model state, with an entry for each model."""

@@ -13,6 +13,8 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
     │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced as the step calls it, not run
     │  │   ├─ loss_program.py              its jaxpr, made once for each shape of a call; the step runs it
     │  │   ├─ loss_trace.py                read: what only a global view can run, which weights are used twice
+    │  │   ├─ auto_contract.py             where auto would send more, or in another dtype, than the strategy promises
+    │  │   ├─ global_trace.py              the loss on global arrays, where its program in the step proves nothing
     │  │   ├─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
     │  │   └─ proof.py  prove          a sum over rows? reader.py follows the rows through the jaxpr by rules for
     │  │       │                           each primitive: rules.py, shapes.py, products.py, gathers.py

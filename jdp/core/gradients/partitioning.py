@@ -95,10 +95,10 @@ class PartitioningRequest:
         if (choice := self._choose_as_run(state, batch)) is not None:
             return choice
         self.spec.programs.clear()
-        trace = global_trace(self.spec, self.plan, state, batch, batch_rows(batch) // self.settings.accumulate)
+        rows = batch_rows(batch) // self.settings.accumulate
+        trace = global_trace(self.spec, self.plan, state, batch, rows)
         choice = self._choose(state, trace)
         if trace is None:
-            rows = batch_rows(batch) // self.settings.accumulate
             known = self._calls(choice) == 1 or rows == 0 or names_axes(self.spec, self.plan, state, batch)
             return replace(choice, proven=known, metrics=False, unproven=f"it does not take {rows} rows")
         if choice.partitioning == "manual" and (line := trace.global_only(self.plan.batch_axes)):
@@ -379,10 +379,7 @@ class PartitioningRequest:
     def _calls_as_product(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
-        counts = {
-            "local_steps": self.local_steps,
-            "accumulate": self.settings.accumulate // (self.local_steps or 1),
-        }
+        counts = {"local_steps": self.local_steps, "accumulate": self.settings.accumulate // (self.local_steps or 1)}
         return " × ".join([*sizes, *(f"{name}={count}" for name, count in counts.items() if count > 1)])
 
     def _drawback(self, state: AnyState) -> str | None:
