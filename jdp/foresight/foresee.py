@@ -143,7 +143,7 @@ def candidates(
     ways = [*((name, None) for name in strategies), *([(ZERO3, axes)] if axes else []), *others]
 
     def candidate(count: int, name: str, axes: Mapping[str, int] | None) -> Candidate:
-        other = replace(step, plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
+        other = step.changed(plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
         found = abstract_on(other, state, batch, target, microbatches=math.lcm(*counts), axes=axes)
         return replace(found, remat=remat)
 

@@ -108,7 +108,7 @@ def search_axes(
 ) -> MeshSearch:
     """Choose ways on other meshes to compile. Nothing is compiled here."""
     count, rounded = accumulate[0], math.lcm(*accumulate)
-    own = abstract_on(replace(step, accumulate=count), state, batch, target, microbatches=rounded)
+    own = abstract_on(step.changed(accumulate=count), state, batch, target, microbatches=rounded)
     sizes, rows = dict(own.step.plan.mesh.shape), batch_rows(own.batch)
     model_axis, left_out = _model_axis(own.step)
     if target.hosts == 1:
@@ -125,7 +125,7 @@ def search_axes(
             way = MeshWay(name, axes)
             try:
                 plan = replace(own.step.plan, strategy=name)
-                other = replace(own.step, plan=plan)
+                other = own.step.changed(plan=plan)
                 found = abstract_on(other, state, batch, target, microbatches=rounded, axes=axes)
                 placements = found.step.plan.placements(found.state)
             except ValueError as error:  # a rule that does not divide

@@ -151,7 +151,7 @@ def abstract_on(
     plan = step.plan.on(_mesh(step, state, target, axes))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
-        relocated = replace(step, plan=plan, accumulate=microbatches or step.accumulate)
+        relocated = step.changed(plan=plan, accumulate=microbatches or step.accumulate)
         rows, notes = round_up_rows(rows, relocated.batch_unit)
     keep = target is None
     if target is not None:
