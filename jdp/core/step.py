@@ -29,7 +29,7 @@ from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_onl
 from jdp.core.init.sync_entries import with_sync_entries
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.sharding.batch_divisor import BatchUnit
+from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.state import SQUARES, STACKED, TrainState, trained_part

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import jax
@@ -134,7 +134,7 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
     promised = theory(
         step.plan,
         state.params,
-        step.settings(sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto"),
+        replace(step.settings, sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto"),
         static=state.static,
         gathered=None if step.sends is None else step.sends.gathered,
         metrics=_metrics(reading, state),

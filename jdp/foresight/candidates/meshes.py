@@ -200,7 +200,7 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
             return times * ring_bytes(kind, payload, devices)
         return times * collective_seconds(kind, payload, _groups(mesh, axes, target), target)
 
-    promised = theory(step.plan, state.params, step.settings(local_steps=None), static=state.static)
+    promised = theory(step.plan, state.params, replace(step.settings, local_steps=None), static=state.static)
     stacked = (leaf.shape for leaf in jax.tree.leaves(own_shapes(state.params, state.static)) if len(leaf.shape) > 2)
     layers = max((shape[0] for shape in stacked), default=1) if step.plan.row.gather == "use" else 1
     total = 0.0
