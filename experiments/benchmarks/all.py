@@ -1,4 +1,4 @@
-"""All benchmarks, one after another; and the README's table, which is made from what they found.
+"""All benchmarks, one after another; and the table of this folder's README, which is made from what they found.
 
     python experiments/benchmarks/all.py [--only dispatch,traffic] [--timeout 3600] [--readme]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS, README = HERE / "results.json", HERE.parents[1] / "README.md"
+RESULTS, README = HERE / "results.json", HERE / "README.md"
 BEGIN, END = "<!-- made by experiments/benchmarks/all.py --readme -->\n", "<!-- end of what is made -->"
 
 RUNS = tuple(

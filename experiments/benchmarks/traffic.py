@@ -289,7 +289,9 @@ def headline(rows: list[dict[str, Any]], given: argparse.Namespace) -> Row:
     most = {name: max(r["ratio"] for r in chosen if r["strategy"] == name) for name in given.strategies.split(",")}
     axes = {"replica": given.replicas, "model": given.model_axis}
     mesh = "".join(f", {axis}={size}" for axis, size in axes.items() if size != 1)
-    measures = f"wire bytes against the table above: {given.models}; {given.targets}{mesh}; K = {given.accumulate}"
+    measures = (
+        f"wire bytes against the table of strategies: {given.models}; {given.targets}{mesh}; K = {given.accumulate}"
+    )
     result = ", ".join(f"{ratio:.3f} `{name}`" for name, ratio in most.items())
     return Row(f"{measures}; {len(chosen)} programs", result, "≤ 1.02")
 

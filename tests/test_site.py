@@ -1,0 +1,136 @@
+"""The site is built from the repository without a warning, its links lead somewhere, and its pages work offline."""
+
+import importlib
+import inspect
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from chromium import MISSING, Chromium, find_chromium
+
+import jdp
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.models", "jdp.plugin", "jdp.prove")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """What the README's command writes; `--strict`: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = ["mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", str(folder)]
+    built = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-4000:]
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_every_link_of_the_site_leads_somewhere(site):
+    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
+    files = {path.relative_to(site).as_posix() for path in site.rglob("*")}
+    assert len(pages) > 20
+    assert list(dangling(pages, files)) == []
+
+
+def dangling(pages, files):
+    """Yield the links to a file of the site, or to a place on a page, that is not there."""
+    anchors = {name: {"", "__top", *re.findall(r'\bid="([^"]+)"', text)} for name, text in pages.items()}
+    for name, text in pages.items():
+        for link in sorted({*re.findall(r'\b(?:href|src)="([^"$]+)"', text)}):
+            file, _, anchor = unescape(link).partition("#")
+            to = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
+            to = posixpath.join(to, "index.html") if to in (".", "..") or file.endswith("/") else to
+            there = anchor in anchors[to] if to in pages else to in files
+            if name != "404.html" and not re.match(r"https?:|data:", link) and not there:
+                yield f"{name} links to {link}"
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    pages = {"a/a.html": '<a href="b.html#two"></a><a href="#x"></a><a id="x" href="../c.py"></a>', "a/b.html": ""}
+    assert list(dangling(pages, {"d.py"})) == ["a/a.html links to ../c.py", "a/a.html links to b.html#two"]
+
+
+def test_the_reference_has_every_public_name_with_its_arguments(site):
+    page = (site / "reference" / "api.html").read_text()
+    headings = {unescape(re.sub(r"<[^>]+>", "", title)) for title in re.findall(r"<h2.*?</h2>", page, flags=re.S)}
+    for name in jdp.__all__:
+        value = getattr(jdp, name)
+        if isinstance(value, ModuleType | str):
+            continue
+        assert any(f"jdp.{name}" in re.split(r"[\s¶]", heading) for heading in headings), name
+        if inspect.isfunction(value):
+            *_, part = page.partition(f'id="{value.__module__}.{value.__qualname__}"')
+            for parameter in inspect.signature(value).parameters:
+                assert re.search(rf"<code>{parameter}</code>", part), (name, parameter)
+
+
+@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+def test_pages_open_without_errors_and_load_nothing_from_elsewhere(site):
+    with Chromium() as browser:
+        for page in ("index", "jdp/core/index", "jdp/guard/errors", "reference/api", "experiments/lessons/index"):
+            browser.open(site / f"{page}.html")
+            assert browser.errors == []
+            assert [
+                request for request in browser.requests if not request.startswith(("file:", "data:", "blob:"))
+            ] == []
+            assert browser.evaluate("document.querySelector('.md-nav--primary').innerText.includes('Reference')")
+            assert browser.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+        browser.evaluate("document.querySelector('input[name=query]').value = 'all-reduce'")
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_in_docstrings_exist(module):
+    """`jdp.…`, `Class.…` and `file.py` in the docstrings of public names."""
+    assert list(unresolved(importlib.import_module(module))) == []
+
+
+def unresolved(module):
+    public = {each: getattr(module, each) for each in getattr(module, "__all__", ())}
+    documented = {module.__name__: module, **public}
+    for value in list(public.values()):
+        if inspect.isclass(value):
+            documented |= {f"{value.__name__}.{each}": one for each, one in vars(value).items() if each[0] != "_"}
+    for where, value in documented.items():
+        for word in re.findall(r"`([\w./]+)(?:\(.*?\))?`", inspect.getdoc(value) or ""):
+            if not is_there(word):
+                yield f"the docstring of {where} names `{word}`"
+
+
+def is_there(word):
+    """Return False for a name of jdp's, or a file, that does not exist; True for all other words."""
+    if word.endswith(".py"):
+        return any(path.as_posix().endswith(f"/{word}") for path in ROOT.rglob("*.py"))
+    first, *rest = word.split(".")
+    if first == "jdp":
+        return reached(jdp, rest)
+    is_class = first[:1].isupper() and first in jdp.__all__
+    return not rest or not is_class or reached(getattr(jdp, first), rest)
+
+
+def reached(value, names):
+    """Return whether attributes, modules or fields of these names lead on from a value."""
+    for name in names:
+        if isinstance(value, ModuleType) and not hasattr(value, name):
+            try:
+                value = importlib.import_module(f"{value.__name__}.{name}")
+            except ModuleNotFoundError:
+                return False
+        elif hasattr(value, name):
+            value = getattr(value, name)
+        else:
+            return name in getattr(value, "__annotations__", {})
+    return True
+
+
+def test_names_that_do_not_exist_are_found():
+    wrong = "See `jdp.Plans`, `Plan.offloads`, `jdp/core/nothing.py`, `jdp.core.init.train_state`, `any.word`."
+    missing = [re.search("`(.*)`", each)[1] for each in unresolved(ModuleType("invented", wrong))]
+    assert missing == ["jdp.Plans", "Plan.offloads", "jdp/core/nothing.py"]
+    good = "`jdp.core.init` `jdp.guard.check_replicas(state)` `Plan.placements` `Step.partitioning` `placement.py`"
+    assert list(unresolved(ModuleType("invented", good))) == []
