@@ -192,7 +192,7 @@ def test_the_plan_is_reported_once(monkeypatch, caplog):
     reported = [record.getMessage() for record in caplog.records if record.name == "jdp"]
     assert reported == [
         "zero3 on data=8 cpu devices: gathered at each use",
-        "1 parameters of fewer than 64 elements stay replicated (32 bytes on every device): b",
+        "1 parameter of fewer than 64 elements stays replicated (32 bytes on every device): b",
     ]
 
 
