@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from devices import use_eight_devices
 from flax import nnx
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
 
 import jdp
 from jdp.foresight.program.collectives import collectives
@@ -147,4 +147,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

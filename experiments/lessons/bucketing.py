@@ -30,7 +30,7 @@ import numpy as np
 from clock import in_turns
 from jax import NamedSharding, P
 from jax.flatten_util import ravel_pytree
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
 from processes import all_reduce_seconds, fit, in_processes, is_one_of_several, spread
 
 import jdp
@@ -145,4 +145,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__" and not is_one_of_several(measure_here):
-    main()
+    tell(main)

@@ -27,7 +27,7 @@ import numpy as np
 from devices import use_eight_devices
 from jax import NamedSharding, P
 from matplotlib.patches import Rectangle
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes, traffic
@@ -146,4 +146,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 import optax
 from devices import use_eight_devices
-from narration import keep, parser, positive, show
+from narration import keep, parser, positive, show, tell
 from toy import ROWS, init, make_batch, total_loss
 
 import jdp
@@ -147,4 +147,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

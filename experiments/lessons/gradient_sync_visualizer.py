@@ -25,7 +25,7 @@ import numpy as np
 from devices import use_eight_devices
 from jax import NamedSharding, P
 from matplotlib.axes import Axes
-from narration import keep, parser, positive, show, write_page
+from narration import keep, parser, positive, show, tell, write_page
 from readiness import Bucket, buckets, readiness
 from toy import ROWS, init, make_batch, total_loss
 
@@ -146,4 +146,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -30,7 +30,7 @@ import optax
 from devices import use_eight_devices
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
 
 import jdp
 from jdp.report.charts import chart
@@ -147,4 +147,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from devices import use_eight_devices
 from jax.sharding import PartitionSpec as P
-from narration import keep, parser, positive, show
+from narration import keep, parser, positive, show, tell
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
@@ -144,4 +144,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

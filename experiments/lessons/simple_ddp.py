@@ -27,7 +27,7 @@ from clock import in_turns
 from devices import use_eight_devices
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from narration import curves, keep, parser, show
+from narration import curves, keep, parser, show, tell
 from toy import ROWS, init, make_batch, total_loss
 
 import jdp
@@ -142,4 +142,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from devices import use_eight_devices
 from large_batches import digits, init, loss
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
 
 import jdp
 from jdp.report.charts import chart
@@ -147,4 +147,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

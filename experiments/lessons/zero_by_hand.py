@@ -31,7 +31,7 @@ import optax
 from devices import use_eight_devices
 from jax import NamedSharding, P
 from jax.flatten_util import ravel_pytree
-from narration import keep, parser, show, stacked
+from narration import keep, parser, show, stacked, tell
 from toy import ROWS, init, make_batch
 
 import jdp
@@ -147,4 +147,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)
