@@ -43,15 +43,15 @@ def show_planned(planned: dict[str, list[tuple[float, float, float]]], axes: Axe
     end, host = {way: each[-1][0] for way, each in planned.items()}, {way: each[0] for way, each in planned.items()}
     on_64 = planned[FEW][HOSTS.index(8)][2]
     said = (
-        f"""At 16k tokens a GPU 512 GPUs are {end[MANY]:.0%} efficient, at 2k {end[FEW]:.0%}. A ring of 512 takes 511
-        sends one after the other, whatever the bytes, and each layer waits for a ring. With a replica on each host
-        weights are gathered inside the host, and only gradients cross hosts: {end[REPLICAS]:.0%}. On few hosts that
-        is no gain, as a flat ring is short there.""",
+        f"""At 16k tokens a GPU 512 GPUs are {end[MANY]:.0%} efficient, at 2k {end[FEW]:.0%}. A ring of 512 takes
+            511 sends one after the other, whatever the bytes, and each layer waits for a ring. With a replica on
+            each host weights are gathered inside the host, and only gradients cross hosts: {end[REPLICAS]:.0%}. On
+            few hosts that is no gain, as a flat ring is short there.""",
         f"""Nine times the parameters at 16k tokens: {end[LARGE]:.0%} on 512 GPUs; on one host {host[LARGE][0]:.1%},
-        the small model {host[MANY][0]:.1%}. FLOPs and bytes both grow with the parameters, the latency of a ring does
-        not: that is what a larger model gains from on 512.""",
+            the small model {host[MANY][0]:.1%}. FLOPs and bytes both grow with the parameters, the latency of a
+            ring does not: that is what a larger model gains from on 512.""",
         f"""Memory is not "the same as on one": a batch of 128 sequences takes {host[MANY][2]:.1f} GiB on each of 8
-        GPUs and {on_64:.1f} on each of 64, as activations and optimizer state are divided.""",
+            GPUs and {on_64:.1f} on each of 64, as activations and optimizer state are divided.""",
     )
     show("H100s that are not there, by `jdp plan`", ("model", "H100s", *FORESEEN), rows, *said)
     for way, curve in planned.items():

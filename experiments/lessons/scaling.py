@@ -4,8 +4,8 @@ The claims people meet: "95 % efficient on a node, 70 to 90 % at scale"; "larger
 is the same as on one"; 175B on 64 devices, 82 s a step of which 3 s are sync, 90 % hidden: "64x at 95 %".
 
 Strong scaling divides one batch among N devices. Weak scaling gives each device the same rows. Virtual devices share
-two cores, so their clock gains nothing: processor time a device stands for a core each. Then two processes on a core
-each, by the clock. Then `jdp plan` on H100s that are not there: it compiles the step, simulates schedule and network.
+two cores, so processor time a device stands for a core each. Then two processes on a core each, by the clock. Then `jdp
+plan` on H100s that are not there: it compiles the step, simulates schedule and network.
 
     python experiments/lessons/scaling.py [--plan] [--picture FILE.svg]
 
@@ -89,8 +89,9 @@ def show_scaling(kind: str, found: list[tuple[float, float]], axes) -> None:
     said = f"""Twice the devices do not halve a step: {same / (same + split):.0%} of it (s by Amdahl) is repeated by
         every device, such as AdamW on all weights. The fewer rows a device has, the more that counts."""
     if kind == "weak":
-        said = f"""The batch grows with the devices, so what all repeat counts less: {lost:.0%} (s by Gustafson; below
-            0: another program slowed the first). The clock grows, as eight devices share this machine's cores."""
+        said = f"""The batch grows with the devices, so what all repeat counts less: {lost:.0%} (s by Gustafson;
+            below 0: another program slowed the first). The clock grows, as eight devices share this machine's
+            cores."""
     show(f"{kind} scaling, virtual devices", headers, [*cells], said)
     axes.plot(COUNTS, speedups, "o-", label=f"{kind}, by processor time")
 
@@ -116,8 +117,8 @@ def main(argv: list[str] | None = None) -> None:
         planned = RECORDED
     show_planned(planned, right)
     claim = claimed_175b()
-    said = """95 % of 64 is not what the numbers beside it say: 0.3 s of 82 s are lost. And no published critical batch
-        is as large."""
+    said = """95 % of 64 is not what the numbers beside it say: 0.3 s of 82 s are lost. And no published critical
+        batch is as large."""
     show("175B on 64 devices, claimed to be 64 x at 95 %", ("what", "number"), [*claim.items()], said)
     left.set(title="Speed-up on this machine", xlabel="virtual devices", ylabel="speed-up")
     right.set(title="Efficiency, planned", xlabel="H100s", ylabel="efficiency")
