@@ -1,6 +1,6 @@
 """Processes that are a cluster, for the lessons that measure a real exchange: each has one CPU device, or its GPUs.
 
-And how long an all-reduce between them takes: α + bytes / β.
+And how long an all-reduce between them takes, α + bytes / β, and a step that overlaps some with its backward pass.
 """
 
 import json
@@ -82,3 +82,12 @@ def fit(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
     sizes, times = np.array(measured).T
     alpha, slowness = np.linalg.lstsq(np.stack([1 / times, sizes / times], 1), np.ones(len(times)))[0]
     return max(float(alpha), 1e-6), 1 / float(slowness)
+
+
+def simulate(buckets: list[int], backward: float, alpha: float, beta: float) -> float:
+    """Return seconds of an overlapped step: gradients come at an even pace, one bucket travels at a time."""
+    ready = done = 0.0
+    for size in buckets:
+        ready += backward * size / sum(buckets)
+        done = max(ready, done) + alpha + size / beta
+    return done

@@ -1,17 +1,17 @@
 """Ring all-reduce, written with sends to the neighbour only, and its bytes counted in the compiled program.
 
 The claim: "a ring is O(N), a naive exchange O(N²)". N² is the naive exchange's total over all devices. What limits a
-step is what one device sends: (N−1)·M bytes in the naive exchange, 2(N−1)/N·M in a ring, which is less than 2M for any
-number of devices. A ring takes 2(N−1) steps, one after the other, so that with N its latency grows, not its bytes.
+step is what *one* device sends.
+
+Each device cuts its array into N chunks and sends one to its right neighbour, N−1 times: a chunk's sum goes around, and
+each device adds its part (reduce-scatter). Then the finished chunks go around once more (all-gather). So a device sends
+each chunk twice, however many devices there are. The price is steps one after the other: latency grows with N, bytes do
+not.
 
     python experiments/lessons/ring_allreduce.py [--megabytes 4] [--latency-us 5] [--gb-s 100] [--picture FILE.svg]
 
-Measured 2026-11 (eight virtual devices, Python 3.11.7, jax 0.10.2): a compiled ring has 2(N−1) = 2, 6, 14 sends of M/N
-on 2, 4, 8 devices, 1, 1.5, 1.75 × M in all, exactly the formula; the naive one sends 1, 3, 7 × M. By the model with
-α = 5 µs and β = 100 GB/s, 4 MB take 0.14 ms on 8 devices (naive 0.32); naive wins below 0.67 MB, where α matters more
-than bytes; on 1024 devices the ring takes 10 ms, nearly all of it latency, which is why NCCL also has trees.
-
-`jax.lax.psum` is one instruction, and NCCL chooses the algorithm; jdp counts every all-reduce by the ring's bytes
+Of an array of M bytes a ring sends 2(N−1)/N·M in 2(N−1) steps, the naive exchange (N−1)·M in N−1. `jax.lax.psum` is one
+instruction, and NCCL chooses the algorithm; jdp counts it by the ring's bytes
 (`jdp.foresight.traffic.theory.ring_bytes`). Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 """
 
@@ -61,11 +61,8 @@ def naive(own: jax.Array) -> jax.Array:
     return sum(others, own)
 
 
-def library(own: jax.Array) -> jax.Array:
-    return jax.lax.psum(own, "data")
-
-
-WAYS: dict[str, Callable[[jax.Array], jax.Array]] = {"ring": ring, "naive": naive, "psum": library}
+Way = Callable[[jax.Array], jax.Array]
+WAYS: dict[str, Way] = {"ring": ring, "naive": naive, "psum": lambda own: jax.lax.psum(own, "data")}
 
 
 # 2. Count. Each way is compiled for N devices; its collectives are read from the program.
@@ -124,12 +121,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
     found = [count(way, n, size // 4) for way in WAYS for n in counts]
     rows = [(c.way, c.devices, c.steps, c.sent / size, formula(c.way, c.devices, 1), c.error) for c in found]
-    headers = ("way", "devices", "collectives", "sent a device, × M", "formula", "largest error")
-    show(f"M = {size / 1e6:g} MB, counted in the compiled program", headers, rows)
+    headers = ("way", "devices", "collectives", "sent a device, × M", "by formula, × M", "largest error")
+    said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more
+        device. All three compute the same sum, but for the order of float32 additions."""
+    show(f"M = {size / 1e6:g} MB, counted in the compiled program", headers, rows, said)
     many = [2**k for k in range(1, 11)]
     times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive")}
-    show("the model, milliseconds", ("devices", *times), list(zip(many, *times.values(), strict=True)))
-    print(f"\non 8 devices the naive exchange is faster below {size_where_equal(8, alpha, beta) / 1e6:.3g} MB")
+    equal, waits = size_where_equal(8, alpha, beta) / 1e6, 2 * (many[-1] - 1) * alpha * 1e3 / times["ring"][-1]
+    said = f"""The ring wins where bytes count. Where steps count it does not: on 8 devices the naive exchange is
+        faster below {equal:.3g} MB, and on {many[-1]} devices {waits:.0%} of the ring's time is latency, which is
+        why NCCL also has trees."""
+    rows = [*zip(many, *times.values(), strict=True)]
+    show("Time by the model α, β, milliseconds", ("devices", *times), rows, said)
     figure, (sent, time) = chart(2)
     for way, mark in zip(WAYS, "osx", strict=True):
         sent.plot(counts, [c.sent / 1e6 for c in found if c.way == way], mark, label=f"{way}, counted")

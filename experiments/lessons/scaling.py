@@ -4,8 +4,8 @@ The claims people meet: "95 % efficient on a node, 70 to 90 % at scale"; "larger
 is the same as on one"; 175B on 64 devices, 82 s a step of which 3 s are sync, 90 % hidden: "64x at 95 %".
 
 Strong scaling divides one batch among N devices. Weak scaling gives each device the same rows. Virtual devices share
-two cores, so processor time a device stands for a core each. Then two processes on a core each, by the clock. Then `jdp
-plan` on H100s that are not there: it compiles the step, simulates schedule and network.
+two cores, so processor time a device stands for a core each. Then two processes on a core each, by the clock. Then
+H100s that are not there: `jdp plan` simulates schedule and network.
 
     python experiments/lessons/scaling.py [--plan] [--picture FILE.svg]
 
