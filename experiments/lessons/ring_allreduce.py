@@ -17,11 +17,13 @@ instruction, and NCCL chooses the algorithm; jdp counts it by the ring's bytes
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from devices import use_eight_devices
+from exchanges import formula, seconds, size_where_equal
 from jax.sharding import PartitionSpec as P
 from narration import keep, parser, positive, show, tell
 
@@ -39,19 +41,16 @@ def send_to_the_right(chunk: jax.Array, by: int = 1) -> jax.Array:
     return jax.lax.ppermute(chunk, "data", [(source, (source + by) % n) for source in range(n)])
 
 
-def ring(own: jax.Array) -> jax.Array:
-    """Return the sum of all devices' arrays [M], on every device."""
+def ring(own: jax.Array, rounds: int | None = None) -> jax.Array:
+    """Return the sum of all devices' arrays [M], on every device; or what there is after some of the 2(N−1) rounds."""
     n, me = jax.lax.axis_size("data"), jax.lax.axis_index("data")
     chunks = jnp.pad(own, (0, -own.size % n)).reshape(n, -1)
-    # Reduce-scatter, N−1 steps: a chunk's sum travels around the ring, and each device adds its part. Device `me` sends
-    # chunk me, then what it has just added to; at the end it has the whole sum of chunk me + 1.
-    for step in range(n - 1):
-        arrived = send_to_the_right(chunks[(me - step) % n])
-        chunks = chunks.at[(me - step - 1) % n].add(arrived)
-    # All-gather, N−1 steps: each finished chunk goes around once more, and replaces what is there.
-    for step in range(n - 1):
-        arrived = send_to_the_right(chunks[(me + 1 - step) % n])
-        chunks = chunks.at[(me - step) % n].set(arrived)
+    for step in range(2 * (n - 1) if rounds is None else rounds):
+        arrived, place = send_to_the_right(chunks[(me - step) % n]), chunks.at[(me - step - 1) % n]
+        # Reduce-scatter, N−1 rounds: device `me` sends chunk me, then what it has just added to. A chunk's sum travels
+        # around the ring, and is whole on the device before the one it began at. All-gather, N−1 rounds: each finished
+        # chunk goes around once more, and replaces what is there.
+        chunks = place.add(arrived) if step < n - 1 else place.set(arrived)
     return chunks.ravel()[: own.size]
 
 
@@ -90,24 +89,19 @@ def count(way: str, devices: int, elements: int) -> Counted:
     return Counted(way, devices, len(found), total_wire_bytes(found), float(error))
 
 
-def formula(way: str, devices: int, size: float) -> float:
-    """Bytes that a device sends, of an array of `size` bytes."""
-    return (devices - 1) * size * (1 if way == "naive" else 2 / devices)
+def drawn(devices: int) -> list[tuple[str, ...]]:
+    """Return after each round what each device has: how many devices' parts are in each of its chunks."""
+    mesh = jdp.make_mesh(data=devices, devices=jax.devices()[:devices])
+    rows, ones = [], np.ones(devices * devices, np.float32)  # a chunk of ones: its sum counts the parts
+    for done in range(2 * devices - 1):
+        run = jax.shard_map(partial(ring, rounds=done), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        chunks = np.asarray(jax.jit(run)(ones)).astype(int).reshape(devices, devices)
+        rows.append((str(done), *(" ".join(map(str, each)) for each in chunks)))
+    return rows
 
 
-# 3. Time: a step costs a latency α, a byte 1/β. Nothing is measured here: virtual devices share one memory, so α and β
-# are given (bucketing.py fits them).
-
-
-def seconds(way: str, devices: int, size: float, latency: float, bandwidth: float) -> float:
-    """Return α·2(N−1) + 2(N−1)/N·M/β for the ring, α·(N−1) + (N−1)·M/β for the naive exchange."""
-    steps = (devices - 1) * (1 if way == "naive" else 2)
-    return latency * steps + formula(way, devices, size) / bandwidth
-
-
-def size_where_equal(devices: int, latency: float, bandwidth: float) -> float:
-    """Return the bytes below which the naive exchange is the faster one: αβ / (1 − 2/N)."""
-    return latency * bandwidth / (1 - 2 / devices) if devices > 2 else float("inf")
+# 3. Time, by `exchanges.py`: a step costs a latency α, a byte 1/β. Nothing is measured here: virtual devices share one
+# memory, so α and β are given (bucketing.py fits them).
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -121,16 +115,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
     found = [count(way, n, size // 4) for way in WAYS for n in counts]
     rows = [(c.way, c.devices, c.steps, c.sent / size, formula(c.way, c.devices, 1), c.error) for c in found]
+    said = """Each round a device sends one chunk to the right. After 3 rounds each chunk is whole somewhere, after
+        6 everywhere: each was sent twice, less the last."""
+    show("A ring of 4, four chunks each: parts in them", ("round", *(f"device {i}" for i in range(4))), drawn(4), said)
     headers = ("way", "devices", "collectives", "sent a device, × M", "by formula, × M", "largest error")
     said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more
         device. All three compute the same sum, but for the order of float32 additions."""
     show(f"M = {size / 1e6:g} MB, counted in the compiled program", headers, rows, said)
     many = [2**k for k in range(1, 11)]
-    times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive")}
+    times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive", "server")}
     equal, waits = size_where_equal(8, alpha, beta) / 1e6, 2 * (many[-1] - 1) * alpha * 1e3 / times["ring"][-1]
-    said = f"""The ring wins where bytes count. Where steps count it does not: on 8 devices the naive exchange is
-        faster below {equal:.3g} MB, and on {many[-1]} devices {waits:.0%} of the ring's time is latency, which is
-        why NCCL also has trees."""
+    said = f"""The ring wins where bytes count: what a parameter server sends and receives grows with N. Where steps
+        count it does not: on 8 devices the naive exchange is faster below {equal:.3g} MB, and on {many[-1]} devices
+        {waits:.0%} of the ring's time is latency, which is why NCCL also has trees."""
     rows = [*zip(many, *times.values(), strict=True)]
     show("Time by the model α, β, milliseconds", ("devices", *times), rows, said)
     figure, (sent, time) = chart(2)
