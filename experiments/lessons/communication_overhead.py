@@ -28,6 +28,7 @@ from step_parts import programs, setup, total_loss
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
+from jdp.foresight.targets.chips import CHIPS
 from jdp.report.charts import chart
 
 PARTS = ("forward", "backward", "sync", "update")
@@ -77,6 +78,17 @@ def foreseen(rows: int, target: str, **size: int) -> tuple | None:
     return target, rows, *times, line.communication_seconds / line.compute_seconds
 
 
+def roofline(rows: int, width: int = 4096, devices: int = 8) -> dict[str, float]:
+    """Return the time that an H100 takes to read, send inside a host and between hosts, over that to compute. Of a
+    layer [width, width] in bf16: 2·rows·width² FLOPs a product, 2·(width² + 2·rows·width) bytes of memory; and
+    of DDP's float32 gradients. Each is FLOPs a byte that the chip has over FLOPs a byte that the work has."""
+    chip, sends = CHIPS["h100"], 0.75 * devices / (devices - 1) * rows
+    peak = chip.matmul_flops["bf16"]
+    work = {"memory": (rows * width / (width + 2 * rows), chip.memory_bandwidth)}
+    work |= {"NVLink": (sends, chip.link_bandwidth), "InfiniBand": (sends, chip.network_bandwidth)}
+    return {name: peak / bandwidth / flops_a_byte for name, (flops_a_byte, bandwidth) in work.items()}
+
+
 def main(argv: list[str] | None = None) -> None:
     picture = parser(__file__, __doc__).parse_args(argv).picture
     jdp.keep_memory()  # else asking for memory costs more than the update
@@ -94,6 +106,12 @@ def main(argv: list[str] | None = None) -> None:
     said = """Both formulas hold. The number of parameters is in both, so it cancels, and rows are left. (0.918: the
         first of four layers needs no gradient of its input, which is one product of twelve.)"""
     show("Counted in the program", headers, [*zip(*counted, strict=True)], said)
+    lines = {rows: roofline(rows) for rows in (16, 256, 2048, 32768)}
+    said = """Above 1, computing waits. With few rows it waits for memory, where each weight is read for few FLOPs.
+        The network asks for more rows still, and a slow link for the most: that is the roofline, with a roof for
+        each."""
+    table = [(rows, *each.values()) for rows, each in lines.items()]
+    show("Roofline of an H100: time over computing time", ("rows a device", *lines[16]), table, said)
     seen = profile(64, steps=5)
     rows = [("all-reduce", seen["collectives"] / seen["all"])]
     rows += [("without waiting", (seen["collectives"] - seen["waiting"]) / (seen["all"] - seen["waiting"]))]

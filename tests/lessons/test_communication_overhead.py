@@ -52,6 +52,15 @@ def test_what_is_foreseen_for_these_devices():
     assert 0 < exposed <= sends * (1 + 1e-9), "a sum of rounded times"
 
 
+def test_each_roof_has_its_rows():
+    """989 TFLOP/s over 3.35 TB/s is 295 FLOPs a byte of memory; over 450 and 50 GB/s 2,198 and 19,780 a byte sent."""
+    few, many = lesson.roofline(16), lesson.roofline(32768)
+    assert few["memory"] == pytest.approx(295 / (16 * 4096 / (4096 + 32)), rel=1e-3)
+    assert many["memory"] < 1 and many["NVLink"] == pytest.approx(2198 / (6 / 7 * 32768), rel=1e-3)
+    assert few["InfiniBand"] == pytest.approx(9 * few["NVLink"])
+    assert lesson.roofline(32768)["InfiniBand"] < 1 < lesson.roofline(16384)["InfiniBand"]
+
+
 @pytest.mark.aot
 def test_more_rows_lower_the_ratio_foreseen_for_gpus_and_only_the_computing_changes():
     few, many = (lesson.foreseen(rows, "h100:1x8", **SMALL) for rows in (8, 4096))
