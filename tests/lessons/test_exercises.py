@@ -126,3 +126,38 @@ def test_every_lesson_is_in_the_order():
     assert len(rows) == len(set(rows)) == 12
     programs = {path.name for path in LESSONS.glob("*.py") if "def main(" in path.read_text("utf-8")}
     assert programs == set(rows)
+
+
+INTERVIEW = (LESSONS / "INTERVIEW.md").read_text("utf-8")
+
+
+def test_thirty_questions_with_a_program_or_table_each():
+    asked = re.split(r"^\d+\. ", INTERVIEW, flags=re.MULTILINE)[1:]
+    assert len(asked) == 30
+    headings = {
+        re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in re.findall(r"^## (.*)", README, re.M)
+    }
+    for each in asked:
+        links = re.findall(r"\]\(([\w.]+)(?:#([\w-]+))?\)", each)
+        assert links and all((LESSONS / file).is_file() and (not part or part in headings) for file, part in links), (
+            each
+        )
+        answer = re.sub(
+            r"See \[.*|\[[^]]*\]\([^)]*\)[^.]*\.|Exercise \d+ of.*|`jdp plan --table.*",
+            "",
+            each.split("**")[2],
+            flags=re.S,
+        )
+        assert len(re.findall(r"[.?](?:\s|$)", answer)) <= 3, answer
+
+
+def test_80_gb_of_model_state():
+    held = {n: [zero_bytes(5 * 10**9, n, name).total / 1e9 for name in ("ddp", "zero1", "zero3")] for n in (8, 2)}
+    assert held == {8: [80, 27.5, 10], 2: [80, 50, 40]}
+
+
+def test_numbers_of_the_interview_are_those_recorded():
+    planned = load("planned")
+    (first, *_, last), replicas = planned.RECORDED[planned.FEW], planned.RECORDED[planned.REPLICAS][-1]
+    shown = f"reach {last[0]:.0%} where 8 reached {first[0]:.0%}".replace("%", " %")
+    assert shown in INTERVIEW and f"it is {replicas[0]:.0%}".replace("%", " %") in INTERVIEW

@@ -51,6 +51,7 @@ def test_rounds_are_drawn_as_they_are():
 def test_a_parameter_server_is_the_slower_the_more_devices_there_are():
     times = [lesson.seconds("server", n, 4e6, 5e-6, 1e11) for n in (8, 16)]
     assert times == pytest.approx([2 * 5e-6 + 2 * n * 4e6 / 1e11 for n in (8, 16)])
+    assert lesson.formula("server", 8, 4e6) == 4e6 < lesson.formula("ring", 8, 4e6), "a device sends less to a server"
 
 
 def test_the_model_of_time():
