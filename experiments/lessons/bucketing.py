@@ -1,6 +1,6 @@
 """Buckets: how many all-reduces should synchronise one gradient, and can they hide behind the backward pass?
 
-The claim: PyTorch's DDP groups gradients into buckets of 25 MB, because one collective a tensor is slow, and starts a
+The claim: PyTorch's DDP groups gradients into buckets of 25 MB, because one collective a tensor is slow. It starts a
 bucket's as soon as its gradients are there.
 
 Two real processes exchange gradients over a real socket (Gloo, loopback). All-reduces of many sizes are timed, which

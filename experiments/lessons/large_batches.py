@@ -3,9 +3,9 @@
 The claims: scale the rate linearly with the batch and warm it up, whatever the optimizer; a larger batch is better.
 More devices make the batch larger, so this decides how many are of use.
 
-An MLP learns scikit-learn's digits from 4, 16, 64 or 256 rows a step, with a rate tuned for 4 rows and scaled by three
-rules, and with the best of seven rates. Counted are the steps to a loss of 0.1. Then the noise scale says how large a
-batch is of use, from two norms that data parallelism has at hand, without training twice.
+An MLP learns scikit-learn's digits from 4, 16, 64 or 256 rows a step. Its rate was tuned for 4 rows and is scaled by
+three rules; then the best of seven is taken. Counted are the steps to a loss of 0.1. Then the noise scale says how
+large a batch is of use, from two norms that data parallelism has at hand, without training twice.
 
     python experiments/lessons/large_batches.py [--picture FILE.svg]
 

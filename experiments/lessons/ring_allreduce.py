@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive", "server")}
     equal, waits = size_where_equal(8, alpha, beta) / 1e6, 2 * (many[-1] - 1) * alpha * 1e3 / times["ring"][-1]
     said = f"""The ring wins where bytes count: what a parameter server sends and receives grows with N. Where steps
-        count it does not: on 8 devices the naive exchange is faster below {equal:.3g} MB, and on {many[-1]} devices
+        count it does not: on 8 devices the naive exchange is faster below {equal:.3g} MB. On {many[-1]} devices
         {waits:.0%} of the ring's time is latency, which is why NCCL also has trees."""
     rows = [*zip(many, *times.values(), strict=True)]
     show("Time by the model α, β, milliseconds", ("devices", *times), rows, said)

@@ -4,9 +4,9 @@ The claim, from every tutorial: copy the model to all devices, give each a part 
 the copies stay equal. True; and two ways to do it wrong raise no error: a mean of means where shards differ in size,
 and no sum at all.
 
-Replicas begin different on purpose. A broadcast makes them equal, each device takes the gradient of its own rows, a sum
-over the devices makes one gradient of them, and all make the same update. Then the same without the sum, and with jdp,
-whose weights must be those by hand.
+Replicas begin different on purpose. A broadcast makes them equal. Each device takes the gradient of its own rows, a sum
+over the devices makes one of them, and all make the same update. Then the same without the sum, and with jdp, whose
+weights must be those by hand.
 
     python experiments/lessons/simple_ddp.py [--picture FILE.svg]
 
