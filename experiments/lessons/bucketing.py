@@ -1,25 +1,18 @@
 """Buckets: how many all-reduces should synchronise one gradient, and can they hide behind the backward pass?
 
-The claim people meet: PyTorch's DDP groups gradients into buckets of 25 MB (a quarter of ResNet-50's), because one
-collective a tensor is slow, and starts a bucket's as soon as its gradients are there (Li et al. 2020, arXiv:2006.15704,
-section 3.2). Here two real processes exchange gradients over a real socket (Gloo, loopback):
+The claim: PyTorch's DDP groups gradients into buckets of 25 MB, because one collective a tensor is slow. It starts a
+bucket's as soon as its gradients are there.
 
-1. all-reduces of 4 KB to 8 MB are timed, and the model of one collective is fitted: seconds = α + bytes / β;
-2. the gradient of 16 layers is synchronised by one all-reduce a tensor, by buckets, by one for all. By the model n
-   collectives take n·α + bytes / β: alone, without overlap, one for all is always the best;
-3. and after the whole backward pass (naive), or as each bucket is ready (overlapped). Here the cores that compute are
-   the network too: what a network of its own would gain is *simulated* from the measured backward time, α and β. If it
-   is the slower part, n buckets take backward/n + n·α + bytes/β: least at n = √(backward/α).
-
-XLA must be told to leave buckets alone: its combiner makes one collective of all that do not depend on each other, and
-that one waits for the last gradient. "counted" is read off the compiled program.
+Two real processes exchange gradients over a real socket (Gloo, loopback). All-reduces of many sizes are timed, which
+gives what one costs (α) and what a byte costs (1/β). Then a gradient of 16 layers is synchronised by one all-reduce a
+tensor, by buckets, by one for all; after the backward pass (naive) and while it runs (overlapped). Both processes
+compute on the cores that also send, so a network of its own is simulated.
 
     python experiments/lessons/bucketing.py [--picture FILE.svg]
 
-Measured on 2 x86 cores shared with other programs (load 7; Python 3.11.7, jax 0.10.2): α = 0.58 ms, β = 463 MB/s. Sync:
-94 ms with 32 collectives, 32 with 8, 21 with 4, 16 with 2, 12 with 1; the model has 28, 14, 11, 10, 10 (each waits for
-the slower process too). Naive 22 ms with 1, overlapped 24 with 2: nothing gained on shared cores; on a network of its
-own 4 buckets would be best (√ = 4.5), 14 ms against 21. Under load 10, α was 3 ms: small collectives wait for a core.
+n collectives alone take n·α + bytes/β. Overlapped on a slow network they take backward/n + n·α + bytes/β, least at n =
+√(backward/α). XLA's combiner would make one collective of all, which waits for the last gradient: it is switched off
+here, and "in the program" is counted. Li et al. 2020, arXiv:2006.15704, section 3.2. jdp: `buckets=`.
 """
 
 import math
@@ -30,8 +23,8 @@ import numpy as np
 from clock import in_turns
 from jax import NamedSharding, P
 from jax.flatten_util import ravel_pytree
-from narration import keep, parser, show
-from processes import all_reduce_seconds, fit, in_processes, is_one_of_several, spread
+from narration import keep, parser, show, tell
+from processes import all_reduce_seconds, fit, in_processes, is_one_of_several, simulate, spread
 
 import jdp
 from jdp.foresight.program.collectives import collectives
@@ -111,38 +104,36 @@ def measure_here(limits: dict[str, float], layers: int, width: int, rows: int, r
     }
 
 
-def simulate(buckets: list[int], backward: float, alpha: float, beta: float) -> float:
-    """Return seconds of an overlapped step: gradients come at an even pace, and one bucket travels at a time."""
-    ready = done = 0.0
-    for size in buckets:
-        ready += backward * size / sum(buckets)
-        done = max(ready, done) + alpha + size / beta
-    return done
-
-
 def main(argv: list[str] | None = None) -> None:
     picture = parser(__file__, __doc__).parse_args(argv).picture
     found = in_processes(__file__, 2, limits=LIMITS, layers=16, width=256, rows=64, rounds=6)
     (alpha, beta), backward, ways = fit(found["links"]), found["backward"], found["ways"]
-    print(f"α = {1e6 * alpha:.0f} µs, β = {beta / 1e6:.0f} MB/s; the backward pass alone {1e3 * backward:.1f} ms")
+    rows = [("α: what a collective costs, ms", 1e3 * alpha), ("β: MB a second", beta / 1e6)]
+    rows += [("the backward pass alone, ms", 1e3 * backward), ("√(backward / α): buckets", math.sqrt(backward / alpha))]
+    said = f"""An all-reduce of {alpha * beta / 1e3:.0f} kB (α·β) spends half its time on its latency: smaller
+        tensors should travel together."""
+    show("Fitted to all-reduces between two processes", ("what", "number"), rows, said)
     for way, sizes in found["bytes"].items():
         ways[way]["model"] = len(sizes) * alpha + sum(sizes) / beta
         ways[way]["simulated"] = simulate(sizes, backward, alpha, beta)
     kinds, n = (*KINDS, "model", "simulated"), {way: len(sizes) for way, sizes in found["bytes"].items()}
     rows = [(way, n[way], found["counted"][way], *(1e3 * ways[way][kind] for kind in kinds)) for way in ways]
-    show("Milliseconds of a step", ("bucket", "n", "counted", *kinds), rows)
-    print("\nfastest:", *(f"{kind}: {min(ways, key=lambda way, kind=kind: ways[way][kind])}." for kind in kinds))
-    print(f"√(backward/α) = {math.sqrt(backward / alpha):.1f} buckets")
+    headers = ("bucket", "buckets", "in the program", *KINDS, "sync by model", "simulated")
+    best = {kind: f"{kind}: {min(ways, key=lambda way, kind=kind: ways[way][kind])}" for kind in kinds}
+    said = f"""Sync alone is fastest with few buckets, as each costs α. Overlapping gains little or nothing here,
+        where the cores that compute also send; on a network of its own (simulated) some buckets beat one, which has
+        to wait for the last gradient. Fastest: {"; ".join(best.values())}."""
+    show("Milliseconds of a step", headers, rows, said)
     figure, (left, right) = chart(columns=2)
     left.loglog(*np.array(found["links"]).T, "o", label="measured")
     left.loglog(SIZES, [alpha + size / beta for size in SIZES], label="α + bytes / β")
     left.set(title="One all-reduce between two processes, seconds", xlabel="bytes")
     for kind in kinds:
         right.loglog([*n.values()], [ways[way][kind] for way in ways], "o-", label=kind)
-    right.set(title="One step with n buckets, seconds", xlabel="n")
+    right.set(title="One step, seconds", xlabel="buckets")
     left.legend(), right.legend()
     keep(figure, picture, "Left: seconds of an all-reduce by bytes. Right: of a gradient's by number of buckets.")
 
 
 if __name__ == "__main__" and not is_one_of_several(measure_here):
-    main()
+    tell(main)

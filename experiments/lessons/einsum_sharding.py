@@ -1,7 +1,13 @@
 """One einsum, `bd,df->bf`, sharded four ways: what each device has, and which collectives XLA inserts.
 
 The claim: "with 5120 rows over two devices each sees 2560 rows and all weights; the forward pass needs no
-communication, the weight gradient an all-reduce". True, and one row of the table:
+communication, the weight gradient an all-reduce". True, and one of four ways.
+
+Say where x, w and y are, and XLA inserts what is missing: nobody writes a collective here. What is summed over a
+dimension that is split must be added up over the devices (all-reduce); what a device needs whole must be brought to it
+(all-gather). The programs are compiled and read, on two devices and on eight, and drawn.
+
+    python experiments/lessons/einsum_sharding.py [--sizes 5120 2048 1024] [--target h100:1x8] [--picture FILE.svg]
 
     sharded                     forward           backward                                         FLOPs a byte, 8 H100s
     batch (data parallel)       -                 all-reduce of ∂w, D·F elements                   549
@@ -9,12 +15,8 @@ communication, the weight gradient an all-reduce". True, and one row of the tabl
     both, one axis (ZeRO-3)     all-gather of w   all-gather of w, reduce-scatter of ∂w            366
     both, two axes (4 by 2)     -                 all-reduce of ∂w over 4 and of ∂x over 2, parts  480
 
-    python experiments/lessons/einsum_sharding.py [--sizes 5120 2048 1024] [--target h100:1x8] [--picture FILE.svg]
-
-Counted 2026-11 (Python 3.11.7, jax 0.10.2; XLA:CPU says all-reduce where XLA:GPU says reduce-scatter). Batch sharding
-does 0.75·B/(N−1) FLOPs a byte sent: rows a device decide, not the size of the layer. One device's result and the
-data-parallel one are equal bit for bit. In jdp rows 1 and 3 are `Plan(mesh, "ddp")` and `"zero3"`, 2 and 4 rules such
-as `("*/kernel", P(None, "model"))` on a mesh with that axis. The JAX scaling book, chapters 3 and 5.
+XLA:CPU says all-reduce where XLA:GPU says reduce-scatter. In jdp rows 1 and 3 are `Plan(mesh, "ddp")` and `"zero3"`, 2
+and 4 rules such as `("*/kernel", P(None, "model"))` on a mesh with that axis. The JAX scaling book, chapters 3 and 5.
 """
 
 from collections.abc import Sequence
@@ -25,14 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from devices import use_eight_devices
+from drawings import draw_shards
 from jax import NamedSharding, P
-from matplotlib.patches import Rectangle
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes, traffic
 from jdp.foresight.targets.resolve import target
-from jdp.report.charts import SERIES, chart
+from jdp.report.charts import chart
 
 # 1. The shardings of x [B, D], w [D, F] and y [B, F]. `data` has all devices, except where `model` takes two of them.
 
@@ -106,19 +108,6 @@ class DataParallel:
         return self.inner(jax.device_put(x, self.rows))
 
 
-def draw(panels: Sequence[Any], sharding: str, devices: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> None:
-    """Draw x, w and y, each part in the colour of the first device that has it, with the devices' numbers."""
-    for panel, name, shape, place in zip(panels, "xwy", shapes, places(sharding, devices), strict=True):
-        parts: dict[tuple[int, ...], list[int]] = {}
-        for device, (rows, columns) in place.devices_indices_map(shape).items():
-            parts.setdefault((*rows.indices(shape[0])[:2], *columns.indices(shape[1])[:2]), []).append(device.id)
-        for (top, bottom, left, right), ids in parts.items():
-            colour, text = SERIES[ids[0] % len(SERIES)], ",".join(map(str, ids)) if len(ids) < len(devices) else "all"
-            panel.add_patch(Rectangle((left, top), right - left, bottom - top, color=colour, alpha=0.6))
-            panel.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", fontsize=8)
-        panel.set(xlim=(0, shape[1]), ylim=(shape[0], 0), xticks=[], yticks=[], title=f"{name}, {sharding}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__file__, __doc__)
     made.add_argument("--sizes", type=int, nargs=3, default=(5120, 2048, 1024), metavar=("B", "D", "F"))
@@ -134,16 +123,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         kinds = [", ".join(f"{k} {v / 1e6:.3g} MB" for k, v in c.items()) or "-" for c in (case.forward, case.backward)]
         rows.append((len(chosen), way, "{} {}".format(*case.has), *kinds, 6 * b * d * f / len(chosen) / case.sent))
     headers = ("devices", "sharded", "x and w on a device", "forward", "backward", "FLOPs a byte sent")
-    show(f"bd,df->bf with B = {b}, D = {d}, F = {f}", headers, rows)
+    said = """Splitting the batch sends the gradient of w, splitting w that of x: the smaller of the two is the
+        better to send. With the batch split a byte sent is worth 0.75·B/(N−1) FLOPs: rows a device decide, not the
+        layer's size. Splitting both keeps less on a device, and gathers w for each pass."""
+    show(f"bd,df->bf with B = {b}, D = {d}, F = {f}", headers, rows, said)
     x, w = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((b, d), (d, f)))
     one, parallel = Linear(w)(x), DataParallel(Linear(w))(x)
     print(f"\none device against data-parallel: {np.abs(one - np.asarray(parallel)).max():.2g} apart; its result:")
     jax.debug.visualize_array_sharding(parallel)
     figure, panels = chart(3, len(SHARDINGS), height=1.9)
     for i, way in enumerate(SHARDINGS):
-        draw(panels[3 * i : 3 * i + 3], way, devices, ((b, d), (d, f), (b, f)))
+        draw_shards(panels[3 * i : 3 * i + 3], way, places(way, devices), ((b, d), (d, f), (b, f)))
     keep(figure, options.picture, "Which devices have which part of x, w and y under four shardings")
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

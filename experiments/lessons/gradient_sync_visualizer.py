@@ -1,18 +1,18 @@
 """Gradient synchronisation made visible: what each device has before and after, in which order, in which buckets, when.
 
-The claim: "gradients are synchronised bucket by bucket, last layers first, while the backward pass goes on". The order
-is that of the jaxpr's equations. The clock counts FLOPs: a bucket is ready when the matrix products up to its last
-equation are done (XLA may choose another order); its collective can start when the one before it has ended, too. How
-many FLOPs a device does while it sends a byte is given. The gathers of zero3 are left out.
+The claim: "gradients are synchronised bucket by bucket, last layers first, while the backward pass goes on".
+
+The backward pass starts at the loss, so the last layer's gradients come first. Their order is read from the jaxpr. A
+bucket is ready when its last gradient is made; its collective starts then, or when the one before it has ended. A clock
+that counts FLOPs draws that for each strategy, with microbatches. Heat maps show what each device has of each gradient,
+before and after.
 
     python experiments/lessons/gradient_sync_visualizer.py [--bucket-bytes 65536] [--accumulate 2]
         [--flops-per-byte 32] [--picture FILE.svg] [--page FILE.html]
 
-Counted 2026-11 (8 virtual devices, Python 3.11.7, jax 0.10.2): layer3's is made at 36 % of the FLOPs, layer0's at 100.
-With three buckets the last all-reduce of ddp ends 0.75 microbatches after the backward pass, with one bucket 1.28. A
-device's gradients have 0.2 to 0.4 of the norm of their sum; after it 1 (ddp), or 0.25 to 0.44 in each shard (zero1-3).
-`Plan(mesh, strategy)` says where gradients rest; `jdp plan` has the compiled step's timeline. Li et al. 2020,
-arXiv:2006.15704, section 3.2.3 (25 MB a bucket).
+XLA may choose another order than the jaxpr's. How many FLOPs a device does while it sends a byte is given. The gathers
+of zero3 are left out. jdp: `Plan(mesh, strategy)` says where gradients rest; `jdp plan` has the compiled step's
+timeline. Li et al. 2020, arXiv:2006.15704, section 3.2.3 (25 MB a bucket).
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 from devices import use_eight_devices
+from drawings import heat, lanes
 from jax import NamedSharding, P
-from matplotlib.axes import Axes
-from narration import keep, parser, positive, show, write_page
+from narration import keep, parser, positive, show, tell, write_page
 from readiness import Bucket, buckets, readiness
 from toy import ROWS, init, make_batch, total_loss
 
@@ -33,7 +33,7 @@ import jdp
 from jdp.base.tree_paths import path_of
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.foresight.traffic.theory import ring_bytes
-from jdp.report.charts import SERIES, chart
+from jdp.report.charts import chart
 
 WIDTHS = (64, 256, 128, 128, 10)
 TITLES = {"before": "Before: of each device's rows", "ddp": "After, ddp", "zero3": "After, zero1 to zero3"}
@@ -92,25 +92,6 @@ def norms(mesh: jax.sharding.Mesh, paths: Sequence[str]) -> dict[str, np.ndarray
 # 3. The picture and the page.
 
 
-def heat(panel: Axes, title: str, values: np.ndarray, paths: Sequence[str]) -> None:
-    panel.pcolormesh(values, cmap="Blues", vmin=0, vmax=1.4)
-    for (row, column), value in np.ndenumerate(values):
-        panel.text(column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=7, color="black")
-    panel.set(title=title, xlabel="device", yticks=np.arange(len(paths)) + 0.5, yticklabels=paths)
-    panel.invert_yaxis()
-
-
-def lanes(panel: Axes, title: str, syncs: dict[str, list[Sync]], total: int, k: int) -> None:
-    for microbatch in range(k):
-        panel.broken_barh([(microbatch * total, 0.97 * total)], (-0.4, 0.8), color=SERIES[-1])
-    for lane, each in enumerate(syncs.values(), 1):
-        for sync in each:
-            panel.broken_barh([(sync.start, sync.end - sync.start)], (lane - 0.4, 0.8), color=SERIES[sync.bucket % 6])
-            panel.plot([sync.ready] * 2, [lane - 0.45, lane + 0.45], color=SERIES[sync.bucket % 6], lw=1)
-    panel.set(title=title, xlabel="FLOPs", yticks=range(len(syncs) + 1), yticklabels=["microbatches", *syncs])
-    panel.invert_yaxis()
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__file__, __doc__)
     made.add_argument("--bucket-bytes", type=positive, default=65536, metavar="BYTES")
@@ -134,16 +115,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     for panel, (name, title) in zip(panels, TITLES.items(), strict=False):
         heat(panel, title, found[name], paths)
     lanes(panels[3], "Collectives by bucket; lines: when each is ready", syncs, total, k)
+    ddp = late[0]
     tables = [
         ("Gradients, in the order they are made", ("gradient", "bytes", "equation", "FLOPs done", "bucket"), order),
         (f"Collectives, in microbatches; the last backward pass ends at {k}", ("what", "ready", "start", "end"), sent),
         ("The last collective ends", ("strategy", "collectives", "with buckets", "with one bucket"), late),
     ]
-    for each in tables:
-        show(*each)
+    said = [
+        f"""The last layer's gradient is there after {order[1][3]} of the FLOPs, the first layer's at the end.""",
+        """A collective starts when its bucket is ready and the one before has ended. Strategies that keep whole
+            gradients (ddp, zero1) wait for the last microbatch; the others reduce in each.""",
+        f"""With buckets the last all-reduce of ddp ends at {ddp[2]}, with one bucket at {ddp[3]}: what began early
+            is done early. A reduce-scatter sends half, and ends sooner.""",
+    ]
+    for each, shown in zip(tables, said, strict=True):
+        show(*each, shown)
     write_page(options.page, "Gradient synchronisation", figure, DESCRIBED, tables)
     keep(figure, options.picture, DESCRIBED)
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

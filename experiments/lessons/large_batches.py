@@ -1,21 +1,18 @@
 """Large batches: how the learning rate goes with them, and where more devices stop helping.
 
-The claims: scale the rate linearly with the batch and warm it up, whatever the optimizer; a larger batch is better. An
-MLP learns scikit-learn's digits, to a loss of 0.1, from 4, 16, 64 or 256 rows a step (2 x86 cores, eight virtual
-devices, Python 3.11.7, jax 0.10.2; medians of three seeds; 51 s of processor time):
-- SGD takes 509 steps; under the linear rule 161 with 16 rows, and it diverges with 64, warmed up or not (Goyal et al.
-  2017, arXiv:1706.02677); under the square root 201, 78, 47 (Hoffer et al. 2017, arXiv:1705.08741); at the same rate
-  301, 276, 301: more rows for nothing.
-- Adam takes 563 steps; under the square root 146, 51, 18 (Malladi et al. 2022, arXiv:2205.10287); under the linear rule
-  101, 51, and with 256 rows it diverges, or takes 50 with warm-up.
-- With each batch's best rate, steps are S_min (1 + B_crit / B), B_crit = 43 rows for SGD, 81 for Adam. At 4 rows a
-  device, 64 devices of SGD take a 10th of the steps of one, not a 64th: a row does 15 % of the work.
-- The noise scale, from two norms that data parallelism has at hand, is 26 rows at a loss of 2 and 158 at 0.1: B_crit to
-  an order of magnitude, as McCandlish et al. 2018 (arXiv:1812.06162) claim, without training twice.
+The claims: scale the rate linearly with the batch and warm it up, whatever the optimizer; a larger batch is better.
+More devices make the batch larger, so this decides how many are of use.
+
+An MLP learns scikit-learn's digits from 4, 16, 64 or 256 rows a step. Its rate was tuned for 4 rows and is scaled by
+three rules; then the best of seven is taken. Counted are the steps to a loss of 0.1. Then the noise scale says how
+large a batch is of use, from two norms that data parallelism has at hand, without training twice.
 
     python experiments/lessons/large_batches.py [--picture FILE.svg]
 
-jdp: `lr_scaling`, `warmup_steps` in [optimizer], or `jdp.scaled_lr`, `jdp.warmup`; `noise_scale` in the metrics.
+Steps are S_min (1 + B_crit / B): McCandlish et al. 2018, arXiv:1812.06162, equation 2.11; the noise scale is S / |G|²,
+its appendix A.1. Linear rule: Goyal et al. 2017, arXiv:1706.02677 (SGD). Square root: Hoffer et al. 2017,
+arXiv:1705.08741 (SGD); Malladi et al. 2022, arXiv:2205.10287 (Adam). jdp: `lr_scaling`, `warmup_steps` in [optimizer],
+or `jdp.scaled_lr`, `jdp.warmup`; `noise_scale` in the metrics.
 """
 
 import functools
@@ -28,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from devices import use_eight_devices
+from digits import digits, init, loss
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
 
 import jdp
 from jdp.report.charts import chart
@@ -39,25 +37,6 @@ BATCHES = (4, 16, 64, 256)
 OPTIMIZERS = {"SGD": (optax.sgd(1.0), 2**-3), "Adam": (optax.adam(1.0), 2**-8)}  # with rates tuned for 4 rows a step
 TARGET, MOST, WARMUP = 0.1, 700, 20  # nats, mean over the first 256 digits; steps; steps
 RULES = {"same rate": 0, "square root": 1, "linear": 2}  # the rate for 4 · 4^i rows: the tuned one times 1, 2^i, 4^i
-
-
-@functools.cache
-def digits() -> tuple[np.ndarray, np.ndarray]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    return (images / 8 - 1).astype(np.float32), labels.astype(np.int32)
-
-
-def init(seed: int) -> dict[str, np.ndarray]:
-    normal = np.random.default_rng(seed).standard_normal
-    params = {"up": normal((64, 64)) / 32**0.5, "down": normal((64, 10)) / 8, "bias": np.zeros(64)}
-    return {name: leaf.astype(np.float32) for name, leaf in params.items()}
-
-
-def loss(params: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = jax.nn.relu(images @ params["up"] + params["bias"]) @ params["down"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 # 1. Steps to a loss against batch size, for several rates at once.
@@ -87,7 +66,8 @@ def train(name: str, start: Any, data: Any, draws: jax.Array, rates: Any, warmup
 
 
 def sweep(name: str, batches: Sequence[int], seeds: int, warmup: int = 0, target: float = TARGET) -> Any:
-    """Return steps [batches, 7 rates: the tuned one times 1, 2, … 64], inf for never; and the last run's parameters."""
+    """Return steps [batches, 7 rates: the tuned one times 1, 2, … 64], inf for never; and the last run's
+    parameters."""
     rates, steps, params = OPTIMIZERS[name][1] * 2.0 ** np.arange(7), [], None
     for batch, seed in itertools.product(batches, range(seeds)):
         draws = np.random.default_rng(seed).integers(0, len(digits()[0]), (MOST, batch))
@@ -136,15 +116,24 @@ def main(argv: list[str] | None = None) -> None:
         panel.set(title=name, xlabel="rows a step", ylabel=f"steps to a loss of {TARGET}")
         panel.legend()
         columns["work of a row"] = list(best[0] / best * BATCHES[0] / np.array(BATCHES))
-        title = f"{name}: steps to a loss of {TARGET}; S_min = {least:.0f}, B_crit = {critical:.0f}"
-        show(title, ("rows", *columns), list(zip(BATCHES, *columns.values(), strict=True)))
+        holds = [rule for rule in ("square root", "linear") if np.isfinite(columns[rule]).all()]
+        said = f"""Without another rate more rows save few steps. {" and ".join(holds) or "no rule"} learns with
+            every batch; "inf" diverged. With the best rate steps are {least:.0f} (1 + {critical:.0f} / rows). At
+            {critical:.0f} rows, the critical batch, a row does half the work of one in a small batch; at 256
+            {columns["work of a row"][-1]:.0%}."""
+        rows = [*zip(BATCHES, *columns.values(), strict=True)]
+        show(f"{name}: steps to a loss of {TARGET}", ("rows", *columns), rows, said)
     mesh, found = jdp.make_mesh(data=-1), list[tuple[float, ...]]()
     for target in (2.0, 1.0, 0.3, 0.1):
         params = jax.tree.map(lambda leaf: leaf[2], sweep("SGD", [16], 1, target=target)[1])  # of the best rate
         found.append((target, *(scale := noise_scale(mesh, params, 100)), scale[1] / scale[0]))
-    show(f"Noise scale, {mesh.size} devices, 256 rows", ("at a loss of", "|G|²", "S", "S / |G|²"), found)
+    said = """S / |G|² is a batch size: below it gradients are mostly noise, and more rows save steps. It grows
+        while the model learns, as |G| falls. It has the order of magnitude of the critical batch above, from one
+        training."""
+    headers = ("at a loss of", "squared gradient |G|²", "variance of a row S", "noise scale S / |G|², rows")
+    show(f"Noise scale, {mesh.size} devices, 256 rows", headers, found, said)
     keep(figure, options.picture, "Steps to a loss against batch size, for three rules of scaling and the best rate")
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -1,8 +1,12 @@
-"""What the lessons share beside their devices: their options, and how they print a table and keep a picture."""
+"""What the lessons share beside their devices: their options, how they print a table and what it shows, the picture."""
 
 import argparse
+import contextlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -51,10 +55,38 @@ def positive(text: str) -> float:
     return number
 
 
-def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table under its title; floats with four digits."""
+@contextlib.contextmanager
+def collected_notices() -> Iterator[list[str]]:
+    """Collect what jdp reports meanwhile, which would stand between a lesson's tables; an exception prints it."""
+    messages, logger = list[str](), logging.getLogger("jdp")
+    collector, before = logging.Handler(), (logger.level, logger.propagate)
+    collector.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(collector), logger.setLevel(logging.INFO)
+    logger.propagate = False  # a library may have given the root logger a handler, which would print them too
+    try:
+        yield messages
+    except BaseException:
+        print(*messages, sep="\n", end="\n" * bool(messages), file=sys.stderr)
+        raise
+    finally:
+        logger.removeHandler(collector), logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def tell(lesson: Callable[[], None]) -> None:
+    """Run a lesson, and print what jdp reported meanwhile below its tables."""
+    with collected_notices() as messages:
+        lesson()
+    if messages:
+        print("\nReported by jdp:", *messages, sep="\n  ")
+
+
+def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], *said: str) -> None:
+    """Print a table under its title, floats with four digits, and below it what it shows: a paragraph for each."""
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     print(f"\n{title}", *align_columns([headers, *cells]), sep="\n  ")
+    for paragraph in said:
+        print(textwrap.fill(" ".join(paragraph.split()), 110))
 
 
 def curves(title: str, x: tuple[str, Sequence[float]], y: str, series: Mapping[str, Sequence[float]]) -> Figure:

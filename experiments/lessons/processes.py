@@ -1,6 +1,6 @@
 """Processes that are a cluster, for the lessons that measure a real exchange: each has one CPU device, or its GPUs.
 
-And how long an all-reduce between them takes: α + bytes / β.
+And how long an all-reduce between them takes, α + bytes / β, and a step that overlaps some with its backward pass.
 """
 
 import json
@@ -16,8 +16,10 @@ import numpy as np
 from clock import in_turns
 from jax import NamedSharding, P
 from jax.sharding import Mesh
+from narration import collected_notices
 
 from jdp.base.machine import visible_gpus
+from jdp.base.notices import notice_anywhere
 from jdp.launch import launch
 
 _GIVEN = "JDP_LESSON_GIVEN"
@@ -39,7 +41,10 @@ def in_processes(lesson: str, processes: int, **given: Any) -> Any:
         environment[_GIVEN] = json.dumps({"file": str(file), "given": given})
         if code := launch([sys.executable, lesson], processes, environment=environment):
             raise SystemExit(code)  # `launch` has shown the last lines of the process that failed
-        return json.loads(file.read_text("utf-8"))
+        answer = json.loads(file.read_text("utf-8"))
+    for message in answer["reported"]:
+        notice_anywhere(message)
+    return answer["found"]
 
 
 def is_one_of_several(measure_here: Callable[..., Any]) -> bool:
@@ -47,9 +52,10 @@ def is_one_of_several(measure_here: Callable[..., Any]) -> bool:
     if _GIVEN not in os.environ:
         return False
     task = json.loads(os.environ[_GIVEN])
-    found = measure_here(**task["given"])
+    with collected_notices() as reported:
+        found = measure_here(**task["given"])
     if jax.process_index() == 0:
-        Path(task["file"]).write_text(json.dumps(found), "utf-8")
+        Path(task["file"]).write_text(json.dumps({"found": found, "reported": reported}), "utf-8")
     return True
 
 
@@ -76,3 +82,12 @@ def fit(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
     sizes, times = np.array(measured).T
     alpha, slowness = np.linalg.lstsq(np.stack([1 / times, sizes / times], 1), np.ones(len(times)))[0]
     return max(float(alpha), 1e-6), 1 / float(slowness)
+
+
+def simulate(buckets: list[int], backward: float, alpha: float, beta: float) -> float:
+    """Return seconds of an overlapped step: gradients come at an even pace, one bucket travels at a time."""
+    ready = done = 0.0
+    for size in buckets:
+        ready += backward * size / sum(buckets)
+        done = max(ready, done) + alpha + size / beta
+    return done

@@ -1,29 +1,31 @@
 """Ring all-reduce, written with sends to the neighbour only, and its bytes counted in the compiled program.
 
 The claim: "a ring is O(N), a naive exchange O(N²)". N² is the naive exchange's total over all devices. What limits a
-step is what one device sends: (N−1)·M bytes in the naive exchange, 2(N−1)/N·M in a ring, which is less than 2M for any
-number of devices. A ring takes 2(N−1) steps, one after the other, so that with N its latency grows, not its bytes.
+step is what *one* device sends.
+
+Each device cuts its array into N chunks and sends one to its right neighbour, N−1 times: a chunk's sum goes around, and
+each device adds its part (reduce-scatter). Then the finished chunks go around once more (all-gather). So a device sends
+each chunk twice, however many devices there are. The price is steps one after the other: latency grows with N, bytes do
+not.
 
     python experiments/lessons/ring_allreduce.py [--megabytes 4] [--latency-us 5] [--gb-s 100] [--picture FILE.svg]
 
-Measured 2026-11 (eight virtual devices, Python 3.11.7, jax 0.10.2): a compiled ring has 2(N−1) = 2, 6, 14 sends of M/N
-on 2, 4, 8 devices, 1, 1.5, 1.75 × M in all, exactly the formula; the naive one sends 1, 3, 7 × M. By the model with
-α = 5 µs and β = 100 GB/s, 4 MB take 0.14 ms on 8 devices (naive 0.32); naive wins below 0.67 MB, where α matters more
-than bytes; on 1024 devices the ring takes 10 ms, nearly all of it latency, which is why NCCL also has trees.
-
-`jax.lax.psum` is one instruction, and NCCL chooses the algorithm; jdp counts every all-reduce by the ring's bytes
+Of an array of M bytes a ring sends 2(N−1)/N·M in 2(N−1) steps, the naive exchange (N−1)·M in N−1. `jax.lax.psum` is one
+instruction, and NCCL chooses the algorithm; jdp counts it by the ring's bytes
 (`jdp.foresight.traffic.theory.ring_bytes`). Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from devices import use_eight_devices
+from exchanges import formula, seconds, size_where_equal
 from jax.sharding import PartitionSpec as P
-from narration import keep, parser, positive, show
+from narration import keep, parser, positive, show, tell
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
@@ -39,19 +41,16 @@ def send_to_the_right(chunk: jax.Array, by: int = 1) -> jax.Array:
     return jax.lax.ppermute(chunk, "data", [(source, (source + by) % n) for source in range(n)])
 
 
-def ring(own: jax.Array) -> jax.Array:
-    """Return the sum of all devices' arrays [M], on every device."""
+def ring(own: jax.Array, rounds: int | None = None) -> jax.Array:
+    """Return the sum of all devices' arrays [M], on every device; or what there is after some of the 2(N−1) rounds."""
     n, me = jax.lax.axis_size("data"), jax.lax.axis_index("data")
     chunks = jnp.pad(own, (0, -own.size % n)).reshape(n, -1)
-    # Reduce-scatter, N−1 steps: a chunk's sum travels around the ring, and each device adds its part. Device `me` sends
-    # chunk me, then what it has just added to; at the end it has the whole sum of chunk me + 1.
-    for step in range(n - 1):
-        arrived = send_to_the_right(chunks[(me - step) % n])
-        chunks = chunks.at[(me - step - 1) % n].add(arrived)
-    # All-gather, N−1 steps: each finished chunk goes around once more, and replaces what is there.
-    for step in range(n - 1):
-        arrived = send_to_the_right(chunks[(me + 1 - step) % n])
-        chunks = chunks.at[(me - step) % n].set(arrived)
+    for step in range(2 * (n - 1) if rounds is None else rounds):
+        arrived, place = send_to_the_right(chunks[(me - step) % n]), chunks.at[(me - step - 1) % n]
+        # Reduce-scatter, N−1 rounds: device `me` sends chunk me, then what it has just added to. A chunk's sum travels
+        # around the ring, and is whole on the device before the one it began at. All-gather, N−1 rounds: each finished
+        # chunk goes around once more, and replaces what is there.
+        chunks = place.add(arrived) if step < n - 1 else place.set(arrived)
     return chunks.ravel()[: own.size]
 
 
@@ -61,11 +60,8 @@ def naive(own: jax.Array) -> jax.Array:
     return sum(others, own)
 
 
-def library(own: jax.Array) -> jax.Array:
-    return jax.lax.psum(own, "data")
-
-
-WAYS: dict[str, Callable[[jax.Array], jax.Array]] = {"ring": ring, "naive": naive, "psum": library}
+Way = Callable[[jax.Array], jax.Array]
+WAYS: dict[str, Way] = {"ring": ring, "naive": naive, "psum": lambda own: jax.lax.psum(own, "data")}
 
 
 # 2. Count. Each way is compiled for N devices; its collectives are read from the program.
@@ -93,24 +89,19 @@ def count(way: str, devices: int, elements: int) -> Counted:
     return Counted(way, devices, len(found), total_wire_bytes(found), float(error))
 
 
-def formula(way: str, devices: int, size: float) -> float:
-    """Bytes that a device sends, of an array of `size` bytes."""
-    return (devices - 1) * size * (1 if way == "naive" else 2 / devices)
+def drawn(devices: int) -> list[tuple[str, ...]]:
+    """Return after each round what each device has: how many devices' parts are in each of its chunks."""
+    mesh = jdp.make_mesh(data=devices, devices=jax.devices()[:devices])
+    rows, ones = [], np.ones(devices * devices, np.float32)  # a chunk of ones: its sum counts the parts
+    for done in range(2 * devices - 1):
+        run = jax.shard_map(partial(ring, rounds=done), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        chunks = np.asarray(jax.jit(run)(ones)).astype(int).reshape(devices, devices)
+        rows.append((str(done), *(" ".join(map(str, each)) for each in chunks)))
+    return rows
 
 
-# 3. Time: a step costs a latency α, a byte 1/β. Nothing is measured here: virtual devices share one memory, so α and β
-# are given (bucketing.py fits them).
-
-
-def seconds(way: str, devices: int, size: float, latency: float, bandwidth: float) -> float:
-    """Return α·2(N−1) + 2(N−1)/N·M/β for the ring, α·(N−1) + (N−1)·M/β for the naive exchange."""
-    steps = (devices - 1) * (1 if way == "naive" else 2)
-    return latency * steps + formula(way, devices, size) / bandwidth
-
-
-def size_where_equal(devices: int, latency: float, bandwidth: float) -> float:
-    """Return the bytes below which the naive exchange is the faster one: αβ / (1 − 2/N)."""
-    return latency * bandwidth / (1 - 2 / devices) if devices > 2 else float("inf")
+# 3. Time, by `exchanges.py`: a step costs a latency α, a byte 1/β. Nothing is measured here: virtual devices share one
+# memory, so α and β are given (bucketing.py fits them).
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,12 +115,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
     found = [count(way, n, size // 4) for way in WAYS for n in counts]
     rows = [(c.way, c.devices, c.steps, c.sent / size, formula(c.way, c.devices, 1), c.error) for c in found]
-    headers = ("way", "devices", "collectives", "sent a device, × M", "formula", "largest error")
-    show(f"M = {size / 1e6:g} MB, counted in the compiled program", headers, rows)
+    said = """Each round a device sends one chunk to the right. After 3 rounds each chunk is whole somewhere, after
+        6 everywhere: each was sent twice, less the last."""
+    show("A ring of 4, four chunks each: parts in them", ("round", *(f"device {i}" for i in range(4))), drawn(4), said)
+    headers = ("way", "devices", "collectives", "sent a device, × M", "by formula, × M", "largest error")
+    said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more
+        device. All three compute the same sum, but for the order of float32 additions."""
+    show(f"M = {size / 1e6:g} MB, counted in the compiled program", headers, rows, said)
     many = [2**k for k in range(1, 11)]
-    times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive")}
-    show("the model, milliseconds", ("devices", *times), list(zip(many, *times.values(), strict=True)))
-    print(f"\non 8 devices the naive exchange is faster below {size_where_equal(8, alpha, beta) / 1e6:.3g} MB")
+    times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive", "server")}
+    equal, waits = size_where_equal(8, alpha, beta) / 1e6, 2 * (many[-1] - 1) * alpha * 1e3 / times["ring"][-1]
+    said = f"""The ring wins where bytes count: what a parameter server sends and receives grows with N. Where steps
+        count it does not: on 8 devices the naive exchange is faster below {equal:.3g} MB. On {many[-1]} devices
+        {waits:.0%} of the ring's time is latency, which is why NCCL also has trees."""
+    rows = [*zip(many, *times.values(), strict=True)]
+    show("Time by the model α, β, milliseconds", ("devices", *times), rows, said)
     figure, (sent, time) = chart(2)
     for way, mark in zip(WAYS, "osx", strict=True):
         sent.plot(counts, [c.sent / 1e6 for c in found if c.way == way], mark, label=f"{way}, counted")
@@ -144,4 +144,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -1,61 +1,48 @@
 """Scaling: how much faster do N devices train, and for which models do the published efficiencies hold?
 
 The claims people meet: "95 % efficient on a node, 70 to 90 % at scale"; "larger models scale better"; "memory a device
-is the same as on one"; 175B on 64 devices, 2M tokens and 82 s a step, 3 s of sync 90 % hidden: "64x at 95 %".
+is the same as on one"; 175B on 64 devices, 82 s a step of which 3 s are sync, 90 % hidden: "64x at 95 %".
 
-1. Strong scaling (one batch over N devices) and weak (the same rows a device). Eight virtual devices on two cores end
-   no sooner than one, which uses both: wall time shows only that. By *processor time* C(N), C(N)/N would be a step with
-   a core a device, without waiting and network: Amdahl's s + p/N is fitted to it (s: what all repeat), and Gustafson's
-   N - s(N-1) to the weak speed-up. Efficiency is Throughput(N) / (N * Throughput(1)).
-2. One and two processes, each held to one core: a speed-up by the clock, synchronisation through a socket included.
-3. With --plan, for minutes: `jdp plan`'s curve. The step is compiled for H100s, schedule and network are simulated, and
-   efficiency is T(1)/T(N).
+Strong scaling divides one batch among N devices. Weak scaling gives each device the same rows. Virtual devices share
+two cores, so processor time a device stands for a core each. Then two processes on a core each, by the clock. Then
+H100s that are not there: `jdp plan` simulates schedule and network.
 
     python experiments/lessons/scaling.py [--plan] [--picture FILE.svg]
 
-Measured on 2 x86 cores, load 12 (Python 3.11.7, jax 0.10.2). Strong, 512 rows: 1.4, 1.9, 2.3 on 2, 4, 8 devices (s 35
-%: AdamW on all weights); weak, 128 rows each: 1.7, 3.3, 6.4 (s 23 %). Two processes: strong 1.3, weak 1.7. Efficiency:
-
-    tokens a GPU                     8 H100    16     64    512
-    gpt2_124m, zero1, 2k              0.933  0.890  0.849  0.727
-    gpt2_124m, zero1, 16k             0.993  0.986  0.978  0.962
-    gpt_1b, zero2, K = 2, 16k         0.980  0.969  0.966  0.941
-
-"95 % on a node" holds at 16k tokens a GPU, as does 94 % at 512 GPUs; 70 to 90 % at scale is what 2k give. Nine times
-the parameters scale no better. A fixed batch of 128 sequences holds 17.8 GiB on each of 8 GPUs, 2.6 on each of 64. The
-claim about 175B: 64 x 0.95 is 60.8; its own numbers say 63.8, with 128M tokens a batch.
+Efficiency is Throughput(N) / (N * Throughput(1)); of a plan, computing time / step. Amdahl 1967: time is s + p/N, s
+what every device repeats. Gustafson 1988: the speed-up of a growing batch is N - s(N-1). `--plan` compiles anew what
+`planned.py` has recorded (minutes; needs the extra `aot`). jdp: `jdp plan FILE --target h100:1x8,8x8,64x8`.
 """
 
+import functools
 import os
-from pathlib import Path
 
 import jax
 import numpy as np
 from clock import in_turns
-from communication_overhead import TX, init, loss
 from devices import use_eight_devices
-from narration import keep, parser, show
+from narration import keep, parser, show, tell
+from planned import HOSTS, RECORDED, WAYS, foreseen, show_planned
 from processes import in_processes, is_one_of_several, spread
+from step_parts import TX, init, loss
 
 import jdp
-from jdp.experiment.file import load
-from jdp.experiment.plan import candidates_of
-from jdp.foresight.foresee import make_plan_report
-from jdp.foresight.targets.this_machine import target_of
 from jdp.report.charts import chart
 
-COUNTS, WIDTH = (1, 2, 4, 8), 512
-FILES = Path(__file__).parents[1]
-MODELS = {("gpt2_124m", 2): "zero1", ("gpt2_124m", 16): "zero1", ("gpt_1b", 8): "zero2"}  # file, sequences a GPU
-HOSTS, FORESEEN = (1, 2, 8, 64), ("efficiency", "step, ms", "GiB a GPU")
+COUNTS = (1, 2, 4, 8)
 
 
-def prepared(devices: list, rows: int) -> tuple:
-    """Return jdp's step on some devices, a state, and a batch of `rows` rows a device."""
+@functools.cache
+def step_on(devices: tuple, width: int) -> tuple[jdp.Step, jdp.TrainState]:
     plan = jdp.Plan(jdp.make_mesh(devices=devices, data=len(devices)), "ddp")
-    state = jdp.init_state(lambda key: init(key, width=WIDTH), TX, plan, rng=jax.random.key(0))
-    batch = {"x": spread(np.ones((rows, WIDTH), np.float32), plan.mesh)}
-    return jdp.make_train_step(loss, plan, donate=False), state, batch
+    state = jdp.init_state(lambda key: init(key, width=width), TX, plan, rng=jax.random.key(0))
+    return jdp.make_train_step(loss, plan, donate=False, partitioning="manual"), state
+
+
+def prepared(devices: list, rows: int, width: int = 512) -> tuple:
+    """Return jdp's step on some devices, a state, and a batch of `rows` rows a device."""
+    step, state = step_on(tuple(devices), width)
+    return step, state, {"x": spread(np.ones((rows, width), np.float32), step.plan.mesh)}
 
 
 def measure(rows: int, rounds: int, weak: bool) -> list[tuple[float, float]]:
@@ -93,53 +80,53 @@ def claimed_175b() -> dict[str, float]:
     return {"64 at 95 %": 64 * 0.95, "by its own numbers": 64 * (1 - 0.1 * 3 / 82), "tokens a batch": 64 * 2e6}
 
 
-def foreseen(file: str, sequences: int, hosts: int) -> tuple[float, float, float]:
-    """Return `FORESEEN` of an experiment's step on `hosts` times 8 H100s, as `jdp plan` does."""
-    target = target_of(f"h100:{hosts}x8")
-    experiment = load(FILES / f"{file}.toml", {"train.batch_size": str(sequences * 8 * hosts)})
-    options = {"strategies": [MODELS[file, sequences]], "accumulate": [experiment.train.accumulate]}
-    (found,) = make_plan_report(candidates_of(experiment, target, **options), target).estimates
-    return found.efficiency, 1e3 * found.step_seconds, found.bytes_per_device / 2**30
-
-
 def show_scaling(kind: str, found: list[tuple[float, float]], axes) -> None:
     times = [each for _, each in found]
     speedups = [times[0] / each * (n if kind == "weak" else 1) for n, each in zip(COUNTS, times, strict=True)]
     cells = zip(COUNTS, *1e3 * np.array(found).T, speedups, np.divide(speedups, COUNTS), strict=True)
-    show(f"{kind} scaling, virtual devices", ("devices", "wall, ms", "C(N)/N, ms", "speed-up", "efficiency"), [*cells])
+    headers = ("devices", "clock, ms", "processor time a device, ms", "speed-up by it", "efficiency")
     (same, split), lost = amdahl(COUNTS, times), gustafson(COUNTS, speedups)
-    print(f"  s by Gustafson {lost:.0%}" if kind == "weak" else f"  s by Amdahl {same / (same + split):.0%}")
+    said = f"""Twice the devices do not halve a step: {same / (same + split):.0%} of it (s by Amdahl) is repeated by
+        every device, such as AdamW on all weights. The fewer rows a device has, the more that counts."""
+    if kind == "weak":
+        said = f"""The batch grows with the devices, so what all repeat counts less: {lost:.0%} (s by Gustafson;
+            below 0: another program slowed the first). The clock grows, as eight devices share this machine's
+            cores."""
+    show(f"{kind} scaling, virtual devices", headers, [*cells], said)
     axes.plot(COUNTS, speedups, "o-", label=f"{kind}, by processor time")
 
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__file__, __doc__)
-    options.add_argument("--plan", action="store_true", help="plan every model on every number of hosts: minutes")
+    options.add_argument("--plan", action="store_true", help="plan anew what RECORDED has: minutes")
     given = options.parse_args(argv)
+    jdp.keep_memory()
     use_eight_devices()
-    figure, (left, *right) = chart(columns=1 + given.plan)
+    figure, (left, right) = chart(columns=2)
     for kind, rows in (("strong", 512), ("weak", 128)):
-        show_scaling(kind, measure(rows, rounds=5, weak=kind == "weak"), left)
+        show_scaling(kind, measure(rows, rounds=10, weak=kind == "weak"), left)
     (alone,), (strong, weak) = (in_processes(__file__, 1 + len(r) // 2, rows=r, rounds=10) for r in ([512], [256, 512]))
     rows = [("strong", alone / strong, alone / strong / 2), ("weak", 2 * alone / weak, alone / weak)]
-    show("Two processes against one, by the clock", ("scaling", "speed-up", "efficiency"), rows)
-    print("\n175B on 64:", *(f"{name} {value:.4g};" for name, value in claimed_175b().items()))
+    said = """Here the clock counts, and gradients pass through a socket: what is missing to 2 is repeated work,
+        sending and waiting. (More than 2: another program had the first process' core.)"""
+    show("Two processes, a core each, against one", ("scaling", "speed-up", "efficiency"), rows, said)
     try:
-        planned = {(*model, n): foreseen(*model, n) for model in MODELS for n in HOSTS if given.plan}
-        if planned:
-            show("H100s", ("model", "sequences", "hosts", *FORESEEN), [(*k, *v) for k, v in planned.items()])
-        for file, sequences in dict.fromkeys(each[:2] for each in planned):
-            curve = {8 * n: v[0] for (f, s, n), v in planned.items() if (f, s) == (file, sequences)}
-            right[0].semilogx(*zip(*curve.items(), strict=True), "o-", label=f"{file}, {sequences} sequences a GPU")
+        planned = {way: [foreseen(way, n) for n in HOSTS] for way in WAYS} if given.plan else RECORDED
     except ValueError as error:  # where XLA's GPU compiler is not installed, with the command that installs it
-        print(error)
-    left.set(title="Speed-up on this machine", xlabel="virtual devices")
-    for panel in right:
-        panel.set(title="Efficiency, planned", xlabel="H100s")
-    for panel in (left, *right):
-        panel.legend()
-    keep(figure, given.picture, "Speed-up by devices, and with --plan efficiency by H100s, for several models.")
+        print(f"\n{error}\nWhat was recorded:")
+        planned = RECORDED
+    show_planned(planned, right)
+    claim = claimed_175b()
+    said = """95 % of 64 is not what the numbers beside it say: 0.3 s of 82 s are lost. And no published critical
+        batch is as large."""
+    show("175B on 64 devices, claimed to be 64 x at 95 %", ("what", "number"), [*claim.items()], said)
+    left.set(title="Speed-up on this machine", xlabel="virtual devices", ylabel="speed-up")
+    right.set(title="Efficiency, planned", xlabel="H100s", ylabel="efficiency")
+    left.legend(), right.legend()
+    keep(
+        figure, given.picture, "Speed-up by devices on this machine, and planned efficiency by H100s of several models."
+    )
 
 
 if __name__ == "__main__" and not is_one_of_several(measure_here):
-    main()
+    tell(main)

@@ -1,20 +1,17 @@
 """Staleness: what if devices do not wait for each other?
 
-The claim: "asynchronous updates are faster, as nobody waits for a straggler". They are, but gradients are then of old
-weights. An MLP learns scikit-learn's digits (2 x86 cores, load 18, eight virtual devices, Python 3.11.7, jax 0.10.2):
-- Gradients s = 0, 1, 2, 4, 8 updates old, SGD with a rate of 0.25: loss 0.049, 0.055, 0.056, 0.10, 2.3. The highest
-  rate that learns falls from 1 to 0.5, 0.35, 0.25, 0.13 (on a quadratic with curvature λ it is exactly
-  2/λ · sin(π / (4s + 2)): 1, 0.5, 0.31, 0.17, 0.09 of the fresh one's); the best, 0.71 to 0.06, ends at 0.16, not 0.02.
-- A straggler: with a step's time 0.9 and a Pareto tail of mean 0.1, 8 synchronous devices take 1.24, 64 1.79, 512 2.86
-  times the mean; waiting every 16 steps only, 1.07, 1.16, 1.32. One at half speed: 2 times, however rarely all wait.
-- Local steps, the honest modern form: with H = 1, 4, 16 a device sends 225, 56, 14 bytes a sample over the slow links:
-  1/H. Loss after 16,384 samples, one seed (in brackets the mean of three in a simulation): SGD averaged 0.014, 0.033,
-  0.033 (0.018, 0.036, 0.055); AdamW averaged 0.015, 0.010, 0.025 (0.013, 0.012, 0.026); DiLoCo 0.093, 0.125, 0.023
-  (0.095, 0.118, 0.039). H = 4 is free for AdamW, 16 is not; in so short a training DiLoCo does not beat a mean.
+The claim: "asynchronous updates are faster, as nobody waits for a straggler". They are, but each gradient is then of
+old weights.
+
+An MLP learns scikit-learn's digits from gradients that are 0 to 8 updates old, with many rates. Then the pace of
+synchronous steps is drawn: how much longer a step takes when it waits for the slowest of N devices. Last, what is used
+instead today: local steps. Each replica trains by itself for H steps, then all agree, so that slow links carry 1/H of
+the bytes. Rates are those that a simulation found best.
 
     python experiments/lessons/staleness.py [--picture FILE.svg]
 
-jdp: `local_steps=`, `jdp.LocalSteps`. Stich 2019, arXiv:1805.09767; DiLoCo: Douillard et al. 2023, arXiv:2311.08105.
+On a quadratic with curvature λ a gradient s updates old learns up to a rate of 2/λ · sin(π / (4s + 2)). Stich 2019,
+arXiv:1805.09767 (local SGD); Douillard et al. 2023, arXiv:2311.08105 (DiLoCo). jdp: `local_steps=`, `jdp.LocalSteps`.
 """
 
 from collections.abc import Sequence
@@ -25,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from devices import use_eight_devices
-from large_batches import digits, init, loss
-from narration import keep, parser, show
+from digits import digits, init, loss
+from narration import keep, parser, show, tell
+from stragglers import TIMES, pace
 
 import jdp
 from jdp.report.charts import chart
@@ -70,24 +68,7 @@ def limit(age: int) -> float:
     return float(np.sin(np.pi / (4 * age + 2)))
 
 
-# 2. Why anyone would: a synchronous step takes as long as its slowest device. Times of one device's step, mean 1.
-TIMES: dict[str, Any] = {
-    "normal, 5 %": lambda random, shape: random.normal(1, 0.05, shape),
-    "exponential tail": lambda random, shape: 0.9 + random.exponential(0.1, shape),
-    "Pareto tail, α = 3": lambda random, shape: 0.9 + 0.2 * random.pareto(3, shape),
-    "one at half speed": lambda random, shape: np.ones(shape) + (np.arange(shape[-1]) == 0),
-}
-
-
-def pace(name: str, devices: int, local: int, rounds: int = 200) -> float:
-    """Return the mean time of a step if devices wait for each other after every `local` steps; 0: never."""
-    times = TIMES[name](np.random.default_rng(0), (rounds, 16, devices))
-    if not local:
-        return float(1 / (1 / times.mean(axis=(0, 1))).mean())  # devices' rates add up
-    return float(times.reshape(-1, local, devices).sum(axis=1).max(axis=1).mean() / local)
-
-
-# 3. The honest form: each replica trains by itself for H steps, then all agree. No gradient is old; weights differ
+# 2. The honest form: each replica trains by itself for H steps, then all agree. No gradient is old; weights differ
 # within a round instead. Rates are the best of those a factor 2 apart, by a simulation beforehand.
 LOCAL, SAMPLES, INNER_ROWS = (1, 4, 16), 2**14, 64  # H; the same samples for every H; rows of all replicas' one step
 METHODS = {
@@ -128,13 +109,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     for age, each, rate in zip(AGES, losses, highest, strict=True):
         found = each[RATES == FIXED][0], rate, highest[0] * limit(age), RATES[each.argmin()], each.min()
         rows.append((age, *map(float, found)))
-    headers = (f"loss at {FIXED}", "highest rate", "by formula", "best rate", "loss at it")
-    show(f"{UPDATES} updates with old gradients", ("updates old", *headers), rows)
+    headers = (f"loss at a rate of {FIXED}", "highest rate that learns", "by formula", "best rate", "loss at it")
+    said = f"""An old gradient overshoots: the weights moved on meanwhile. The older it is, the lower the rate must
+        be, nearly as the formula says, and the best loss is worse too: {rows[-1][-1]:.2g}, not {rows[0][-1]:.2g}."""
+    show(f"{UPDATES} updates with old gradients", ("updates old", *headers), rows, said)
     paces = [(name, n, *(pace(name, n, local) for local in (1, 16, 0))) for name in TIMES for n in (2, 8, 64, 512)]
-    show("Time of a step", ("one device's", "devices", "waiting every step", "every 16", "never"), paces)
+    headers = ("time of one device's step", "devices", "waiting every step", "every 16", "never")
+    said = """The more devices, the slower the slowest of them. Waiting every 16 steps only averages that out, if a
+        device is slow now and then. One that is always slow sets the pace however rarely all wait: replace it."""
+    show("Time of a step, in mean times of one device", headers, paces, said)
     found = {method: [train(method, steps) for steps in LOCAL] for method in METHODS}
     rows = [*zip(LOCAL, sent := [slow_bytes("SGD, mean", steps) for steps in LOCAL], *found.values(), strict=True)]
-    show(f"Loss after {SAMPLES} samples, 4 replicas", ("H", "slow bytes a sample", *found), rows)
+    adamw = [f"{each:.2g}" for each in found["AdamW, mean"]]
+    said = f"""H times fewer bytes cross the slow links. What that costs in loss depends on the optimizer: AdamW
+        averaged has {adamw[1]} with H = 4, {adamw[2]} with 16 and {adamw[0]} without. It is one seed of a short
+        training: a factor below two says nothing."""
+    show(f"Loss after {SAMPLES} samples, 4 replicas", ("local steps H", "slow bytes a sample", *found), rows, said)
     figure, (left, right) = chart(2)
     for age, each in zip(AGES, losses, strict=True):
         left.loglog(RATES, each, "o-", label=f"{age} updates old")
@@ -147,4 +137,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tell(main)

@@ -18,6 +18,7 @@ from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import Formatter, LogFormatter
 
 from jdp.report.page import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Markup, element
 
@@ -64,6 +65,28 @@ def chart(columns: int = 1, rows: int = 1, *, height: float = 3.6, width: float 
     return figure, list(panels.flat)
 
 
+class _PlainLog(Formatter):
+    """Label the ticks that a logarithmic formatter would label, with numbers in place of its mathematical markup."""
+
+    def __init__(self, marked: LogFormatter) -> None:
+        self._marked = marked
+
+    def set_locs(self, locs: Any) -> None:
+        self._marked.set_locs(locs)
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:,.10g}" if self._marked(x, pos) else ""
+
+
+def _label_logs_plainly(figure: Figure) -> None:
+    """Replace matplotlib's labels of logarithmic axes: `SETTINGS` turn markup off, and they would show it as text."""
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        if isinstance(major := axis.get_major_formatter(), LogFormatter):
+            axis.set_major_formatter(_PlainLog(major))
+        if isinstance(minor := axis.get_minor_formatter(), LogFormatter):
+            axis.set_minor_formatter(_PlainLog(minor))
+
+
 def inline(figure: Figure, described: str) -> Markup:
     """Return a figure as an `<svg>` element for a page.
 
@@ -71,6 +94,7 @@ def inline(figure: Figure, described: str) -> Markup:
     whole page, and its list of fonts. The other ids get a suffix of the picture. Of several elements with one id a
     browser uses the first of the page, and none where that one is in a closed part.
     """
+    _label_logs_plainly(figure)
     buffer = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with mpl.rc_context(SETTINGS):

@@ -1,5 +1,6 @@
 """What every lesson runs on, and that each keeps the bounds that it is read within."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -28,4 +29,8 @@ def test_devices_that_have_started_stay():
 
 @pytest.mark.parametrize("lesson", sorted(LESSONS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_lesson_can_be_read_in_one_sitting(lesson):
-    assert len(lesson.read_text("utf-8").splitlines()) <= 150
+    text = lesson.read_text("utf-8")
+    assert len(text.splitlines()) <= 150
+    story, program, _ = (ast.get_docstring(ast.parse(text)) or "").partition("\n    python experiments/lessons/")
+    assert len(story.split()) <= 120, "formulas and sources stand below the command"
+    assert program or "def main(" not in text, "the command that runs it"

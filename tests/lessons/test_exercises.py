@@ -11,6 +11,7 @@ from load import LESSONS, load
 
 import jdp
 from jdp.foresight.memory.zero_formula import sent_bytes, zero_bytes
+from jdp.foresight.targets.chips import CHIPS
 from jdp.foresight.traffic.theory import ring_bytes
 
 B7, B70, B175 = 7 * 10**9, 70 * 10**9, 175 * 10**9
@@ -23,6 +24,28 @@ def test_worked_numbers():
     assert 256 // 8 == 32 == 4 * 8
     totals = {name: zero_bytes(B175, 64, name).total / 1e9 for name in ("ddp", "zero1", "zero2", "zero3")}
     assert totals == pytest.approx({"ddp": 2800, "zero1": 732.8, "zero2": 388.3, "zero3": 43.75}, abs=0.05)
+
+
+def test_links_are_those_that_plans_use():
+    chip = CHIPS["h100"]
+    rates = (
+        chip.memory_bandwidth / 1e12,
+        chip.link_bandwidth / 1e9,
+        chip.host_bandwidth / 1e9,
+        chip.network_bandwidth / 1e9,
+    )
+    shown = re.findall(r"^\| (?:memory|NVLink|PCIe|InfiniBand)[^|]*\| ([\d.]+) [TG]B/s", README, flags=re.MULTILINE)
+    assert [f"{rate:.3g}" for rate in rates] == shown
+
+
+def test_replica_is_mics_and_not_hpz():
+    """With `replica` a group holds all state, as MiCS does; ZeRO++'s hpZ leaves optimizer state shared by all."""
+    plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero3", min_shard_size=1)
+    state = jdp.init_state(lambda rng: {"w": jnp.ones((8, 4))}, optax.adam(0.1), plan, rng=jax.random.key(0))
+    moments = jax.tree.leaves(state.opt_state[0].mu) + jax.tree.leaves(state.params)
+    assert {leaf.addressable_shards[0].data.size for leaf in moments} == {8 * 4 // 4}
+    assert re.search(r"^\| MiCS [^|]*\| `replica`", README, flags=re.MULTILINE)
+    assert not re.search(r"hpz[^|]*\| *`replica`", README, flags=re.IGNORECASE)
 
 
 def test_1_seconds_of_an_all_reduce():
@@ -103,3 +126,38 @@ def test_every_lesson_is_in_the_order():
     assert len(rows) == len(set(rows)) == 12
     programs = {path.name for path in LESSONS.glob("*.py") if "def main(" in path.read_text("utf-8")}
     assert programs == set(rows)
+
+
+INTERVIEW = (LESSONS / "INTERVIEW.md").read_text("utf-8")
+
+
+def test_thirty_questions_with_a_program_or_table_each():
+    asked = re.split(r"^\d+\. ", INTERVIEW, flags=re.MULTILINE)[1:]
+    assert len(asked) == 30
+    headings = {
+        re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in re.findall(r"^## (.*)", README, re.M)
+    }
+    for each in asked:
+        links = re.findall(r"\]\(([\w.]+)(?:#([\w-]+))?\)", each)
+        assert links and all((LESSONS / file).is_file() and (not part or part in headings) for file, part in links), (
+            each
+        )
+        answer = re.sub(
+            r"See \[.*|\[[^]]*\]\([^)]*\)[^.]*\.|Exercise \d+ of.*|`jdp plan --table.*",
+            "",
+            each.split("**")[2],
+            flags=re.S,
+        )
+        assert len(re.findall(r"[.?](?:\s|$)", answer)) <= 3, answer
+
+
+def test_80_gb_of_model_state():
+    held = {n: [zero_bytes(5 * 10**9, n, name).total / 1e9 for name in ("ddp", "zero1", "zero3")] for n in (8, 2)}
+    assert held == {8: [80, 27.5, 10], 2: [80, 50, 40]}
+
+
+def test_numbers_of_the_interview_are_those_recorded():
+    planned = load("planned")
+    (first, *_, last), replicas = planned.RECORDED[planned.FEW], planned.RECORDED[planned.REPLICAS][-1]
+    shown = f"reach {last[0]:.0%} where 8 reached {first[0]:.0%}".replace("%", " %")
+    assert shown in INTERVIEW and f"it is {replicas[0]:.0%}".replace("%", " %") in INTERVIEW

@@ -10,7 +10,7 @@ from load import load
 
 import jdp
 
-lesson = load("fewer_bytes")
+lesson, by_hand = load("fewer_bytes"), load("topk")
 KERNELS, SHARE = (64 * 256, 256 * 10), 7 / 8
 PADDED = 8 * sum(-(-size // 8 // 256) * 256 for size in KERNELS)  # of each device's part, to blocks of 256
 FACTORS = 4 * (64 + 256 + 256 + 10)
@@ -60,9 +60,11 @@ def test_only_error_feedback_takes_memory():
 
 def test_the_largest_elements_of_each_device():
     x = np.array([[[3.0, -4.0], [1.0, 2.0]], [[0.0, 1.0], [-5.0, 2.0]]])
-    np.testing.assert_array_equal(lesson.largest(x, 0.5), [[[3, -4], [0, 0]], [[0, 0], [-5, 2]]])
+    np.testing.assert_array_equal(by_hand.largest(x, 0.5), [[[3, -4], [0, 0]], [[0, 0], [-5, 2]]])
 
 
 def test_what_top_k_drops_is_missed_and_what_it_keeps_is_not():
-    whole, kept, dropped = (lesson.topk_by_hand(*given, 20) for given in ((1, True), (0.01, True), (0.01, False)))
+    whole, kept, dropped = (
+        by_hand.topk_by_hand(*given, 20, lesson.RATE) for given in ((1, True), (0.01, True), (0.01, False))
+    )
     assert whole < kept < dropped

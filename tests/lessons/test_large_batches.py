@@ -20,6 +20,14 @@ def test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate():
     assert np.isinf(many[4])  # the linear rule's
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rows"), [("SGD", 43), ("Adam", 81)])
+def test_the_critical_batches_that_are_told(name: str, rows: int):
+    """The README has SGD's. 10 % leaves room for another order of sums in another XLA."""
+    best = np.minimum(*(lesson.sweep(name, lesson.BATCHES, 3, warmup)[0] for warmup in (0, lesson.WARMUP)))
+    assert lesson.fit(lesson.BATCHES, best.min(axis=1))[1] == pytest.approx(rows, rel=0.1)
+
+
 def test_the_fit_returns_the_law_it_is_given():
     steps = [30 * (1 + 50 / batch) for batch in lesson.BATCHES]
     assert lesson.fit(lesson.BATCHES, steps) == pytest.approx((30, 50))

@@ -1,7 +1,7 @@
 """A ring of sends: the sum, the number of steps, the bytes of the compiled program; the time model."""
 
 import pytest
-from load import load
+from load import LESSONS, load
 
 from jdp.foresight.traffic.theory import ring_bytes
 
@@ -35,6 +35,23 @@ def test_an_array_that_does_not_divide_is_filled_up():
     found = lesson.count("ring", 8, 10)  # eight chunks of two
     assert found.sent == 2 * 7 * 2 * 4
     assert found.error < 1e-5
+
+
+def test_rounds_are_drawn_as_they_are():
+    """A round adds one part to one chunk of each device, or brings a whole one; the README has the drawing."""
+    rows = lesson.drawn(4)
+    parts = [[[int(part) for part in cell.split()] for cell in row[1:]] for row in rows]
+    sums = [[sum(chunks) for chunks in devices] for devices in parts]
+    assert sums == [[4] * 4, [5] * 4, [7] * 4, [10] * 4, [13] * 4, [15] * 4, [16] * 4]
+    assert all(sorted(chunks) == [1, 2, 3, 4] for chunks in parts[3])
+    readme = [tuple(line.split("  ")) for line in (LESSONS / "README.md").read_text("utf-8").splitlines()]
+    assert all(row in readme for row in rows)
+
+
+def test_a_parameter_server_is_the_slower_the_more_devices_there_are():
+    times = [lesson.seconds("server", n, 4e6, 5e-6, 1e11) for n in (8, 16)]
+    assert times == pytest.approx([2 * 5e-6 + 2 * n * 4e6 / 1e11 for n in (8, 16)])
+    assert lesson.formula("server", 8, 4e6) == 4e6 < lesson.formula("ring", 8, 4e6), "a device sends less to a server"
 
 
 def test_the_model_of_time():

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from load import load
+from load import LESSONS, load
 
 import jdp
 
-lesson = load("zero_by_hand")
+lesson, popular = load("zero_by_hand"), load("zero_claims")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,15 @@ def test_the_weights_are_those_of_ddp(found, stage):
 
 
 def test_popular_claims_and_what_is_right(found):
-    claims = lesson.claims({stage: each["sent"] for stage, each in found.items()})
+    claims = popular.claims({stage: each["sent"] for stage, each in found.items()})
     assert [right for _, _, right in claims] == [227.5, 1120, 2, 0, 1.5, 1, 2, 0]
     assert [claimed for _, claimed, _ in claims] == [210, 840, 3, 2, 3, 2, 2, 1]
+
+
+def test_what_is_sent_depends_on_the_width_that_it_travels_in():
+    """zero1 and zero2 send what ddp sends, and zero3 1.5 times that, in one width only."""
+    one, two = zip(*(row[1:] for row in popular.sent_by_width()), strict=True)
+    assert one == (245, 245, 245, 367.5)
+    assert two == (490, 367.5, 367.5, 490)
+    readme = (LESSONS / "README.md").read_text("utf-8")
+    assert "490, 367.5 and 490 GB" in readme

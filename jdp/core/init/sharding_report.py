@@ -47,8 +47,8 @@ def report_placements(plan: Plan, state: TrainState) -> None:
     for p in (p for p in replicated if p not in small):
         notice(f"{p.path} {list(p.shape)} is {p.reason} ({p.bytes_per_device:,} bytes on every device)")
     if small:
-        counted = "1 parameter" if len(small) == 1 else f"{len(small)} parameters"
+        counted, stay = ("1 parameter", "stays") if len(small) == 1 else (f"{len(small)} parameters", "stay")
         notice(
-            f"{counted} of fewer than {plan.min_shard_size} elements {'stays' if len(small) == 1 else 'stay'} replicated "
+            f"{counted} of fewer than {plan.min_shard_size} elements {stay} replicated "
             f"({sum(p.bytes_per_device for p in small):,} bytes on every device): {listed(p.path for p in small)}"
         )

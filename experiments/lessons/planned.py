@@ -1,0 +1,60 @@
+"""What `jdp plan` says of models on H100s, by number of GPUs: recorded, and as a function that plans it anew."""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from narration import show
+
+from jdp.experiment.file import load
+from jdp.experiment.plan import candidates_of
+from jdp.foresight.foresee import make_plan_report
+from jdp.foresight.targets.this_machine import target_of
+
+FILES = Path(__file__).parents[1]
+HOSTS, FORESEEN = (1, 2, 8, 64), ("efficiency", "step, ms", "GiB a GPU")
+WAYS = {  # experiment, sequences a GPU, strategy, whether each host of 8 GPUs is a replica
+    "gpt2_124m, 2k tokens a GPU": ("gpt2_124m", 2, "zero1", False),
+    "the same, a replica a host": ("gpt2_124m", 2, "zero1", True),
+    "gpt2_124m, 16k tokens a GPU": ("gpt2_124m", 16, "zero1", False),
+    "gpt_1b, 16k, 2 microbatches": ("gpt_1b", 8, "zero2", False),
+}
+FEW, REPLICAS, MANY, LARGE = WAYS
+RECORDED = {  # `FORESEEN` on each of HOSTS; jax 0.10.2, 2026-11; `tests/lessons/test_scaling.py` plans them anew
+    FEW: [(0.9527, 9.794, 1.409), (0.9246, 10.06, 1.302), (0.7564, 12.33, 1.222), (0.2577, 34.20, 1.224)],
+    REPLICAS: [(0.9523, 9.797, 1.409), (0.8440, 11.57, 1.421), (0.7097, 13.77, 1.421), (0.7619, 12.82, 1.421)],
+    MANY: [(0.9931, 47.71, 4.487), (0.9899, 47.71, 4.380), (0.9775, 48.20, 4.300), (0.7736, 60.63, 4.277)],
+    LARGE: [(0.9697, 291.9, 12.69), (0.9572, 293.4, 11.42), (0.9406, 296.9, 10.46), (0.8611, 325.4, 10.19)],
+}
+
+
+def foreseen(way: str, hosts: int) -> tuple[float, float, float]:
+    """Return `FORESEEN` of an experiment's step on `hosts` times 8 H100s, as `jdp plan` does."""
+    file, sequences, strategy, replicas = WAYS[way]
+    target, keys = target_of(f"h100:{hosts}x8"), {"train.batch_size": str(sequences * 8 * hosts)}
+    experiment = load(FILES / f"{file}.toml", keys | ({"mesh.replica": str(hosts)} if replicas else {}))
+    options = {"strategies": [strategy], "accumulate": [experiment.train.accumulate]}
+    (found,) = make_plan_report(candidates_of(experiment, target, **options), target).estimates
+    return found.efficiency, 1e3 * found.step_seconds, found.bytes_per_device / 2**30
+
+
+def show_planned(planned: dict[str, list[tuple[float, float, float]]], axes: Axes) -> None:
+    """Print a table of `FORESEEN` for each of WAYS on each of HOSTS, what it shows, and draw the efficiencies."""
+    rows = [(way, 8 * n, *each) for way in planned for n, each in zip(HOSTS, planned[way], strict=True)]
+    end, host = {way: each[-1][0] for way, each in planned.items()}, {way: each[0] for way, each in planned.items()}
+    on_64 = planned[FEW][HOSTS.index(8)][2]
+    said = (
+        f"""At 16k tokens a GPU 512 GPUs are {end[MANY]:.0%} efficient, at 2k {end[FEW]:.0%}. A ring of 512 takes
+            511 sends one after the other, whatever the bytes, and each layer waits for a ring. With a replica on
+            each host weights are gathered inside the host, and only gradients cross hosts: {end[REPLICAS]:.0%}. On
+            few hosts that is no gain, as a flat ring is short there.""",
+        f"""Nine times the parameters at 16k tokens: {end[LARGE]:.0%} on 512 GPUs; on one host {host[LARGE][0]:.1%},
+            the small model {host[MANY][0]:.1%}. FLOPs and bytes both grow with the parameters, the latency of a
+            ring does not: that is what a larger model gains from on 512.""",
+        f"""Memory is not "the same as on one": a batch of 128 sequences takes {host[MANY][2]:.1f} GiB on each of 8
+            GPUs and {on_64:.1f} on each of 64, as activations and optimizer state are divided.""",
+    )
+    show("H100s that are not there, by `jdp plan`", ("model", "H100s", *FORESEEN), rows, *said)
+    for way, curve in planned.items():
+        axes.semilogx([8 * n for n in HOSTS], [each[0] for each in curve], "o-", label=way)
+    axes.set_xticks([8 * n for n in HOSTS], [str(8 * n) for n in HOSTS])
+    axes.minorticks_off()

@@ -1,0 +1,79 @@
+"""What lessons share: readable pictures, tables with what they show, and reports of jdp below them."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+from load import LESSONS, load
+
+from jdp.base.notices import notice_anywhere
+from jdp.report.charts import chart
+
+narration = load("narration")
+PROGRAMS = sorted(path for path in LESSONS.glob("*.py") if "def main(" in path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "labels"),
+    [
+        ([1e-3, 1e3], [1, 1e7], ["0.001", "1,000", "10,000,000"]),
+        ([2, 3, 5], [20, 30, 50], ["2", "3", "20", "30"]),  # within a decade: its own minor labels
+    ],
+)
+def test_logarithmic_axes_are_labelled_with_numbers(x, y, labels, tmp_path, capsys):
+    figure, (panel,) = chart()
+    panel.loglog(x, y)
+    narration.keep(figure, tmp_path / "picture.svg", "a line")
+    text = (tmp_path / "picture.svg").read_text("utf-8")
+    assert "mathdefault" not in text and "$" not in text
+    assert all(f">{label}</text>" in text for label in labels)
+
+
+def test_reports_stand_below_the_tables(capsys):
+    def lesson():
+        notice_anywhere("a report of test_narration")
+        narration.show("Numbers", ("what", "number"), [("half", 0.5)], "What you see:  a half.\n  Nothing else.")
+
+    logger = logging.getLogger("jdp")
+    before, elsewhere = (logger.level, logger.propagate, list(logger.handlers)), logging.StreamHandler(sys.stdout)
+    logging.getLogger().addHandler(elsewhere)  # as libraries add one to the root logger
+    narration.tell(lesson)
+    logging.getLogger().removeHandler(elsewhere)
+    out, err = capsys.readouterr()
+    assert out.endswith(
+        "half  0.5\nWhat you see: a half. Nothing else.\n\nReported by jdp:\n  a report of test_narration\n"
+    )
+    assert not err and before == (logger.level, logger.propagate, list(logger.handlers))
+
+
+def test_an_exception_prints_what_was_reported(capsys):
+    def lesson():
+        notice_anywhere("another report of test_narration")
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        narration.tell(lesson)
+    assert capsys.readouterr().err == "another report of test_narration\n"
+
+
+def test_reports_of_processes_are_the_lessons(monkeypatch, tmp_path):
+    """A process of `in_processes` hands them over, so that no line of its own stands between the tables."""
+    program = tmp_path / "child.py"
+    program.write_text(
+        "from jdp.base.notices import notice_anywhere\nfrom processes import is_one_of_several\n"
+        "is_one_of_several(lambda n: notice_anywhere(f'a report of a child') or 2 * n)\n"
+    )
+    given = json.dumps({"file": str(tmp_path / "found.json"), "given": {"n": 21}})
+    monkeypatch.setenv("JDP_LESSON_GIVEN", given)
+    monkeypatch.setenv("PYTHONPATH", str(LESSONS), prepend=":")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    assert found == {"found": 42, "reported": ["a report of a child"]}
+
+
+@pytest.mark.parametrize("lesson", PROGRAMS, ids=lambda path: path.stem)
+def test_every_lesson_keeps_reports_from_its_tables(lesson):
+    assert lesson.read_text("utf-8").endswith("    tell(main)\n")
