@@ -51,6 +51,7 @@ TESTS_OF_TRIALS = {
     "test_loss_check",
     "test_training_properties",
     "test_readme",
+    "test_guides",
     "test_batch_norm",
     "test_agreement",
 }
