@@ -291,6 +291,13 @@ def test_the_index_has_the_packages_in_order_and_in_their_own_words():
     assert table == {name: ast.get_docstring(MODULES[f"jdp.{name}"].tree).partition("\n")[0] for name in ORDER}
 
 
+def test_every_loop_has_a_row():
+    """Those that train: `story.py` and what reads files are parts of the others."""
+    loops = [file.name for file in ROOT.glob("experiments/loops/*.py") if "def train(" in file.read_text("utf-8")]
+    listed = re.findall(r"experiments/loops/(\w+\.py)\) \|", GUIDES["jdp/core/own_loop.md"])
+    assert sorted(listed) == sorted(loops)
+
+
 PAGE = """# A page
 
 One [link](a.md) and `code`.
