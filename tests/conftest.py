@@ -87,4 +87,5 @@ pytest_plugins = (
     "storage_servers",
     "quick_rates",
     "tenth",
+    "guide_folders",
 )

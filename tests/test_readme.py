@@ -79,7 +79,7 @@ def test_commands_and_experiments_exist():
     for command in re.findall(r"^jdp (\w+)", README, flags=re.M):
         assert command in COMMANDS
     files = set(re.findall(r"experiments/\w+\.toml", README))
-    assert files == {f"experiments/{file.name}" for file in (ROOT / "experiments").glob("*.toml")}
+    assert files <= {f"experiments/{file.name}" for file in (ROOT / "experiments").glob("*.toml")}
     for file in files:
         load(ROOT / file)
     for linked in re.findall(r"\]\((\S+?)\)", README):
