@@ -4,7 +4,8 @@ What a page may hold, and how it is checked:
 
 - ```python runs, with the names of the blocks before it on the page. A ```text block right after it is what it prints
   (`...` stands for any text). `<!-- setup: name -->` before a block adds the names that the fixture `name` returns.
-- ```bash and ```console name commands, options, keys and files that exist; in ```console lines with `$ ` are commands.
+- ```bash and ```console name commands, options, keys and files that exist, those of a `setup` included; in ```console
+  lines with `$ ` are commands.
 - ```toml has keys of an experiment file, or is a target (`like = ...`).
 - A table whose first heading is "message" quotes messages of jdp: `…` stands for a value.
 - A page has at most 900 words, code and tables not counted; sentences are short and words are plain, as in docstrings.
@@ -13,6 +14,7 @@ What a page may hold, and how it is checked:
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import re
 import shlex
@@ -167,7 +169,7 @@ def check_command(words):
 
 
 def exists(path):
-    assert (ROOT / path).exists(), path
+    assert Path(path).exists() or (ROOT / path).exists(), path
 
 
 def check_jdp(words):
@@ -186,17 +188,24 @@ def check_jdp(words):
     options = importlib.import_module(f"jdp.cli.{name}").Options
     takes_keys = "file" in {field.name for field in dataclasses.fields(options)}
     own, overrides = split_overrides(arguments, flags_of(options)) if takes_keys else (arguments, {})
-    parsed = parse(options, name, own)  # exits for an option that is not there
+    parsed = parse(options, name, own, addresses=("run_dir",))  # exits for an option that is not there
     if takes_keys and parsed.file and parsed.file.name != "tuned.toml":
         exists(parsed.file)
-        if "plugin" not in overrides:
+        if "plugin" in overrides or overrides.get("model.name", "").startswith("hf:"):  # what they name is not here
+            assert [key for key in overrides if not is_key(key)] == []
+        else:
             load(ROOT / parsed.file, overrides)
 
 
+@functools.cache
 def experiment_keys():
     """Return a pattern for each key of an experiment file: `mesh.AXIS` is any axis."""
     keys = (key.name for _, table in describe() for key in table)
     return [re.compile(re.sub(r"\b[A-Z]+\b", r"[^.]+", re.escape(key)) + r"(?:\.[^.]+)?") for key in keys]
+
+
+def is_key(name):
+    return any(pattern.fullmatch(name) for pattern in experiment_keys())
 
 
 def flattened(table, prefix=""):
@@ -208,15 +217,18 @@ def flattened(table, prefix=""):
 
 
 @every_guide
-def test_its_commands_options_and_keys_exist(guide):
-    keys = experiment_keys()
+def test_its_commands_options_and_keys_exist(guide, request, monkeypatch, tmp_path):
+    """A `setup` makes the files that commands name: they are looked for in its folder, then in the repository."""
+    monkeypatch.chdir(tmp_path)
     for block in blocks(GUIDES[guide]):
+        for setup in block.setup:
+            request.getfixturevalue(setup)
         if block.language in ("bash", "console"):
             for command in commands(block):
                 check_command(command)
         elif block.language == "toml":
             table = tomllib.loads(block.text)
-            unknown = [key for key in flattened(table) if not any(pattern.fullmatch(key) for pattern in keys)]
+            unknown = [key for key in flattened(table) if not is_key(key)]
             assert "like" in table or unknown == []
 
 
@@ -269,10 +281,12 @@ def quoted_messages(text):
 
 def test_messages_of_jdp_are_quoted_as_they_are():
     written = templates()
-    for guide, text in GUIDES.items():
-        for message in quoted_messages(text):
-            pattern = ".*".join(map(re.escape, message.split("…")))
-            assert re.search(pattern, written), f"{guide}: {message}"
+
+    def stands(message):
+        return re.search(".*".join(map(re.escape, message.split("…"))), written) is not None
+
+    quoted = [(guide, message) for guide, text in GUIDES.items() for message in quoted_messages(text)]
+    assert [each for each in quoted if not stands(each[1])] == []
 
 
 def test_the_index_leads_to_every_page():
@@ -289,6 +303,13 @@ def test_the_index_has_the_packages_in_order_and_in_their_own_words():
     table = {row[0].strip("`/"): row[-1] for row in rows(GUIDES[INDEX]) if re.fullmatch(r"`\w+/`", row[0])}
     assert [*table] == [*ORDER]
     assert table == {name: ast.get_docstring(MODULES[f"jdp.{name}"].tree).partition("\n")[0] for name in ORDER}
+
+
+def test_every_loop_has_a_row():
+    """Those that train: `story.py` and what reads files are parts of the others."""
+    loops = [file.name for file in ROOT.glob("experiments/loops/*.py") if "def train(" in file.read_text("utf-8")]
+    listed = re.findall(r"experiments/loops/(\w+\.py)\) \|", GUIDES["jdp/core/own_loop.md"])
+    assert sorted(listed) == sorted(loops)
 
 
 PAGE = """# A page
