@@ -1,6 +1,8 @@
 """Folders that the blocks of a guide start from: `<!-- setup: NAME -->` above a block."""
 
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import optax
@@ -30,4 +32,11 @@ def llama(tmp_path):
     bpe.save(str(tmp_path / "llama" / "tokenizer.json"))
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (tmp_path / "texts.jsonl").write_text(rows, encoding="utf-8")
+    return {}
+
+
+@pytest.fixture
+def first_run(tmp_path):
+    """`runs/first/`, a run that ended: the one that the tests of old runs keep."""
+    shutil.copytree(Path(__file__).parent / "run" / "kept_run" / "points", tmp_path / "runs" / "first")
     return {}
