@@ -218,6 +218,7 @@ class _Examination:
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""
+        from jdp.guard.diagnosis import ERRORS
         from jdp.launch.doctor.findings import Examined
         from jdp.launch.doctor.together import described
 
@@ -234,7 +235,8 @@ class _Examination:
         else:
             alone = self.count > 1 and not self.gathered
             who = f"process 0 of {self.count}, alone" if alone else described(examined.hosts)
-            lines = [f"jdp doctor: {who}", *examined.lines(), _verdict(examined.wrong)]
+            further = [ERRORS] if examined.wrong else []
+            lines = [f"jdp doctor: {who}", *examined.lines(), *further, _verdict(examined.wrong)]
         print(*lines, sep="\n", file=self.stdout, flush=True)
         return UNHEALTHY if examined.wrong else 0
 
