@@ -51,6 +51,7 @@ TESTS_OF_TRIALS = {
     "test_loss_check",
     "test_training_properties",
     "test_readme",
+    "test_guides",
     "test_batch_norm",
     "test_agreement",
 }
@@ -87,4 +88,5 @@ pytest_plugins = (
     "shared_fixtures",
     "quick_rates",
     "tenth",
+    "guide_folders",
 )

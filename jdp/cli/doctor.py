@@ -210,6 +210,7 @@ class _Examination:
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""
+        from jdp.guard.diagnosis import ERRORS
         from jdp.launch.doctor.findings import Examined
         from jdp.launch.doctor.together import described
 
@@ -227,8 +228,8 @@ class _Examination:
             alone = self.count > 1 and not self.gathered
             who = f"process 0 of {self.count}, alone" if alone else described(examined.hosts)
             things = "1 thing is" if examined.wrong == 1 else f"{examined.wrong} things are"
-            verdict = f"{things} wrong." if examined.wrong else "Nothing is wrong."
-            lines = [f"jdp doctor: {who}", *examined.lines(), verdict]
+            verdict = [ERRORS, f"{things} wrong."] if examined.wrong else ["Nothing is wrong."]
+            lines = [f"jdp doctor: {who}", *examined.lines(), *verdict]
         print(*lines, sep="\n", file=self.stdout, flush=True)
         return UNHEALTHY if examined.wrong else 0
 

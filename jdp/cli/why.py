@@ -33,7 +33,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Read the recorders and print the diagnosis. Raises UsageError."""
     options = parse(Options, "why", arguments, addresses=("run_dir",))
-    from jdp.guard.diagnosis import diagnose
+    from jdp.guard.diagnosis import ERRORS, diagnose
     from jdp.run.read_folder import find_run
 
     try:
@@ -45,5 +45,6 @@ def run(arguments: list[str]) -> int:
         values = {"run": shown(str(folder)), "state": found.state, "began": found.began, "words": found.words}
         print(as_json.dumps(values | {"steps": found.pace, "goodput": found.goodput.as_summary()}))
     else:
-        print(shown("\n".join([f"{folder}: {found.state}", *found.words])))
+        further = [ERRORS] if found.state in ("failed", "killed", "deadline", "hung") else []
+        print(shown("\n".join([f"{folder}: {found.state}", *found.words, *further])))
     return 0

@@ -24,6 +24,8 @@ from jdp.guard.where_time_goes import pace
 from jdp.guard.who_is_behind import Position, capital, whereabouts
 from jdp.launch.output import LOGS
 
+ERRORS = f"Messages by their text, each with cause and command: {Path(__file__).with_name('errors.md')}"
+"""The line that leads from a diagnosis to the guide's page of errors."""
 _HUNG_SECONDS, _MEDIANS = 60.0, 10.0
 _MOST_VISITS, _MOST_LINES = 5, 5
 Events = Sequence[Mapping[str, Any]]

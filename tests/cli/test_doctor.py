@@ -93,7 +93,7 @@ else:
     assert launch(command, 2, devices_per_process=1, clean_stdout=True, environment=environment()) == 1
     out = capfd.readouterr().out
     lines = [line for line in out.splitlines() if line.startswith("WRONG")]
-    assert len(lines) == out.count("→") == 3 and out.endswith("3 things are wrong.\n")
+    assert "errors.md" in out and len(lines) == out.count("→") == 3 and out.endswith("3 things are wrong.\n")
     same, shared, clocks = lines
     assert "devices is 3, and in process 0 1" in same and same.endswith("[process 1 on " + socket.gethostname() + "]")
     assert shared.endswith("is not shared: files of process 1 cannot be seen"), "the same mends it in both processes"

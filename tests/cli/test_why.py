@@ -1,6 +1,7 @@
 """`jdp why` on the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +23,25 @@ def test_a_run_by_its_name(run, capsys):
     flight.event("left", how="finished", step=1)
     flight.close()
     assert main(["why", "tiny", "--run-dir", str(run.parent)]) == 0
-    assert capsys.readouterr().out.startswith(f"{run}: finished\nIt finished after step 1.\nGoodput ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"{run}: finished\nIt finished after step 1.\nGoodput ") and "errors.md" not in out
     assert main(["why", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["began"]) == ("finished", None)
     assert found["goodput"]["visits"] == 1 and found["words"][0] == "It finished after step 1."
+
+
+def test_what_broke_leads_to_the_page_of_errors(run, capsys):
+    """The path that is printed exists; a run that ended well has none."""
+    flight = Flight(run / "flight", 0)
+    flight.event("start", rank=0, of=1)
+    flight.event("left", how="finished", step=1)
+    flight.event("start", rank=0, of=1)
+    flight.event("left", how="error", error="KeyError: one", at=["a.py:3 in f"], step=1)
+    flight.close()
+    assert main(["why", str(run)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert Path(last.rpartition(": ")[2]).read_text(encoding="utf-8").startswith("# Errors by their text")
 
 
 def test_a_run_without_a_recorder(run, capsys):

@@ -1,5 +1,6 @@
 """The experiment files in the repository: those for GPUs compile for the GPUs they name, and fit."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from jdp.core.sharding.mesh import make_mesh
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import check_for_devices, load
+from jdp.experiment.file import ExperimentError, check_for_devices, load
 from jdp.foresight.program.collectives import collectives, traffic
 from jdp.foresight.targets.resolve import target
 
@@ -20,9 +21,9 @@ Triton's kernel for a softmax, XLA looks for the best tiles of whatever may be f
 CASES = {"gpt2_124m": "h100:1x8", "llama_8b_zero3": "h100:8x8"}
 
 
-def assembled(name, described):
-    """Return the described devices, and the experiment's assembly and abstract state on them."""
-    chip, experiment = target(described), load(EXPERIMENTS / f"{name}.toml")
+def assembled(experiment, described):
+    """Return the described devices, and the assembly and abstract state of the experiment on them."""
+    chip = target(described)
     check_for_devices(experiment, len(chip.devices))
     assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
     return chip, assembly, assembly.abstract_state()
@@ -31,7 +32,7 @@ def assembled(name, described):
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_for_its_gpus_and_fits(name):
     """Arguments and temporaries below the device's memory; nothing but scalars is all-reduced under ZeRO."""
-    chip, assembly, state = assembled(name, CASES[name])
+    chip, assembly, state = assembled(load(EXPERIMENTS / f"{name}.toml"), CASES[name])
     compiled = assembly.train_step.compile(state, assembly.abstract_batch(), **QUICK)
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -46,15 +47,31 @@ def test_compiles_for_its_gpus_and_fits(name):
 
 
 TARGETS = {"gpt_1b": "h100:1x8", "hsdp": "h100:8x8", "tensor_parallel": "h100:8x8", "digits_resnet": "cpu:4"}
+TARGETS["finetune_hf_llama"] = "h100:1x8"
+LLAMA_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "max_position_embeddings": 8192,
+}  # fmt: skip
+"""The config.json of Llama 3 8B, without the keys that change nothing."""
+
+
+def loaded(name, folder):
+    """Return an experiment; of a model of Hugging Face the folder is given on the command line."""
+    if name != "finetune_hf_llama":
+        return load(EXPERIMENTS / f"{name}.toml")
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    given = {"model.name": f"hf:{folder}", "train.init_from": str(folder)}
+    return load(EXPERIMENTS / f"{name}.toml", given | {"data.tokenizer": "none", "data.source": "texts.jsonl"})
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_fits_its_devices(name):
+def test_fits_its_devices(name, tmp_path):
     """The whole step is traced for the devices that the file names, and what rests on one of them is within its share.
 
     Compiling these takes minutes; `jdp plan` in their lab notes did. ddp holds all of a replica, zero a part.
     """
-    _, assembly, state = assembled(name, TARGETS[name])
+    _, assembly, state = assembled(loaded(name, tmp_path), TARGETS[name])
     after, metrics = jax.eval_shape(assembly.train_step, state, assembly.abstract_batch())
     assert {"loss", "grad_norm", "weight"} <= metrics.keys()
     assert jax.tree.structure(after) == jax.tree.structure(state)
@@ -67,11 +84,25 @@ def test_fits_its_devices(name):
 
 def test_what_is_tensor_parallel_is_split_in_pairs():
     """A matrix that is split by columns is followed by one split by rows: one all-reduce a pair (arXiv:1909.08053)."""
-    _, assembly, state = assembled("tensor_parallel", "h100:8x8")
+    _, assembly, state = assembled(load(EXPERIMENTS / "tensor_parallel.toml"), "h100:8x8")
     compute_specs = {placement.path: placement.compute for placement in assembly.plan.placements(state)}
     for first, second in (("attention/query", "attention/output"), ("mlp/up", "mlp/down")):
         assert compute_specs[f"params/layers/{first}/kernel"][2] == "model"
         assert compute_specs[f"params/layers/{second}/kernel"][1] == "model"
+
+
+def test_a_model_of_hugging_faces_is_asked_for(tmp_path):
+    """Its folder is not in the repository: without one the message says what to give."""
+    with pytest.raises(ExperimentError, match=r"Download the model first, and give its folder"):
+        load(EXPERIMENTS / "finetune_hf_llama.toml")
+    experiment = loaded("finetune_hf_llama", tmp_path)
+    assert (experiment.model.config.width, experiment.train.init_from) == (4096, str(tmp_path))
+
+
+def test_every_experiment_is_in_the_guide():
+    guide = (EXPERIMENTS.parent / "jdp/experiment/README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"experiments/(\w+)\.toml\)", guide))
+    assert named == {file.stem for file in EXPERIMENTS.glob("*.toml")}
 
 
 def test_every_experiment_opens_with_its_lab_note():

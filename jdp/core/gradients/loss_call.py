@@ -178,7 +178,7 @@ class TracedLoss:
             notice(
                 f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
                 "the backward pass is done, as zero2 does. jdp.scan_layers gathers one layer at a time, also of linen "
-                "and equinox: help(jdp.scan_layers)"
+                "and equinox: jdp/core/scan_layers.md has recipes, help(jdp.scan_layers) the arguments"
             )
         return value, aux, model_state
 
