@@ -13,10 +13,10 @@ Bounds. float32 sums over devices and microbatches run in another order, some 1e
 the largest difference seen is 6e-7 of a loss and 8e-7 of a leaf (of its largest value, or of 0.1, since what is smaller
 is a sum of what is not). The bound leaves a factor of six. A mask or a weight of one row in 64 that is off shows at
 1e-3.
-Few of the many draws magnify a rounding: a batch norm of a constant column divides it by sqrt(1e-5). Those are compared
-with what the hand-written step itself differs by (`spread`): XLA splits its rows as the setting does, and its parameters
-start one rounding apart. In draw 1144 jdp differs by 4.4e-5, and by the same number where XLA splits the step; in draw
-1118 by 2e-3 of a norm, where the hand-written one differs by 8e-2.
+Few of the many draws magnify a rounding: a batch norm of a constant column divides it by sqrt(1e-5). Those are
+compared with what the hand-written step itself differs by (`spread`): XLA splits its rows as the setting does, and its
+parameters start one rounding apart. In draw 1144 jdp differs by 4.4e-5, and by the same number where XLA splits the
+step; in draw 1118 by 2e-3 of a norm, where the hand-written one differs by 8e-2.
 """
 
 import ast
