@@ -144,7 +144,7 @@ def possible(case, settings):
     if case.loss == "mean":
         change["metrics"] = None
         change["term"] = None if case.term == "grouped_pairs" else case.term  # a sum beside a mean
-    if case.term == "pairs" and case.rows % 2:
+    if case.term == "pairs" and any(case.rows // setting.accumulate % 2 for setting in settings):
         change["term"] = None
     if case.noise == "last_rows" and case.inputs == "floats":
         change["noise"] = "mask"
