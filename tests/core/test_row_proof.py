@@ -4,6 +4,7 @@ That the table itself is true is computed in `test_losses_table.py`. A loss that
 one that is a sum and not proven so is tried on values, or shown the whole batch.
 """
 
+import contextlib
 import re
 
 import jax
@@ -18,6 +19,7 @@ import jdp
 from jdp.core.gradients.loss_trace import trace_loss
 from jdp.core.gradients.row_proof.proof import prove
 from jdp.core.precision import Precision
+from jdp.foresight.targets.resolve import target
 
 PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]))
 UNDECIDED = {"sorted_against_sorted", "mixup_by_a_permutation", "state_from_row_to_row", "moco_with_the_new_queue"}
@@ -25,10 +27,11 @@ UNDECIDED |= {"gradient_reversal_of_domain_means"}  # whose own gradient is not 
 """Losses that mix, of which their programs do not tell it."""
 
 
-def proof_of(init, loss, batch, group=1, rows=8):
+def proof_of(init, loss, batch, group=1, rows=8, mesh=None):
     state = jdp.abstract_state(init, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
-    first, second = (trace_loss(loss, Precision(), state, batch(rows), n) for n in (rows, 2 * rows))
-    return prove(first, second, group)
+    first, second = [trace_loss(loss, Precision(), state, batch(rows), n) for n in (rows, 2 * rows)]
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return prove(first, second, group)
 
 
 @pytest.mark.parametrize("each", SUMS, ids=repr)
@@ -171,3 +174,11 @@ def test_a_metric_that_is_no_sum_is_told():
 
     proof = proof_of(init, loss, batch_of)
     assert proof.verdict == "sum" and not proof.of_metrics
+
+
+@pytest.mark.aot
+def test_a_proof_computes_constants_where_the_mesh_is_only_described():
+    """`jdp plan` proves under the mesh of devices that are not there, on which nothing can be computed."""
+    mesh = jdp.make_mesh(devices=target("h100:1x1").devices)
+    proofs = {each.name: proof_of(each.init, each.loss, each.batch, mesh=mesh) for each in SUMS}
+    assert {name: proof.why for name, proof in proofs.items() if proof.verdict != "sum"} == {}

@@ -5,6 +5,7 @@ What is certain to combine rows in another way than by a sum gives `Mixed`; what
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +31,7 @@ from jdp.core.gradients.row_proof.states import (
     power_of,
     scales,
 )
+from jdp.core.sharding.mesh import without_mesh
 from jdp.core.tracing.jaxprs import ELEMENTWISE, bind, source_lines, user_line
 
 MORE_ELEMENTWISE = frozenset(
@@ -116,10 +118,18 @@ class Op:
             return None
 
         def compute(eqn: JaxprEqn, which: int) -> Any:
-            with jax.ensure_compile_time_eval():
+            with _off_the_mesh(), jax.ensure_compile_time_eval():
                 return bind(eqn, [way[which]() for way in ways])[0]
 
         return functools.cache(lambda: compute(self.eqn, 0)), functools.cache(lambda: compute(self.other, 1))
+
+
+def _off_the_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Leave the context's mesh, as devices that are only described compute nothing."""
+    try:
+        return without_mesh()
+    except ValueError:  # inside of jit, where JAX lets nobody leave it
+        return contextlib.nullcontext()
 
 
 Rule = Callable[[Op], State]
