@@ -78,6 +78,7 @@ def pytest_collection_finish() -> None:
 # processor times; servers of S3 and of Google's storage; fixtures of several files; what a processor can is measured in
 # less time; a tenth of the tests.
 pytest_plugins = (
+    "checked_pictures",
     "markers",
     "rest",
     "skips",

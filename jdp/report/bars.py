@@ -48,6 +48,8 @@ def stacked_bars(
             if bar.limit is not None:
                 further.vlines(bar.limit / unit, row - 0.5, row + 0.5, color=INK, linewidth=1.6, linestyle=(0, (4, 2)))
         axes.set_xlim(0, _ROOM * (longest if is_far else max(longest, *limits, 0.0)) or 1.0)
+        if is_far:  # no label beside those behind the break
+            axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 0.9 * axes.get_xlim()[1]])
         _draw_bars(axes, bars, colours, unit)
         return inline(figure, described)
 
@@ -79,7 +81,10 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit
 def _draw_further(axes: Axes, further: Axes, limits: Sequence[float]) -> None:
     """Draw the limits, on the part of the axis behind the break."""
     further.set_xlim(0.97 * min(limits), 1.03 * max(limits))
-    further.set_xticks(sorted(set(limits)), [f"{limit:.3g}" for limit in sorted(set(limits))])
+    ends = sorted({min(limits), max(limits)})
+    labels = further.set_xticks(ends, [f"{limit:.3g}" for limit in ends])
+    for tick, side in zip(labels, ("right", "left"), strict=False) if len(ends) > 1 else ():
+        tick.label1.set_horizontalalignment(side)
     further.tick_params(axis="x", colors=FAINT)
     further.tick_params(axis="y", left=False, labelleft=False)
     _only_bottom(further)

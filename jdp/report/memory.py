@@ -23,7 +23,9 @@ _COLOURS = dict(
 
 def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
     """Return the section's body."""
-    held = [(name, estimate, estimate.memory) for name, estimate in estimates if estimate.memory is not None]
+    held = [
+        (name, estimate, estimate.memory) for name, estimate in estimates if estimate.memory and estimate.memory.total
+    ]
     if not held:
         return element("p", "No candidate compiled, so nothing is known.")
     keys = [key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from checked_pictures import unreadable
 from load import LESSONS, load
 
 from jdp.base.notices import notice_anywhere
@@ -77,3 +78,15 @@ def test_reports_of_processes_are_the_lessons(monkeypatch, tmp_path):
 @pytest.mark.parametrize("lesson", PROGRAMS, ids=lambda path: path.stem)
 def test_every_lesson_keeps_reports_from_its_tables(lesson):
     assert lesson.read_text("utf-8").endswith("    tell(main)\n")
+
+
+def test_what_cannot_be_read_in_a_picture_is_found():
+    figure, (axes, empty) = chart(2)
+    axes.plot([0, 1], [0, 1])
+    axes.text(0.5, 0.5, "one label")
+    axes.text(0.5, 0.51, "another")
+    assert unreadable(figure) == ["'one label' lies over 'another'", "axes without data"]
+    empty.plot([0, 1], [0, 1])
+    for text in list(axes.texts):
+        text.remove()
+    assert unreadable(figure) == []
