@@ -81,6 +81,23 @@ def test_a_run_stops_early_at_the_same_step_also_when_it_was_resumed(file, capsy
     assert summary_of(capsys)["steps"] == 5, "more patience goes on"
 
 
+@pytest.mark.parametrize("step", [3, 6], ids=["between", "last"])
+def test_an_evaluation_that_is_made_up_has_one_row(file, monkeypatch, step):
+    """Its checkpoint precedes it, so each visit makes it up until a later checkpoint is there."""
+    every = ("--train.eval_every", "3")
+    with stopped_at(step):
+        _, folder = train(file, *every)
+    assert step not in rows(folder, "eval_loss")
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr("jdp.run.visit.Visit.before", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            train(file, *every)
+    assert train(file, *every)[0] == 0
+    _, calm = train(file, *every, name="calm")
+    for name in ("loss", "eval_loss"):
+        assert rows(folder, name) == rows(calm, name)
+
+
 def test_an_early_stop_reports_the_real_best_and_its_last_step_has_a_row(file, capsys):
     """No evaluation is better than the first by min_delta, and each is better than the one before."""
     slow = ("--train.eval_every", "1", "--train.stop_after", "2", "--train.min_delta", "10", "--train.log_every", "100")
