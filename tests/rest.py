@@ -151,7 +151,6 @@ REST = {
     "run/test_remote_runs.py::test_an_address_is_one_in_upper_case_and_with_one_slash": "s3:/",
     "run/test_remote_runs.py::test_one_run_at_a_time": "",
     "run/test_train.py::test_skips_before_a_stop_are_not_counted_again": "",
-    "run/test_train.py::test_an_evaluation_that_a_stop_came_before_is_made_up_for": "",
     "run/test_train_kinds.py::test_lora_fine_tunes_a_run_and_leaves_its_weights_alone": "",
     "lessons/test_fewer_bytes.py::test_int8_trains_as_well": "",
     "lessons/test_large_batches.py::test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate": "",

@@ -221,7 +221,8 @@ class Visit:
         progress.watched.seen(done, row, min_delta=train.min_delta)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
             progress.kept.seen(done, row)
-        self.metrics.write(done, row)
+        made_up = done == progress.resumed_from  # perhaps not for the first time: the checkpoint precedes it
+        (self.metrics.replace_evaluation if made_up else self.metrics.write)(done, row)
         self.display.log(done, row)
         if progress.stops_early(self.experiment):
             self.display.say(f"stopped early: {progress.watched.no_improvement(train.min_delta)}")

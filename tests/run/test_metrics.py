@@ -48,14 +48,13 @@ def events(folder):
     return [kind.FromString(one) for file in sorted(folder.glob("events.out.tfevents.*")) for one in records(file)]
 
 
-def scalars(folder):
-    """What TensorBoard shows: a START purges its own step and those after it (2.21, `EventAccumulator`)."""
+def scalars(folder, name="loss"):
+    """What TensorBoard shows of a metric: a START purges its own step and those after it (2.21, `EventAccumulator`)."""
     found: list[tuple[int, float]] = []
     for event in events(folder):
         if event.session_log.status == event.session_log.START:
             found = [row for row in found if row[0] < event.step]
-        elif event.summary.value:
-            found.append((event.step, event.summary.value[0].simple_value))
+        found += [(event.step, value.simple_value) for value in event.summary.value if value.tag == name]
     assert len(dict(found)) == len(found), "a step twice"
     return dict(found)
 
@@ -105,6 +104,18 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert [row["loss"] for row in rows] == [*range(2, 6), *range(105, 111)]
     assert scalars(tmp_path) == {row["step"]: row["loss"] for row in rows}
+
+
+def test_an_evaluation_that_is_made_up_again_has_one_row(tmp_path):
+    """The second one is of other data: with the same settings it has the same values."""
+    write(tmp_path, range(1, 5))
+    for name, loss in (("eval_loss", math.inf), ("eval_loss", 7.5), ("eval_other_loss", 8.5)):
+        with Metrics(tmp_path, resumed_step=3) as rows:
+            rows.replace_evaluation(3, {name: loss})
+        assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 3]
+        assert scalars(tmp_path) == {1: 2.0, 2: 3.0, 3: 4.0} and scalars(tmp_path, name) == {3: loss}
+    assert scalars(tmp_path, "eval_loss") == {}
+    assert scalars(tmp_path, "lr").keys() == {1, 2, 3}
 
 
 @pytest.mark.parametrize("middle", [4, 10], ids=["twice after the same step", "ahead and then back"])

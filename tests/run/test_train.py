@@ -154,14 +154,6 @@ def test_skips_before_a_stop_are_not_counted_again(experiment, capsys):
     assert [skipped for _, skipped in rows(folder, "loss", "skipped").values()] == [1, 2] + [2] * 6
 
 
-def test_an_evaluation_that_a_stop_came_before_is_made_up_for(whole, experiment):
-    with stopped_at(4):
-        _, folder = train(experiment)
-        assert not rows(folder, "eval_loss")
-    train(experiment)
-    assert rows(folder, "eval_loss") == rows(whole, "eval_loss")
-
-
 def test_resumes_under_another_strategy(whole, experiment):
     with stopped_at(5):
         train(experiment, "--strategy", "zero3")

@@ -22,6 +22,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.run.folder import LOCK, locked
 from jdp.run.outputs.metrics import read
+from jdp.run.visit import Visit
 
 TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_batches": "all"}
 POINTS = points_text(tables(optimizer={"name": "sgd", "lr": 0.1}, train=TRAIN))
@@ -79,6 +80,23 @@ def test_a_run_stops_early_at_the_same_step_also_when_it_was_resumed(file, capsy
     longer = [*patience[:4], "--train.stop_after", "4", "--json"]
     train(file, *longer, name="twice")
     assert summary_of(capsys)["steps"] == 5, "more patience goes on"
+
+
+@pytest.mark.parametrize("step", [3, 6], ids=["between", "last"])
+def test_an_evaluation_that_is_made_up_has_one_row(file, monkeypatch, step):
+    """Its checkpoint precedes it, so each visit makes it up until a later checkpoint is there."""
+    every = ("--train.eval_every", "3")
+    with stopped_at(step):
+        _, folder = train(file, *every)
+    assert step not in rows(folder, "eval_loss")
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr("jdp.run.visit.Visit.before", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            train(file, *every)
+    assert train(file, *every)[0] == 0
+    _, calm = train(file, *every, name="calm")
+    for name in ("loss", "eval_loss"):
+        assert rows(folder, name) == rows(calm, name)
 
 
 def test_an_early_stop_reports_the_real_best_and_its_last_step_has_a_row(file, capsys):
@@ -221,7 +239,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys):
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys, monkeypatch):
     _, folder = train(file, "--train.steps", "1")
     with locked(folder) as alone:
         before = contents(folder)
@@ -229,7 +247,17 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys)
         assert alone
         assert f"{folder} has a run that goes on, process {os.getpid()} on {socket.gethostname()} since 20" in error
         assert contents(folder) == before
-    assert train(file, "--train.steps", "1")[0] == 0
+
+    def before_step(visit, state):
+        if visit.progress.done == 3:
+            refusals.append(refusal(capsys, file))
+        return real(visit, state)
+
+    refusals, real = [], Visit.before
+    monkeypatch.setattr(Visit, "before", before_step)
+    assert train(file)[0] == 0, "a first one that takes steps goes on"
+    assert len(refusals) == 1 and f"{folder} has a run that goes on, process " in refusals[0]
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and saved_steps(folder)[-1] == 6
 
 
 def test_the_lock_dies_with_its_process(file, capsys):

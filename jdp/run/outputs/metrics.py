@@ -6,8 +6,10 @@ JSON has no NaN and no infinity: such a value is null, and its text under "nonfi
 
 A run that resumes from step s writes the steps after s again, and `Metrics(folder, resumed_step=s)` first removes the
 rows that an earlier process wrote for them. Each visit has its own event file, which begins with a record that makes
-TensorBoard forget those steps in older files (`purge_step` of its writers). A half-written last row is dropped with a
-notice. A `metrics.jsonl` that is damaged elsewhere is copied to `metrics.jsonl.damaged`, and its good rows stay.
+TensorBoard forget those steps in older files (`purge_step` of its writers). If the checkpoint of s precedes its
+evaluation, each visit that resumes there evaluates again: `replace_evaluation` keeps one row of it. A half-written last
+row is dropped with a notice. A `metrics.jsonl` that is damaged elsewhere is copied to `metrics.jsonl.damaged`, and its
+good rows stay.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,13 +47,14 @@ class Metrics:
             return
         writer = _writer_of_events()
         self._event: Any = _message_types().Event
-        _cut_jsonl(folder / JSONL, resumed_step)
-        self._jsonl = (folder / JSONL).open("a", encoding="utf-8")
+        self._file = folder / JSONL
+        _keep_rows(self._file, lambda row: row["step"] <= resumed_step)
+        self._jsonl = self._file.open("a", encoding="utf-8")
         # tensorboardX names files by the second, and overwrites. TensorBoard reads them in the order of their names.
         visits = sum(1 for _ in folder.glob(f"{EVENTS}.out.tfevents.*"))
         self._events = writer(str(folder / EVENTS), filename_suffix=f".visit{visits:06d}")
         self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # its owner leaves it open on a full disk
-        self._purge_events_after(resumed_step)
+        self._purge_events_from(resumed_step + 1)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one row."""
@@ -66,6 +69,19 @@ class Metrics:
         self._write_event(step, now, scalars)
         for tracker in self._trackers:
             tracker.write(step, scalars)
+
+    def replace_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append the evaluation of the last step, in place of the one that an earlier visit may have written."""
+        if self._speaks:
+            self._jsonl.close()
+            _keep_rows(self._file, lambda row: row["step"] != step or not _is_evaluation(row))
+            self._jsonl = self._file.open("a", encoding="utf-8")
+            self._purge_events_from(step)  # all of the step: what stays is written again
+            for row in read(self._file):
+                if row["step"] == step:
+                    metrics = {name: row[name] for name in _metrics_of(row) if isinstance(row[name], int | float)}
+                    self._write_event(step, row.get("time", 0.0), metrics)
+        self.write(step, values)
 
     def close(self, exit_code: int = 0) -> None:
         """Close the files and the trackers."""
@@ -89,10 +105,10 @@ class Metrics:
         self._events.write_event(self._event(wall_time=now, step=step, summary={"value": values}))
         self._events.flush()
 
-    def _purge_events_after(self, step: int) -> None:
-        """Make TensorBoard forget what older files have of later steps, as tensorboardX's `purge_step` does."""
+    def _purge_events_from(self, step: int) -> None:
+        """Make TensorBoard forget what it has read of this step and later ones, as tensorboardX's `purge_step` does."""
         start = {"status": _message_types().SessionLog.START}
-        self._events.write_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
+        self._events.write_event(self._event(wall_time=time.time(), step=step, session_log=start))
         self._events.flush()
 
 
@@ -196,8 +212,18 @@ def _is_row(line: bytes) -> bool:
         return False
 
 
-def _cut_jsonl(file: Path, step: int) -> None:
-    """Keep the rows up to `step`. The new file replaces the old one in one move: a crash here loses nothing."""
+def _metrics_of(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the metrics in a row of the file."""
+    return [name for name in row if name not in ("step", "time", "nonfinite")]
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Return True for the row of an evaluation: a step's own has its loss."""
+    return all(name.startswith("eval_") for name in _metrics_of(row))
+
+
+def _keep_rows(file: Path, stays: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Keep the rows that stay. The new file replaces the old one in one move: a crash here loses nothing."""
     if not file.exists():
         return
     stored = _Rows.of(file)
@@ -210,7 +236,7 @@ def _cut_jsonl(file: Path, step: int) -> None:
     elif stored.torn:
         notice(f"{file}: the last row was only half written, and is dropped")
     shorter = file.with_suffix(".jsonl.new")
-    shorter.write_bytes(b"".join(row + b"\n" for row in stored.rows if json.loads(row)["step"] <= step))
+    shorter.write_bytes(b"".join(row + b"\n" for row in stored.rows if stays(json.loads(row))))
     shorter.replace(file)
 
 
