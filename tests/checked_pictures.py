@@ -23,8 +23,8 @@ def unreadable(figure):
     """Return what cannot be read in a figure: labels over one another, markup in place of text, axes without data."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts if _is_drawn(text)]
+    texts = {text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()} - _beyond(figure)
+    boxes = sorted(((text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts), key=str)
     wrong = [f"{text!r} is markup" for text, _ in boxes if "\\math" in text]
     for (one, a), (other, b) in itertools.combinations(boxes, 2):
         width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
@@ -34,16 +34,15 @@ def unreadable(figure):
     return wrong + ["axes without data" for axes in figure.axes if axes.axison and not axes.has_data()]
 
 
-def _is_drawn(text):
-    """Return False for labels of ticks beyond the limits of their axis: matplotlib keeps them, and draws none."""
-    axes = text.axes
-    if axes is None or not axes.axison:
-        return axes is None
-    for axis, limits, at in ((axes.xaxis, axes.get_xlim(), 0), (axes.yaxis, axes.get_ylim(), 1)):
-        ticks = [label for tick in (*axis.majorTicks, *axis.minorTicks) for label in (tick.label1, tick.label2)]
-        if text in ticks:
-            return axis.get_visible() and min(limits) <= text.get_position()[at] <= max(limits)
-    return True
+def _beyond(figure):
+    """Return the labels of ticks beyond the limits of their axis: matplotlib keeps them, and draws none."""
+    found = set()
+    for axes in figure.axes:
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            for tick in (*axis.majorTicks, *axis.minorTicks):
+                shown = axes.axison and axis.get_visible() and min(low, high) <= tick.get_loc() <= max(low, high)
+                found |= set() if shown else {tick.label1, tick.label2}
+    return found
 
 
 @pytest.fixture(autouse=True)
