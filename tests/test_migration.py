@@ -11,9 +11,7 @@ BLOCKS = {
     page.name: dict(re.findall(r"```python ?([\w ]*)\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S))
     for page in PAGES
 }
-LOOPS = [
-    (name.removesuffix(" before"), page) for page in BLOCKS for name in BLOCKS[page] if name.endswith(" before")
-]
+LOOPS = [(name.removesuffix(" before"), page) for page in BLOCKS for name in BLOCKS[page] if name.endswith(" before")]
 
 
 @pytest.mark.parametrize(("loop", "page"), LOOPS)
