@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html import unescape
 from pathlib import Path
 from types import ModuleType
@@ -40,12 +41,13 @@ def test_every_link_of_the_site_leads_somewhere(site):
 
 def dangling(pages, files):
     """Yield the links to a file of the site, or to a place on a page, that is not there."""
+    folders = {posixpath.dirname(name) or "." for name in pages}
     anchors = {name: {"", "__top", *re.findall(r'\bid="([^"]+)"', text)} for name, text in pages.items()}
     for name, text in pages.items():
         for link in sorted({*re.findall(r'\b(?:href|src)="([^"$]+)"', text)}):
             file, _, anchor = unescape(link).partition("#")
             to = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
-            to = posixpath.join(to, "index.html") if to in (".", "..") or file.endswith("/") else to
+            to = posixpath.normpath(f"{to}/index.html") if to in folders else to
             there = anchor in anchors[to] if to in pages else to in files
             if name != "404.html" and not re.match(r"https?:|data:", link) and not there:
                 yield f"{name} links to {link}"
@@ -81,7 +83,20 @@ def test_pages_open_without_errors_and_load_nothing_from_elsewhere(site):
             ] == []
             assert browser.evaluate("document.querySelector('.md-nav--primary').innerText.includes('Reference')")
             assert browser.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
-        browser.evaluate("document.querySelector('input[name=query]').value = 'all-reduce'")
+            assert page != "index" or found(browser, "zero3") > 3
+
+
+def found(browser, word):
+    """Search the site for a word, and return the number of results on display."""
+    browser.evaluate("document.querySelector('#__search').click()")
+    typed = "new KeyboardEvent('keyup', {bubbles: true})"
+    browser.evaluate(f"field = document.querySelector('.md-search__input'); field.value = '{word}'; field.focus()")
+    until = time.monotonic() + 30
+    while not (count := browser.evaluate("document.querySelectorAll('.md-search-result__item').length")):
+        assert time.monotonic() < until
+        browser.evaluate(f"field.dispatchEvent({typed}), null")
+        time.sleep(0.2)
+    return count
 
 
 @pytest.mark.parametrize("module", PUBLIC)

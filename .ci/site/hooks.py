@@ -13,10 +13,14 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 FOLDERS = (".github", "experiments", "jdp")
+SEARCH_WORKER = "https://unpkg.com/iframe-worker/shim"
+"""What the `offline` plugin loads from elsewhere; `pages/iframe_worker.js` is that file."""
 MODULES = ("checkpoint", "data", "export", "guard", "models", "plugin", "prove")
 """The public modules of jdp, each with its `__all__`."""
 FORESIGHT = ("any_step.forecast", "forecast", "step_report", "targets", "verify")
@@ -31,6 +35,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in reference().items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    return output.replace(SEARCH_WORKER, get_relative_url("iframe_worker.js", page.url))
 
 
 def _links(page: Path) -> list[Path]:
