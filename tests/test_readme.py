@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from test_guides import anchors
 
 import jdp
 from jdp.cli.main import COMMANDS, main
@@ -104,7 +105,9 @@ def test_commands_extras_and_links_exist():
     for file in re.findall(r"experiments/\w+\.toml", README):
         load(ROOT / file)
     for linked in re.findall(r"\]\((\S+?)\)", README):
-        assert (ROOT / linked).exists(), linked
+        page, _, place = linked.partition("#")
+        assert (ROOT / page).exists(), linked
+        assert not place or place in anchors((ROOT / page).read_text(encoding="utf-8")), linked
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"\.\[(\w+)\]", README)) <= extras.keys()
     assert set(re.findall(r"`jdp\.(\w+)", README)) <= {*jdp.__all__}
