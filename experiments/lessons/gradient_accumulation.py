@@ -37,10 +37,10 @@ from toy import init, make_batch, total_loss
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
 
-WIDTHS, ROWS, MICROBATCHES = (64, *[128] * 4, 16), 2048, (1, 2, 4, 8)
+WIDTHS, ROWS, MICROBATCHES = (64, *[128] * 4, 16), 2048, (1, 2, 8)
 WAYS = {"once": "all-reduce once", "each": "all-reduce each", "scattered": "reduce-scatter each"}
 HOWS = {"sums": "sums, divided once", "means": "mean of means"}
-STRATEGIES, STEPS, RATE = ("ddp", "zero1", "zero2"), 10, 0.1
+STRATEGIES, STEPS, RATE = ("ddp", "zero1", "zero2"), 4, 0.1
 
 
 def in_parts(rows: Any, k: int) -> Any:  # [rows, ...] -> [k, rows / k, ...]

@@ -128,13 +128,14 @@ def main(argv: list[str] | None = None) -> None:
         "float16, factor found": train("f2", 2.0**24, True),
     }
     table = [(n, float(x[-BATCHES:].mean()), float(s[-1]), int((~f).sum())) for n, (_, (x, s, f)) in ways.items()]
-    said = f"""The loop begins with a factor that overflows, skips {table[-1][-1]} steps, and settles. On many devices
-        all must skip the same steps, or their weights part: look at the summed gradient, which is not finite
-        everywhere if it is not somewhere. jdp skips such steps in any precision (`skipped` in the metrics)."""
+    said = f"""The loop begins with a factor that overflows, skips {table[-1][-1]} steps, and settles. (All four
+        learn alike: this toy loses few gradients without it.) On many devices all must skip the same steps, or
+        their weights part: look at the summed gradient, which is not finite everywhere if it is not somewhere. jdp
+        skips such steps in any precision (`skipped` in the metrics)."""
     show(f"{STEPS} steps of Adam", ("computed in", "last losses", "last factor", "steps skipped"), table, said)
     small = {kept: train(jnp.bfloat16, kept=kept, rate=SMALL)[1][0] for kept in ("f4", "bfloat16")}
     table = [(jnp.dtype(kept).name, float(x[0]), float(x[-BATCHES:].mean())) for kept, x in small.items()]
-    said = f"""With a rate of {SMALL} most updates are less than half a step of bfloat16 at that weight, and round
+    said = f"""With a rate of {SMALL} many updates are less than half a step of bfloat16 at that weight, and round
         away. That is what the 32-bit master weights are for."""
     show(f"{STEPS} steps with a small rate", ("master weights", "first loss", "last losses"), table, said)
     drawn = {f"master weights in {jnp.dtype(kept).name}": x for kept, x in small.items()}
