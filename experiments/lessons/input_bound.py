@@ -119,9 +119,9 @@ def main(argv: list[str] | None = None) -> None:
         (way, *(1e3 * each[name] for name in (*LINES, "all")), 1e3 * bound, f"{each['waited'] / each['all']:.0%}")
         for (way, each), bound in zip(found.items(), bounds, strict=True)
     ]
-    said = """A thread that reads ahead hides the shorter of the two, not the longer: only more readers do. The
-        dispatch takes next to nothing in any row, as a step returns before it is done. So a clock around the step
-        alone sees no difference: time the line that takes the batch. And train on one batch, made once: if that is
+    said = """A thread that reads ahead hides the shorter of the two, not the longer: only more readers do. Look
+        at the line that takes the batch: the other two together stay what a step computes. (A call returns before
+        a GPU is done; these CPU devices do part of it in the call.) And train on one batch, made once: if that is
         faster, it was the input."""
     heads = ("input", *LINES, "a step", "formula", "waited for input")
     show(f"Milliseconds a step; reading takes {1e3 * read:.0f}", heads, rows, said)

@@ -105,8 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__file__, __doc__).parse_args(argv)
     use_eight_devices()
     about = [(jnp.finfo(f).dtype.name, *(float(getattr(jnp.finfo(f), k)) for k in LIMITS.values())) for f in FORMATS]
-    said = """bfloat16 is float32 with its last 16 bits cut off: the same range, three digits fewer. float16 has
-        eight times finer steps than that, but overflows above 65,504 and has nothing below 6e-8."""
+    said = """bfloat16 is float32 with its last 16 bits cut off: the same range, and two to three decimal digits of
+        seven. float16 has eight times finer steps, but overflows above 65,504 and has nothing below 6e-8."""
     show("Three formats", ("format", *LIMITS), about, said)
     plan = jdp.Plan(jdp.make_mesh(data=-1), "ddp")
     table = [(name, *bytes_a_parameter(name, plan)) for name in SETTINGS]
@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     learnt = train("f4")[0]
     table = [(s, *lost(learnt, "f2", s), *lost(learnt, jnp.bfloat16, s)) for s in SCALES]
     said = f"""Without a factor float16 makes {table[2][1]:.1%} of this toy's gradient zero, and
-        {table[1][1]:.0%} if gradients are 256 times smaller, as in large models. Too large a factor overflows.
-        bfloat16 has float32's exponents, so it loses nothing with any factor: it needs none.""""""
+        {table[1][1]:.0%} if gradients are 256 times smaller. Too large a factor overflows.
+        bfloat16 has float32's exponents, so it loses nothing with any factor: it needs none."""
     heads = ("factor", "float16: zero", "not finite", "bfloat16: zero", "not finite")
     show("Share of the gradient's elements that are lost", heads, table, said)
     ways = {
@@ -128,13 +128,14 @@ def main(argv: list[str] | None = None) -> None:
         "float16, factor found": train("f2", 2.0**24, True),
     }
     table = [(n, float(x[-BATCHES:].mean()), float(s[-1]), int((~f).sum())) for n, (_, (x, s, f)) in ways.items()]
-    said = f"""The loop begins with a factor that overflows, skips {table[-1][-1]} steps, and settles. On many devices
-        all must skip the same steps, or their weights part: look at the summed gradient, which is not finite
-        everywhere if it is not somewhere. jdp skips such steps in any precision (`skipped` in the metrics)."""
+    said = f"""The loop begins with a factor that overflows, skips {table[-1][-1]} steps, and settles. (All four
+        learn alike: this toy loses few gradients without it.) On many devices all must skip the same steps, or
+        their weights part: look at the summed gradient, which is not finite everywhere if it is not somewhere. jdp
+        skips such steps in any precision (`skipped` in the metrics)."""
     show(f"{STEPS} steps of Adam", ("computed in", "last losses", "last factor", "steps skipped"), table, said)
     small = {kept: train(jnp.bfloat16, kept=kept, rate=SMALL)[1][0] for kept in ("f4", "bfloat16")}
     table = [(jnp.dtype(kept).name, float(x[0]), float(x[-BATCHES:].mean())) for kept, x in small.items()]
-    said = f"""With a rate of {SMALL} most updates are less than half a step of bfloat16 at that weight, and round
+    said = f"""With a rate of {SMALL} many updates are less than half a step of bfloat16 at that weight, and round
         away. That is what the 32-bit master weights are for."""
     show(f"{STEPS} steps with a small rate", ("master weights", "first loss", "last losses"), table, said)
     drawn = {f"master weights in {jnp.dtype(kept).name}": x for kept, x in small.items()}
