@@ -21,7 +21,6 @@ import pdoc.render
 MODULES = (
     "jdp",
     "jdp.checkpoint",
-    "jdp.core.partitioned_loss",
     "jdp.data",
     "jdp.export",
     "jdp.foresight.any_step.forecast",
@@ -34,7 +33,7 @@ MODULES = (
     "jdp.plugin",
     "jdp.prove",
 )
-"""What the README names, what `jdp.foresee` and `jdp.verify` return, and what a step and a gradient have in common."""
+"""What the README names, and what `jdp.foresee` and `jdp.verify` return."""
 PACKAGE = Path(__file__).parents[1] / "jdp"
 
 

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from jdp.core.init.trees import init as init
     from jdp.core.init.trees import place as place
     from jdp.core.layers import scan_layers as scan_layers
+    from jdp.core.make_step import make_eval_step as make_eval_step
+    from jdp.core.make_step import make_train_step as make_train_step
     from jdp.core.plan import Plan as Plan
     from jdp.core.precision import Precision as Precision
     from jdp.core.sharding.mesh import make_mesh as make_mesh
     from jdp.core.sharding.placement import Placement as Placement
     from jdp.core.state import TrainState as TrainState
     from jdp.core.step import Step as Step
-    from jdp.core.step import make_eval_step as make_eval_step
-    from jdp.core.step import make_train_step as make_train_step
     from jdp.core.types import Loss as Loss
     from jdp.core.update.ema import ema_params as ema_params
     from jdp.core.update.ema import with_ema as with_ema
@@ -91,9 +91,9 @@ _HOMES = {
     "initialize": "core.cluster.initialize",
     "keep_memory": "base.cpu_allocator",
     "keep_programs": "core.compiling.persistent_cache",
-    "make_eval_step": "core.step",
+    "make_eval_step": "core.make_step",
     "make_mesh": "core.sharding.mesh",
-    "make_train_step": "core.step",
+    "make_train_step": "core.make_step",
     "place": "core.init.trees",
     "process_rows": "data.feed",
     "restore": "checkpoint.single",

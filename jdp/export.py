@@ -32,22 +32,11 @@ A GPT as `transformers` reads it, and its low-rank updates as PEFT reads them:
 >>> folder.cleanup()
 """
 
-from jdp.checkpoint.safetensors import (
-    Names,
-    Part,
-    Tensor,
-    export_hf,
-    export_peft,
-    export_safetensors,
-    gpt2_names,
-    gpt_config_from_hf,
-    hf_names,
-    import_peft,
-    import_safetensors,
-    llama_names,
-    lora_from_peft,
-    merge_lora,
-)
+from jdp.checkpoint.safetensors.hugging_face import gpt2_names, hf_names, llama_names
+from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf
+from jdp.checkpoint.safetensors.names import Names, Part, Tensor
+from jdp.checkpoint.safetensors.peft import export_peft, import_peft, lora_from_peft, merge_lora
+from jdp.checkpoint.safetensors.transfer import export_hf, export_safetensors, import_safetensors
 
 __all__ = [
     "Names",

@@ -7,38 +7,30 @@ is what a frozen parameter or the first layer's input saves. Sizes are read off 
 import math
 
 from jdp.models.configs.gpt import GPTConfig
-from jdp.models.configs.mlp import MLPConfig
 from jdp.models.configs.resnet import ResNetConfig
-from jdp.models.configs.sizes import ModelConfig
 from jdp.models.configs.vit import ViTConfig
 from jdp.models.sizes import parameter_shapes
 
 
-def flops_per_token(config: GPTConfig | MLPConfig, length: int) -> float:
-    """Floating point operations to train on one token (for an MLP: one example): 6 N + 12 L H Q T.
+def flops_per_token(config: GPTConfig, length: int) -> float:
+    """Floating point operations to train on one token: 6 N + 12 L H Q T.
 
     PaLM (arXiv:2204.02311), appendix B: 6 per parameter, and for attention L layers, H heads of size Q, T tokens of
     context, the causal half not deducted. N leaves out tables that are only looked up (positions, and the token table
-    unless it also makes the logits): a lookup multiplies nothing. `length`: tokens in a sequence; an MLP ignores it.
+    unless it also makes the logits): a lookup multiplies nothing. `length`: tokens in a sequence.
     """
     sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
-    if isinstance(config, MLPConfig):
-        return 6.0 * sum(sizes.values())
     looked_up = {"embed/positions"} if config.tied else {"embed/positions", "embed/tokens"}
     multiplied = sum(size for path, size in sizes.items() if path not in looked_up)
     return 6.0 * multiplied + 12.0 * config.layers * config.heads * config.head_width * length
 
 
-def flops_per_example(config: ModelConfig) -> float:
-    """Floating point operations to train on one example: an image, a row of features, a sequence of `context` tokens.
+def flops_per_example(config: ResNetConfig | ViTConfig) -> float:
+    """Floating point operations to train on one image.
 
-    For images, 6 per element of a kernel and place where it is applied, edges counted as if padding were pixels, and
-    for a ViT's attention the 12 L H Q T^2 of `flops_per_token`, T vectors of an image attending to all of them.
+    6 per element of a kernel and place where it is applied, edges counted as if padding were pixels, and for a ViT's
+    attention the 12 L H Q T^2 of `flops_per_token`, T vectors of an image attending to all of them.
     """
-    if isinstance(config, GPTConfig):
-        return config.context * flops_per_token(config, config.context)
-    if isinstance(config, MLPConfig):
-        return flops_per_token(config, 1)
     kernels = {path: shape for path, shape in parameter_shapes(config).items() if path.endswith("kernel")}
     total = sum(6.0 * math.prod(shape) * _applications(config, path) for path, shape in kernels.items())
     if isinstance(config, ViTConfig):

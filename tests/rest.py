@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a test is named on one line
 """The marker `rest`: tests that `pytest` leaves out by default, and `.ci/run` runs after the README's command.
 
 The default tests hold every promise once, by its cheapest test. The rest are products of settings, other variants,
@@ -17,376 +18,207 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-REST: dict[str, dict[str, dict[str, str]]] = {
+REST = {
     # Products of settings: the ids that stay take every value of every setting once, as far as it is a promise.
-    "products": {
-        "core/test_batch_norm.py": {
-            "test_weights_and_running_statistics_are_those_of_one_device": "zero3-auto | ddp-manual",
-            "test_masked_statistics_of_flaxs_own_norm_are_those_of_one_device": "manual",
-            "test_with_microbatches_the_statistics_are_each_microbatchs": "manual",
-        },
-        "core/test_equivalence.py": {
-            "test_equals_one_device": (
-                "mlp-ddp-auto-1 | mlp-ddp-manual-4 | mlp-zero1-auto-4 | mlp-zero1-manual-1 | mlp-zero2-auto-1 | "
-                "mlp-zero2-manual-4 | mlp-zero3-auto-4 | mlp-zero3-manual-1 | gpt-scanned-zero3-manual-4"
-            ),
-        },
-        "core/test_feature_pairs.py": {
-            "test_features_together_equal_one_device": (
-                "bf16 replica batch_norm accumulate ema | local_steps pad group wrt resume scan_layers"
-            ),
-        },
-        "core/test_gather_rows.py": {
-            "test_in_batch_negatives_are_those_of_the_whole_batch": "manual-8-zero3 | None-4-ddp",
-            "test_capacity_counts_within_groups": "auto-ddp | manual-zero3",
-        },
-        "core/test_hsdp.py": {"test_equals_one_device": "zero1-auto-1 | zero3-manual-2"},
-        "core/test_init.py": {
-            "test_initial_values_are_bitwise_the_same_on_any_mesh": "zero3-axes0 | zero1-axes2 | ddp-axes3",
-        },
-        "core/test_init_programs.py": {"test_every_bit_is_that_of_one_program": "drawn | scanned"},
-        "core/test_layers.py": {
-            "test_zero3_gathers_one_layer_inside_the_loop_and_again_backwards": "auto-1 | manual-2",
-            "test_remat_decides_what_is_computed_again": "True-None-3-1 | True-full-4-2 | False-dots-3-2",
-        },
-        "core/test_local_steps.py": {
-            "test_a_round_is_the_published_one": "ddp-2-4-local0-1 | zero3-2-4-local3-1",
-            "test_the_slow_links_carry_one_shard_of_the_weights_a_round": "zero1",
-            "test_updates_that_take_norms_of_padded_parameters": "tx0",
-        },
-        "core/test_loops.py": {
-            "test_four_devices_learn_what_one_learns": (
-                "array_metrics-zero3 | byol-zero2 | changed_gradients-zero1 | distillation-zero3 | dpo-zero1 | "
-                "gan-zero2 | gradient_penalty-zero1 | grain_loader-zero3 | ppo-zero2 | private-ddp | "
-                "several_steps-zero2 | tfrecords-ddp | torch_loader-ddp"
-            ),
-            "test_a_gradient_penalty_is_that_of_plain_jax": "K=1",
-            "test_microbatches_learn_the_same": "several_steps",
-        },
-        "core/test_lora.py": {"test_a_model_with_updates_starts_as_the_one_without_bit_for_bit": "scanned"},
-        "core/test_loss_check.py": {
-            "test_a_quotient_of_sums_is_read_as_total_and_weight": (
-                "weighted_mean-{} | guarded_mean-{'accumulate': 4} | offset_mean-{'partitioning': 'manual'} | "
-                "mean_and_penalty-{'partitioning': 'auto', 'accumulate': 2} | average-{'accumulate': 4} | "
-                "mean_over_mean-{'partitioning': 'manual'}"
-            ),
-            "test_a_loss_that_mixes_examples_is_refused_where_auto_is_not_allowed": (
-                "contrastive-{'accumulate': 2} | normalised-{'partitioning': 'manual'} | pairs-{'accumulate': 2} | "
-                "weight_is_a_constant-{'partitioning': 'manual'}"
-            ),
-            "test_a_part_of_padding_alone_changes_nothing": "zero3",
-            "test_a_loss_that_mixes_examples_gets_auto_where_that_is_right": "contrastive",
-        },
-        "core/test_model_axis.py": {
-            "test_equals_one_device": "zero1-manual-2 | zero3-auto-2",
-            "test_parts_of_a_dimension_that_both_axes_cut_are_put_together_in_order": "zero3-1",
-            "test_a_model_that_shards_itself_trains_as_on_one_device": "named-auto",
-        },
-        "core/test_model_state.py": {
-            "test_what_a_block_changes_stays_changed_as_in_a_plain_loop": "False-full-True | True-dots-False",
-            "test_the_one_word_changes_nothing_of_it": "zero3-manual-full-True",
-        },
-        "core/test_nnx.py": {
-            "test_stacked_streams_and_variables_that_hold_trees_train_as_on_one_device": "Held",
-            "test_masks_of_an_internal_dropout_are_those_of_the_whole_batch": "2-manual",
-        },
-        "core/test_offload.py": {
-            "test_same_bits_through_steps_and_checkpoints": "zero3",
-            "test_same_bits_where_layers_send_while_they_compute": "zero3-1",
-        },
-        "core/test_optimizers.py": {
-            "test_every_alias_is_laid_as_planned_and_trains_as_on_one_device": "*-zero3",
-            "test_norms_over_a_sharded_parameter_are_those_of_the_whole": "zero1-manual",
-            "test_wrappers_keep_their_state_sharded_and_train_as_on_one_device": "chain of wrappers",
-        },
-        "core/test_other_frameworks.py": {
-            "test_any_tree_of_arrays_trains_as_on_one_device": (
-                "linen-zero1-manual | equinox-zero1-manual | raw-zero3-auto"
-            ),
-        },
-        "core/test_outputs.py": {
-            "test_outputs_come_back_in_the_order_of_the_batchs_rows": (
-                "ddp-auto | zero1-manual, K=2 | zero2-auto, K=2 | zero3-manual"
-            ),
-            "test_the_state_of_equinox_makes_the_round_trip": "zero3-batch",
-            "test_a_scalar_that_is_a_quotient_comes_with_its_outputs": "K=2",
-        },
-        "core/test_overlap.py": {
-            "test_results_are_those_without": "zero3 | zero1, 4",
-            "test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays": "zero2-axes1",
-        },
-        "core/test_padding.py": {
-            "test_padded_training_equals_one_device": "ddp-5-settings0 | zero1-5-settings1 | zero3-7-settings4",
-            "test_a_padded_step_keeps_the_contract": "zero3",
-            "test_padded_gradients_are_encoded_as_they_are_replicated": "int8",
-            "test_layers_are_gathered_one_at_a_time": "zero3-True-2",
-            "test_an_update_that_mixes_elements_keeps_its_parameters_replicated": "factored-2",
-        },
-        "core/test_partial.py": {
-            "test_partial_training_equals_one_device_and_leaves_the_frozen_part_alone": (
-                "LoRA-zero3-auto | a pytree-zero1-manual"
-            ),
-        },
-        "core/test_precision.py": {
-            "test_the_loss_sees_the_compute_dtype_and_the_state_never_does": (
-                "True-ddp-auto | True-zero3-manual | False-zero2-auto | False-ddp-manual"
-            ),
-            "test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own": (
-                "ddp-1-bf16-* | ddp-2-precision2-* | zero1-1-fp32-* | zero1-2-bf16-* | zero2-2-bf16-* | "
-                "zero2-1-precision3-* | zero3-1-precision2-* | zero3-2-bf16-*"
-            ),
-        },
-        "core/test_row_keys.py": {
-            "test_every_draw_is_by_global_row_or_reported": "1-manual-2-2",
-            "test_rows_that_stay_together_keep_their_noise": "manual-2",
-        },
-        "core/test_step.py": {
-            "test_the_objective_is_the_sum_over_the_weight_exactly": (
-                "zero3-auto-axes0-4 | zero1-manual-axes1-1 | zero3-manual-axes2-4"
-            ),
-        },
-        "core/test_traced_collectives.py": {"test_the_compiled_program_gathers_what_the_trace_has": "manual"},
-        "core/test_training_properties.py": {
-            "test_draws_equal_one_device": "171-2",
-            "test_kept_cases_equal_one_device": (
-                "Case(model='nnx', state='half_table')* | "
-                "Case(rows=16, noise='mask', term='grouped_pairs', metrics='own')* | "
-                "Case(inputs='tokens', layers=2, stacked=True, noise='numbered', optimizer='adamw')* | "
-                "Case(noise='scalar', optimizer='frozen_moment')*"
-            ),
-            "test_bf16_stays_close": "",
-        },
-        "core/test_user_mesh.py": {
-            "test_a_step_keeps_the_state_on_the_users_mesh": "explicit-plain | auto-set_mesh | mixed-plain",
-            "test_a_loop_of_ones_own_computes_the_same_on_an_explicit_mesh": "zero3",
-            "test_what_synchronisation_keeps_lies_on_the_users_mesh": "{'wire': 'int8'}",
-        },
-        "core/test_value_and_grad.py": {
-            "test_inside_jit_only_a_proven_loss_is_called_on_parts_of_the_batch": "contrastive-zero3 | undecided-zero3",
-            "test_a_loss_that_draws_the_same_in_each_step_is_reported": "called",
-            "test_on_gpus_xla_keeps_the_same_bytes": "zero3",
-            "test_a_step_of_several_gradients_sends_what_each_promises": "zero1 | zero3",
-        },
-        "core/test_wire.py": {
-            "test_what_is_sent_and_what_is_kept_are_the_whole_gradient": (
-                "int8-ddp-8 | topk-zero1-8 | powersgd-zero1-8 | bf16-ddp-8 | fp8-zero1-8 | int8-zero2-2x4"
-            ),
-            "test_buckets_change_nothing_but_the_number_of_collectives": "ddp-2x4-6000 | zero3-8-auto",
-            "test_rounding_without_error_feedback_is_right_on_average": "zero3-8-settings0",
-            "test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them": (
-                "int8-0.27-zero1 | int8-0.27-zero3 | fp8-0.27-zero1 | bf16-0.51-ddp"
-            ),
-        },
-        "foresight/test_contract.py": {"test_with_replicas_the_contract_is_kept": "ddp | zero3"},
-        "foresight/test_peak_memory.py": {
-            "test_the_classes_add_up_to_what_xla_allocates": "mlp-zero1-1 | gpt-zero3-4",
-            "test_arguments_are_those_of_the_plan": "mlp-zero1-1 | gpt-zero3-4",
-            "test_nothing_but_gaps_in_the_heap_is_unattributed": "mlp-zero1-1 | gpt-zero3-4",
-        },
-        "foresight/test_targets.py": {"test_every_gpu_kind_compiles_matrix_products_and_collectives": "h100-*"},
-        "foresight/test_traffic.py": {
-            "test_the_chosen_partitioning_keeps_the_contract": "gpt-zero3-4 | mlp-ddp-4 | mlp-zero1-4 | mlp-zero2-4",
-            "test_metrics_that_are_arrays_are_counted_apart": "zero2",
-            "test_only_what_is_trained_has_gradients_to_reduce": "zero3-1",
-            "test_zero3_gathers_layers_again_in_the_backward_pass": "scanned",
-            "test_what_runs_in_the_loop_over_the_microbatches": "scanned-zero3 | mlp-ddp | mlp-zero1 | mlp-zero2",
-        },
-        "checkpoint/test_checkpoint.py": {
-            "test_a_state_is_restored_bit_by_bit_onto_any_plan": "ddp-axes0 | zero2-axes1 | zero3-axes3 | zero1-axes4",
-            "test_training_goes_on_under_another_plan": "ddp-axes0 | zero3-axes2",
-        },
-        "checkpoint/test_hugging_face.py": {
-            "test_the_logits_are_those_of_transformers": (
-                "llama | llama 3.1 | gpt2 | mistral | qwen2 | qwen3 | gemma | gemma3_text"
-            ),
-            "test_an_exported_model_is_what_was_imported": (
-                "llama | llama 3.1 | gpt2 | mistral | qwen2 | qwen3 | gemma | gemma3_text"
-            ),
-            "test_each_case_has_other_logits_than_the_plain_model": "llama 3.1 | gpt2 gelu",
-        },
-        "checkpoint/test_meshes.py": {"test_the_losses_go_on_where_they_were": "zero3"},
-        "checkpoint/test_peft.py": {
-            "test_an_adapter_of_peft_gives_its_merged_logits": "scanned",
-            "test_it_leaves_again_bit_for_bit_with_its_configuration": "scanned",
-            "test_merged_it_is_a_plain_model_of_hugging_face": "scanned",
-            "test_an_adapter_that_jdp_does_not_compute_is_one_clear_error": "scanned-*",
-            "test_tensors_that_do_not_fit_are_named": "scanned-*",
-            "test_what_is_no_adapter_or_of_no_such_model_is_said": "scanned",
-        },
-    },
+    "core/test_batch_norm.py::test_weights_and_running_statistics_are_those_of_one_device": "zero3-auto | ddp-manual",
+    "core/test_batch_norm.py::test_masked_statistics_of_flaxs_own_norm_are_those_of_one_device": "manual",
+    "core/test_batch_norm.py::test_with_microbatches_the_statistics_are_each_microbatchs": "manual",
+    "core/test_equivalence.py::test_equals_one_device": "mlp-ddp-auto-1 | mlp-ddp-manual-4 | mlp-zero1-auto-4 | mlp-zero1-manual-1 | mlp-zero2-auto-1 | mlp-zero2-manual-4 | mlp-zero3-auto-4 | mlp-zero3-manual-1 | gpt-scanned-zero3-manual-4",
+    "core/test_feature_pairs.py::test_features_together_equal_one_device": "bf16 replica batch_norm accumulate ema | local_steps pad group wrt resume scan_layers",
+    "core/test_gather_rows.py::test_in_batch_negatives_are_those_of_the_whole_batch": "manual-8-zero3 | None-4-ddp",
+    "core/test_gather_rows.py::test_capacity_counts_within_groups": "auto-ddp | manual-zero3",
+    "core/test_hsdp.py::test_equals_one_device": "zero1-auto-1 | zero3-manual-2",
+    "core/test_init.py::test_initial_values_are_bitwise_the_same_on_any_mesh": "zero3-axes0 | zero1-axes2 | ddp-axes3",
+    "core/test_init_programs.py::test_every_bit_is_that_of_one_program": "drawn | scanned",
+    "core/test_layers.py::test_zero3_gathers_one_layer_inside_the_loop_and_again_backwards": "auto-1 | manual-2",
+    "core/test_layers.py::test_remat_decides_what_is_computed_again": "True-None-3-1 | True-full-4-2 | False-dots-3-2",
+    "core/test_local_steps.py::test_a_round_is_the_published_one": "ddp-2-4-local0-1 | zero3-2-4-local3-1",
+    "core/test_local_steps.py::test_the_slow_links_carry_one_shard_of_the_weights_a_round": "zero1",
+    "core/test_local_steps.py::test_updates_that_take_norms_of_padded_parameters": "tx0",
+    "core/test_loops.py::test_four_devices_learn_what_one_learns": "array_metrics-zero3 | byol-zero2 | changed_gradients-zero1 | distillation-zero3 | dpo-zero1 | gan-zero2 | gradient_penalty-zero1 | grain_loader-zero3 | ppo-zero2 | private-ddp | several_steps-zero2 | tfrecords-ddp | torch_loader-ddp",
+    "core/test_loops.py::test_a_gradient_penalty_is_that_of_plain_jax": "K=1",
+    "core/test_loops.py::test_microbatches_learn_the_same": "several_steps",
+    "core/test_lora.py::test_a_model_with_updates_starts_as_the_one_without_bit_for_bit": "scanned",
+    "core/test_loss_check.py::test_a_quotient_of_sums_is_read_as_total_and_weight": "weighted_mean-{} | guarded_mean-{'accumulate': 4} | offset_mean-{'partitioning': 'manual'} | mean_and_penalty-{'partitioning': 'auto', 'accumulate': 2} | average-{'accumulate': 4} | mean_over_mean-{'partitioning': 'manual'}",
+    "core/test_loss_check.py::test_a_loss_that_mixes_examples_is_refused_where_auto_is_not_allowed": "contrastive-{'accumulate': 2} | normalised-{'partitioning': 'manual'} | pairs-{'accumulate': 2} | weight_is_a_constant-{'partitioning': 'manual'}",
+    "core/test_loss_check.py::test_a_part_of_padding_alone_changes_nothing": "zero3",
+    "core/test_loss_check.py::test_a_loss_that_mixes_examples_gets_auto_where_that_is_right": "contrastive",
+    "core/test_model_axis.py::test_equals_one_device": "zero1-manual-2 | zero3-auto-2",
+    "core/test_model_axis.py::test_parts_of_a_dimension_that_both_axes_cut_are_put_together_in_order": "zero3-1",
+    "core/test_model_axis.py::test_a_model_that_shards_itself_trains_as_on_one_device": "named-auto",
+    "core/test_model_state.py::test_what_a_block_changes_stays_changed_as_in_a_plain_loop": "False-full-True | True-dots-False",
+    "core/test_model_state.py::test_the_one_word_changes_nothing_of_it": "zero3-manual-full-True",
+    "core/test_nnx.py::test_stacked_streams_and_variables_that_hold_trees_train_as_on_one_device": "Held",
+    "core/test_nnx.py::test_masks_of_an_internal_dropout_are_those_of_the_whole_batch": "2-manual",
+    "core/test_offload.py::test_same_bits_through_steps_and_checkpoints": "zero3",
+    "core/test_offload.py::test_same_bits_where_layers_send_while_they_compute": "zero3-1",
+    "core/test_optimizers.py::test_every_alias_is_laid_as_planned_and_trains_as_on_one_device": "*-zero3",
+    "core/test_optimizers.py::test_norms_over_a_sharded_parameter_are_those_of_the_whole": "zero1-manual",
+    "core/test_optimizers.py::test_wrappers_keep_their_state_sharded_and_train_as_on_one_device": "chain of wrappers",
+    "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device": "linen-zero1-manual | equinox-zero1-manual | raw-zero3-auto",
+    "core/test_outputs.py::test_outputs_come_back_in_the_order_of_the_batchs_rows": "ddp-auto | zero1-manual, K=2 | zero2-auto, K=2 | zero3-manual",
+    "core/test_outputs.py::test_the_state_of_equinox_makes_the_round_trip": "zero3-batch",
+    "core/test_outputs.py::test_a_scalar_that_is_a_quotient_comes_with_its_outputs": "K=2",
+    "core/test_overlap.py::test_results_are_those_without": "zero3 | zero1, 4",
+    "core/test_overlap.py::test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays": "zero2-axes1",
+    "core/test_padding.py::test_padded_training_equals_one_device": "ddp-5-settings0 | zero1-5-settings1 | zero3-7-settings4",
+    "core/test_padding.py::test_a_padded_step_keeps_the_contract": "zero3",
+    "core/test_padding.py::test_padded_gradients_are_encoded_as_they_are_replicated": "int8",
+    "core/test_padding.py::test_layers_are_gathered_one_at_a_time": "zero3-True-2",
+    "core/test_padding.py::test_an_update_that_mixes_elements_keeps_its_parameters_replicated": "factored-2",
+    "core/test_partial.py::test_partial_training_equals_one_device_and_leaves_the_frozen_part_alone": "LoRA-zero3-auto | a pytree-zero1-manual",
+    "core/test_precision.py::test_the_loss_sees_the_compute_dtype_and_the_state_never_does": "True-ddp-auto | True-zero3-manual | False-zero2-auto | False-ddp-manual",
+    "core/test_precision.py::test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own": "ddp-1-bf16-* | ddp-2-precision2-* | zero1-1-fp32-* | zero1-2-bf16-* | zero2-2-bf16-* | zero2-1-precision3-* | zero3-1-precision2-* | zero3-2-bf16-*",
+    "core/test_row_keys.py::test_every_draw_is_by_global_row_or_reported": "1-manual-2-2",
+    "core/test_row_keys.py::test_rows_that_stay_together_keep_their_noise": "manual-2",
+    "core/test_step.py::test_the_objective_is_the_sum_over_the_weight_exactly": "zero3-auto-axes0-4 | zero1-manual-axes1-1 | zero3-manual-axes2-4",
+    "core/test_traced_collectives.py::test_the_compiled_program_gathers_what_the_trace_has": "manual",
+    "core/test_training_properties.py::test_draws_equal_one_device": "171-2",
+    "core/test_training_properties.py::test_kept_cases_equal_one_device": "Case(model='nnx', state='half_table')* | Case(rows=16, noise='mask', term='grouped_pairs', metrics='own')* | Case(inputs='tokens', layers=2, stacked=True, noise='numbered', optimizer='adamw')* | Case(noise='scalar', optimizer='frozen_moment')*",
+    "core/test_training_properties.py::test_bf16_stays_close": "",
+    "core/test_user_mesh.py::test_a_step_keeps_the_state_on_the_users_mesh": "explicit-plain | auto-set_mesh | mixed-plain",
+    "core/test_user_mesh.py::test_a_loop_of_ones_own_computes_the_same_on_an_explicit_mesh": "zero3",
+    "core/test_user_mesh.py::test_what_synchronisation_keeps_lies_on_the_users_mesh": "{'wire': 'int8'}",
+    "core/test_value_and_grad.py::test_inside_jit_only_a_proven_loss_is_called_on_parts_of_the_batch": "contrastive-zero3 | undecided-zero3",
+    "core/test_value_and_grad.py::test_a_loss_that_draws_the_same_in_each_step_is_reported": "called",
+    "core/test_value_and_grad.py::test_on_gpus_xla_keeps_the_same_bytes": "zero3",
+    "core/test_value_and_grad.py::test_a_step_of_several_gradients_sends_what_each_promises": "zero1 | zero3",
+    "core/test_wire.py::test_what_is_sent_and_what_is_kept_are_the_whole_gradient": "int8-ddp-8 | topk-zero1-8 | powersgd-zero1-8 | bf16-ddp-8 | fp8-zero1-8 | int8-zero2-2x4",
+    "core/test_wire.py::test_buckets_change_nothing_but_the_number_of_collectives": "ddp-2x4-6000 | zero3-8-auto",
+    "core/test_wire.py::test_rounding_without_error_feedback_is_right_on_average": "zero3-8-settings0",
+    "core/test_wire.py::test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them": "int8-0.27-zero1 | int8-0.27-zero3 | fp8-0.27-zero1 | bf16-0.51-ddp",
+    "foresight/test_contract.py::test_with_replicas_the_contract_is_kept": "ddp | zero3",
+    "foresight/test_peak_memory.py::test_the_classes_add_up_to_what_xla_allocates": "mlp-zero1-1 | gpt-zero3-4",
+    "foresight/test_peak_memory.py::test_arguments_are_those_of_the_plan": "mlp-zero1-1 | gpt-zero3-4",
+    "foresight/test_peak_memory.py::test_nothing_but_gaps_in_the_heap_is_unattributed": "mlp-zero1-1 | gpt-zero3-4",
+    "foresight/test_targets.py::test_every_gpu_kind_compiles_matrix_products_and_collectives": "h100-*",
+    "foresight/test_traffic.py::test_the_chosen_partitioning_keeps_the_contract": "gpt-zero3-4 | mlp-ddp-4 | mlp-zero1-4 | mlp-zero2-4",
+    "foresight/test_traffic.py::test_metrics_that_are_arrays_are_counted_apart": "zero2",
+    "foresight/test_traffic.py::test_only_what_is_trained_has_gradients_to_reduce": "zero3-1",
+    "foresight/test_traffic.py::test_zero3_gathers_layers_again_in_the_backward_pass": "scanned",
+    "foresight/test_traffic.py::test_what_runs_in_the_loop_over_the_microbatches": "scanned-zero3 | mlp-ddp | mlp-zero1 | mlp-zero2",
+    "checkpoint/test_checkpoint.py::test_a_state_is_restored_bit_by_bit_onto_any_plan": "ddp-axes0 | zero2-axes1 | zero3-axes3 | zero1-axes4",
+    "checkpoint/test_checkpoint.py::test_training_goes_on_under_another_plan": "ddp-axes0 | zero3-axes2",
+    "checkpoint/test_hugging_face.py::test_the_logits_are_those_of_transformers": "llama | llama 3.1 | gpt2 | mistral | qwen2 | qwen3 | gemma | gemma3_text",
+    "checkpoint/test_hugging_face.py::test_an_exported_model_is_what_was_imported": "llama | llama 3.1 | gpt2 | mistral | qwen2 | qwen3 | gemma | gemma3_text",
+    "checkpoint/test_hugging_face.py::test_each_case_has_other_logits_than_the_plain_model": "llama 3.1 | gpt2 gelu",
+    "checkpoint/test_meshes.py::test_the_losses_go_on_where_they_were": "zero3",
+    "checkpoint/test_peft.py::test_an_adapter_of_peft_gives_its_merged_logits": "scanned",
+    "checkpoint/test_peft.py::test_it_leaves_again_bit_for_bit_with_its_configuration": "scanned",
+    "checkpoint/test_peft.py::test_merged_it_is_a_plain_model_of_hugging_face": "scanned",
+    "checkpoint/test_peft.py::test_an_adapter_that_jdp_does_not_compute_is_one_clear_error": "scanned-*",
+    "checkpoint/test_peft.py::test_tensors_that_do_not_fit_are_named": "scanned-*",
+    "checkpoint/test_peft.py::test_what_is_no_adapter_or_of_no_such_model_is_said": "scanned",
     # Other variants of what a default test holds on a smaller or simpler case.
-    "variants": {
-        "core/test_fp8.py": {"test_zero3_rounds_the_same_numbers": ""},
-        "core/test_local_steps.py": {"test_one_local_step_of_sgd_is_a_plain_step": ""},
-        "core/test_padding.py": {"test_local_steps_on_padded_parameters": ""},
-        "models/test_losses.py": {
-            "test_chunks_have_the_loss_and_the_gradients_of_the_whole": "fp32-tied | bf16-untied",
-        },
-        "models/test_models.py": {
-            "test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients": (
-                "config1-False-full | config3-True-dots"
-            ),
-            "test_greedy_sampling_takes_the_likeliest_token_of_a_plain_forward_pass": "1-llama | 11-gpt2",
-            "test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits": "llama",
-            "test_scanned_and_unrolled_start_from_the_same_bits": "llama",
-            "test_a_token_changes_nothing_before_it_and_something_after": "llama | gemma",
-        },
-        "models/test_segments.py": {"test_a_packed_document_has_the_logits_that_it_has_alone": "llama | windows"},
-        "models/test_vision_models.py": {
-            "test_eight_devices_are_one_device": "vit-auto",
-            "test_a_resnet_is_its_formula_and_rows_of_weight_zero_leave_no_trace_in_it": "basic",
-            "test_sixteen_bit_parameters_compute_in_sixteen_bits_and_sum_in_float32": "vit",
-        },
-        "foresight/test_foresee.py": {"test_without_a_target_it_is_this_machines_devices": ""},
-        "checkpoint/test_remote_checkpoints.py": {
-            "test_a_run_that_goes_back_sets_the_later_steps_aside_there_too": "",
-            "test_a_flipped_bit_is_found_and_the_step_set_aside_there_too": "",
-            "test_a_single_checkpoint_is_replaced_only_if_asked": "",
-        },
-        "guard/test_nonfinite.py": {
-            "test_nan_in_the_batch_is_named_with_its_rows": "zero3",
-            "test_gradients_break_where_the_backward_pass_does": "zero3",
-            "test_parameters_that_are_not_finite_come_before_the_loss": "ddp",
-            "test_a_finite_gradient_is_said_to_be_one": "zero1",
-        },
-        "prove/test_prove.py": {
-            "test_other_optimizers_and_bf16_are_equal_with_room": "",
-            "test_masks_that_are_the_same_on_every_shard_are_seen": "fp32",
-            "test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming": "",
-            "test_masks_that_are_the_same_at_every_step_are_seen": "",
-            "test_a_mean_of_means_in_the_gradient_alone_is_seen_in_a_leaf": "",
-        },
-        "experiment/test_wire_keys.py": {
-            "test_resumed_without_wire_it_goes_on_and_says_what_it_leaves": "",
-            "test_resumed_on_other_devices_it_shares_out_what_was_lost": "",
-        },
-        "run/test_damaged_checkpoints.py": {
-            "test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_moved": "",
-        },
-        "run/test_health.py": {
-            "test_an_inspection_changes_nothing_and_can_be_left_out": "",
-            "test_a_run_that_goes_back_and_is_killed_anywhere_has_the_same_bits": "8",
-            "test_without_a_checkpoint_a_run_goes_back_to_its_start": "",
-            "test_bad_steps_at_the_end_are_gone_back_from_too": "",
-            "test_going_back_again_and_again_ends": "",
-            "test_a_step_that_is_taken_twice_shows_what_is_replicated_nowhere": "",
-        },
-        "run/test_history.py": {"test_a_run_that_was_taken_over_begins_anew_and_is_resumed": ""},
-        "run/test_profile.py": {"test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later": ""},
-        "run/test_remote_runs.py": {
-            "test_a_killed_run_goes_on_from_its_newest_checkpoint": "",
-            "test_an_address_is_one_in_upper_case_and_with_one_slash": "s3:/",
-            "test_one_run_at_a_time": "",
-        },
-        "run/test_train.py": {
-            "test_skips_before_a_stop_are_not_counted_again": "",
-            "test_an_evaluation_that_a_stop_came_before_is_made_up_for": "",
-        },
-        "run/test_train_kinds.py": {"test_lora_fine_tunes_a_run_and_leaves_its_weights_alone": ""},
-        "lessons/test_fewer_bytes.py": {"test_int8_trains_as_well": ""},
-        "lessons/test_large_batches.py": {
-            "test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate": "",
-        },
-        "lessons/test_staleness.py": {
-            "test_old_gradients_need_a_lower_rate": "",
-            "test_rounds_of_four_steps_learn": "",
-        },
-        "test_losses_table.py": {
-            "test_a_sum_is_the_sum_of_its_parts": (
-                "gpt_with_padding | llama_in_a_scan_over_layers | dpo | label_smoothing | recurrent | ctc | "
-                "detection | flow_matching"
-            ),
-        },
-    },
+    "core/test_fp8.py::test_zero3_rounds_the_same_numbers": "",
+    "core/test_local_steps.py::test_one_local_step_of_sgd_is_a_plain_step": "",
+    "core/test_padding.py::test_local_steps_on_padded_parameters": "",
+    "models/test_losses.py::test_chunks_have_the_loss_and_the_gradients_of_the_whole": "fp32-tied | bf16-untied",
+    "models/test_models.py::test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients": "config1-False-full | config3-True-dots",
+    "models/test_models.py::test_greedy_sampling_takes_the_likeliest_token_of_a_plain_forward_pass": "1-llama | 11-gpt2",
+    "models/test_models.py::test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits": "llama",
+    "models/test_models.py::test_scanned_and_unrolled_start_from_the_same_bits": "llama",
+    "models/test_models.py::test_a_token_changes_nothing_before_it_and_something_after": "llama | gemma",
+    "models/test_segments.py::test_a_packed_document_has_the_logits_that_it_has_alone": "llama | windows",
+    "models/test_vision_models.py::test_eight_devices_are_one_device": "vit-auto",
+    "models/test_vision_models.py::test_a_resnet_is_its_formula_and_rows_of_weight_zero_leave_no_trace_in_it": "basic",
+    "models/test_vision_models.py::test_sixteen_bit_parameters_compute_in_sixteen_bits_and_sum_in_float32": "vit",
+    "foresight/test_foresee.py::test_without_a_target_it_is_this_machines_devices": "",
+    "checkpoint/test_remote_checkpoints.py::test_a_run_that_goes_back_sets_the_later_steps_aside_there_too": "",
+    "checkpoint/test_remote_checkpoints.py::test_a_flipped_bit_is_found_and_the_step_set_aside_there_too": "",
+    "checkpoint/test_remote_checkpoints.py::test_a_single_checkpoint_is_replaced_only_if_asked": "",
+    "guard/test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows": "zero3",
+    "guard/test_nonfinite.py::test_gradients_break_where_the_backward_pass_does": "zero3",
+    "guard/test_nonfinite.py::test_parameters_that_are_not_finite_come_before_the_loss": "ddp",
+    "guard/test_nonfinite.py::test_a_finite_gradient_is_said_to_be_one": "zero1",
+    "prove/test_prove.py::test_other_optimizers_and_bf16_are_equal_with_room": "",
+    "prove/test_prove.py::test_masks_that_are_the_same_on_every_shard_are_seen": "fp32",
+    "prove/test_prove.py::test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming": "",
+    "prove/test_prove.py::test_masks_that_are_the_same_at_every_step_are_seen": "",
+    "prove/test_prove.py::test_a_mean_of_means_in_the_gradient_alone_is_seen_in_a_leaf": "",
+    "experiment/test_wire_keys.py::test_resumed_without_wire_it_goes_on_and_says_what_it_leaves": "",
+    "experiment/test_wire_keys.py::test_resumed_on_other_devices_it_shares_out_what_was_lost": "",
+    "run/test_damaged_checkpoints.py::test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_moved": "",
+    "run/test_health.py::test_an_inspection_changes_nothing_and_can_be_left_out": "",
+    "run/test_health.py::test_a_run_that_goes_back_and_is_killed_anywhere_has_the_same_bits": "8",
+    "run/test_health.py::test_without_a_checkpoint_a_run_goes_back_to_its_start": "",
+    "run/test_health.py::test_bad_steps_at_the_end_are_gone_back_from_too": "",
+    "run/test_health.py::test_going_back_again_and_again_ends": "",
+    "run/test_health.py::test_a_step_that_is_taken_twice_shows_what_is_replicated_nowhere": "",
+    "run/test_history.py::test_a_run_that_was_taken_over_begins_anew_and_is_resumed": "",
+    "run/test_profile.py::test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later": "",
+    "run/test_remote_runs.py::test_a_killed_run_goes_on_from_its_newest_checkpoint": "",
+    "run/test_remote_runs.py::test_an_address_is_one_in_upper_case_and_with_one_slash": "s3:/",
+    "run/test_remote_runs.py::test_one_run_at_a_time": "",
+    "run/test_train.py::test_skips_before_a_stop_are_not_counted_again": "",
+    "run/test_train.py::test_an_evaluation_that_a_stop_came_before_is_made_up_for": "",
+    "run/test_train_kinds.py::test_lora_fine_tunes_a_run_and_leaves_its_weights_alone": "",
+    "lessons/test_fewer_bytes.py::test_int8_trains_as_well": "",
+    "lessons/test_large_batches.py::test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate": "",
+    "lessons/test_staleness.py::test_old_gradients_need_a_lower_rate": "",
+    "lessons/test_staleness.py::test_rounds_of_four_steps_learn": "",
+    "test_losses_table.py::test_a_sum_is_the_sum_of_its_parts": "gpt_with_padding | llama_in_a_scan_over_layers | dpo | label_smoothing | recurrent | ctc | detection | flow_matching",
     # Real clusters, hosts and processes, and faults that they wait for.
-    "processes": {
-        "core/test_barrier.py": {"test_a_process_that_left_barriers_by_an_exception_ends_normally": ""},
-        "core/test_initialize.py": {
-            "test_who_raised_is_named_and_not_who_waits": "before",
-            "test_a_failure_does_not_wait_in_the_exit_barrier": "",
-        },
-        "core/test_loops.py": {"test_two_processes_learn_what_one_learns": ""},
-        "launch/test_launch_faults.py": {
-            "test_two_kills_in_one_run_cost_nothing_but_time": "",
-            "test_a_run_goes_on_without_a_node_that_is_lost": "",
-            "test_processes_that_were_not_started_alike_say_so_and_leave": "device counts",
-        },
-        "launch/test_nodes.py": {
-            "test_a_node_that_is_lost_and_comes_back_takes_part_again": "",
-            "test_without_enough_nodes_it_ends_to_be_tried_again": "",
-            "test_nodes_whose_node_0_is_lost_stop_and_look_for_it_again": "",
-            "test_nodes_that_were_not_started_alike_leave_with_the_same_words": "nodes",
-        },
-        "launch/test_open_mpi.py": {"*": ""},
-        "launch/test_slurm.py": {"*": ""},
-        "launch/test_two_hosts.py": {"*": ""},
-        "checkpoint/test_kills.py": {"*": ""},
-        "checkpoint/test_remote_checkpoints.py": {"test_two_processes_save_and_restore": ""},
-        "run/test_health_faults.py": {"*": ""},
-        "run/test_run_faults.py": {
-            "test_a_signal_to_one_process_stops_all_at_the_same_place": "",
-            "test_the_stopped_run_is_bit_for_bit_the_calm_one": "",
-            "test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on": "",
-            "test_who_hangs_is_named_and_all_leave_to_be_started_again": "",
-            "test_the_recorder_has_the_deadline_and_where_the_loop_was": "",
-            "test_why_names_the_process_that_was_stopped": "",
-            "test_leaving_at_once_does_not_need_the_main_thread": "second",
-            "test_leaving_at_once_waits_for_the_end_of_a_destructor": "weakref",
-        },
-        "run/test_soak.py": {"*": ""},
-        "run/test_sweep.py": {"test_a_sweep_end_to_end_stopped_and_resumed": ""},
-        "run/test_trackers.py": {"test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed": ""},
-        "cli/test_doctor.py": {
-            "test_two_processes_with_three_faults": "",
-            "test_a_process_that_stops_in_the_all_reduce": "",
-            "test_process_1_does_not_come": "",
-            "test_two_hosts_with_and_without_a_link": "",
-        },
-        "lessons/test_bucketing.py": {"test_two_processes_measure": ""},
-    },
+    "core/test_barrier.py::test_a_process_that_left_barriers_by_an_exception_ends_normally": "",
+    "core/test_initialize.py::test_who_raised_is_named_and_not_who_waits": "before",
+    "core/test_initialize.py::test_a_failure_does_not_wait_in_the_exit_barrier": "",
+    "core/test_loops.py::test_two_processes_learn_what_one_learns": "",
+    "launch/test_launch_faults.py::test_two_kills_in_one_run_cost_nothing_but_time": "",
+    "launch/test_launch_faults.py::test_a_run_goes_on_without_a_node_that_is_lost": "",
+    "launch/test_launch_faults.py::test_processes_that_were_not_started_alike_say_so_and_leave": "device counts",
+    "launch/test_nodes.py::test_a_node_that_is_lost_and_comes_back_takes_part_again": "",
+    "launch/test_nodes.py::test_without_enough_nodes_it_ends_to_be_tried_again": "",
+    "launch/test_nodes.py::test_nodes_whose_node_0_is_lost_stop_and_look_for_it_again": "",
+    "launch/test_nodes.py::test_nodes_that_were_not_started_alike_leave_with_the_same_words": "nodes",
+    "launch/test_open_mpi.py::*": "",
+    "launch/test_slurm.py::*": "",
+    "launch/test_two_hosts.py::*": "",
+    "checkpoint/test_kills.py::*": "",
+    "checkpoint/test_remote_checkpoints.py::test_two_processes_save_and_restore": "",
+    "run/test_health_faults.py::*": "",
+    "run/test_run_faults.py::test_a_signal_to_one_process_stops_all_at_the_same_place": "",
+    "run/test_run_faults.py::test_the_stopped_run_is_bit_for_bit_the_calm_one": "",
+    "run/test_run_faults.py::test_who_hangs_is_named_and_all_leave_to_be_started_again": "",
+    "run/test_run_faults.py::test_the_recorder_has_the_deadline_and_where_the_loop_was": "",
+    "run/test_run_faults.py::test_why_names_the_process_that_was_stopped": "",
+    "run/test_run_faults.py::test_leaving_at_once_does_not_need_the_main_thread": "second",
+    "run/test_run_faults.py::test_leaving_at_once_waits_for_the_end_of_a_destructor": "weakref",
+    "run/test_soak.py::*": "",
+    "run/test_sweep.py::test_a_sweep_end_to_end_stopped_and_resumed": "",
+    "run/test_trackers.py::test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed": "",
+    "cli/test_doctor.py::test_two_processes_with_three_faults": "",
+    "cli/test_doctor.py::test_a_process_that_stops_in_the_all_reduce": "",
+    "cli/test_doctor.py::test_process_1_does_not_come": "",
+    "cli/test_doctor.py::test_two_hosts_with_and_without_a_link": "",
+    "lessons/test_bucketing.py::test_two_processes_measure": "",
     # Programs compiled for described GPUs: one of each kind stays.
-    "described GPUs": {
-        "models/test_attention.py": {
-            "test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more": "zero3",
-            "test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_list_have": (
-                "changes0-1 | changes1-3"
-            ),
-            "test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are": "",
-        },
-        "models/test_blockwise.py": {
-            "test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once": "dots-4",
-            "test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more": "",
-        },
-        "models/test_losses.py": {"test_compiled_for_h100s_the_head_is_gathered_and_reduced_once": "manual"},
-        "foresight/test_any_step.py": {"test_an_equinox_step": "", "test_jdps_gradient_in_a_users_jit": "manual"},
-        "run/test_remote_weights.py": {"test_a_hugging_face_model_is_all_behind_an_address": ""},
-        "foresight/test_axes.py": {
-            "test_the_smallest_cluster_is_compiled_with_the_size_below": "",
-            "test_tuning_goes_on_from_other_meshes": "",
-        },
-        "foresight/test_foresee.py": {
-            "test_the_largest_batch_is_found": "",
-            "test_on_several_hosts_zero3_is_tried_on_replicas_too": "",
-        },
-        "foresight/test_peak_memory.py": {
-            "test_gradients_are_accumulated_whole_under_ddp_and_sharded_under_zero2": "",
-            "test_rematerialisation_saves_activations": "",
-            "test_the_largest_buffers_are_named": "",
-            "test_the_working_copy_is_whole_under_zero2_and_a_layer_under_zero3": "",
-        },
-        "foresight/test_symptoms.py": {"test_random_numbers_that_travel": "takes_one_of_many_keys"},
-        "foresight/test_timeline.py": {"test_a_training_step_does_three_times_the_forward_pass": ""},
-        "foresight/test_traffic.py": {
-            "test_resnet_and_vit_keep_the_contract": "",
-            "test_batch_statistics_are_counted_apart": "",
-            "test_the_loop_over_the_layers_is_not_one_over_microbatches": "",
-            "test_gathering_by_layer_saves_memory": "",
-            "test_auto_breaks_the_contract_where_the_choice_says_so": "",
-        },
-        "report/test_scaling_page.py": {"test_the_command_compares_targets": ""},
-        "experiment/test_experiments.py": {"test_compiles_for_its_gpus_and_fits": ""},
-        "lessons/test_scaling.py": {"test_fewer_sequences_a_gpu_scale_worse_and_hold_less": ""},
-    },
+    "models/test_attention.py::test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more": "zero3",
+    "models/test_attention.py::test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_list_have": "changes0-1 | changes1-3",
+    "models/test_attention.py::test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are": "",
+    "models/test_blockwise.py::test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once": "dots-4",
+    "models/test_blockwise.py::test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more": "",
+    "models/test_losses.py::test_compiled_for_h100s_the_head_is_gathered_and_reduced_once": "manual",
+    "foresight/test_any_step.py::test_an_equinox_step": "",
+    "foresight/test_any_step.py::test_jdps_gradient_in_a_users_jit": "manual",
+    "run/test_remote_weights.py::test_a_hugging_face_model_is_all_behind_an_address": "",
+    "foresight/test_axes.py::test_the_smallest_cluster_is_compiled_with_the_size_below": "",
+    "foresight/test_axes.py::test_tuning_goes_on_from_other_meshes": "",
+    "foresight/test_foresee.py::test_the_largest_batch_is_found": "",
+    "foresight/test_foresee.py::test_on_several_hosts_zero3_is_tried_on_replicas_too": "",
+    "foresight/test_peak_memory.py::test_gradients_are_accumulated_whole_under_ddp_and_sharded_under_zero2": "",
+    "foresight/test_peak_memory.py::test_rematerialisation_saves_activations": "",
+    "foresight/test_peak_memory.py::test_the_largest_buffers_are_named": "",
+    "foresight/test_peak_memory.py::test_the_working_copy_is_whole_under_zero2_and_a_layer_under_zero3": "",
+    "foresight/test_symptoms.py::test_random_numbers_that_travel": "takes_one_of_many_keys",
+    "foresight/test_timeline.py::test_a_training_step_does_three_times_the_forward_pass": "",
+    "foresight/test_traffic.py::test_resnet_and_vit_keep_the_contract": "",
+    "foresight/test_traffic.py::test_batch_statistics_are_counted_apart": "",
+    "foresight/test_traffic.py::test_the_loop_over_the_layers_is_not_one_over_microbatches": "",
+    "foresight/test_traffic.py::test_gathering_by_layer_saves_memory": "",
+    "foresight/test_traffic.py::test_auto_breaks_the_contract_where_the_choice_says_so": "",
+    "report/test_scaling_page.py::test_the_command_compares_targets": "",
+    "experiment/test_experiments.py::test_compiles_for_its_gpus_and_fits": "",
+    "lessons/test_scaling.py::test_fewer_sequences_a_gpu_scale_worse_and_hold_less": "",
 }
 
 WITHOUT_DEFAULT = {
@@ -414,14 +246,7 @@ COLLECTED = pytest.StashKey[list[Collected]]()
 @functools.cache
 def staying() -> dict[str, tuple[re.Pattern[str], ...]]:
     """Return, for each function of `REST`, patterns of the ids that stay."""
-    entries = [
-        (f"{file}::{function}", tuple(map(_pattern, filter(None, ids.split(" | ")))))
-        for files in REST.values()
-        for file, functions in files.items()
-        for function, ids in functions.items()
-    ]
-    assert len(dict(entries)) == len(entries), "a function stands twice in REST"
-    return dict(entries)
+    return {function: tuple(map(_pattern, filter(None, ids.split(" | ")))) for function, ids in REST.items()}
 
 
 def _pattern(text: str) -> re.Pattern[str]:

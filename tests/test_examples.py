@@ -5,18 +5,14 @@ The examples go on from the lines in the docstring of `jdp` itself, which make a
 
 import doctest
 import inspect
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from own_process import python
 
 import jdp
 
-ROOT = Path(__file__).parents[1]
 MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
 FOR_A_PROCESS = ("jdp.initialize", "jdp.keep_memory", "jdp.keep_programs")
 """They change the process that they run in, for good: their examples run in one of their own."""
@@ -103,9 +99,7 @@ def test_the_example_runs(name, first_lines, monkeypatch, tmp_path):
 def test_the_examples_that_change_a_process_run(tmp_path):
     lines = "\n".join(example.source for name in FOR_A_PROCESS for example in examples(name))
     assert all(map(examples, FOR_A_PROCESS))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", f"import jdp\n{lines}"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    result = python("-W", "error", "-c", f"import jdp\n{lines}", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 

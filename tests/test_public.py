@@ -2,18 +2,14 @@
 
 import ast
 import inspect
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from own_process import ROOT, python
 
 import jdp
-
-ROOT = Path(__file__).parent.parent
 
 SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
@@ -136,7 +132,7 @@ def test_type_checkers_see_the_names_that_there_are():
 
 def test_the_modules_that_the_readme_reaches_through_the_package_are_there():
     program = "import jdp; jdp.export.export_safetensors, jdp.export.import_safetensors"
-    result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, cwd=ROOT)
+    result = python("-W", "error", "-c", program)
     assert result.returncode == 0, result.stderr
 
 
@@ -172,8 +168,6 @@ def test_importing_starts_no_backend_and_takes_no_optional_dependency():
         assert taken == [], taken
         assert not [name for name in sys.modules if name.startswith(("jdp.cli", "jdp.experiment", "jdp.run"))]
     """
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT
-    )
+    result = python("-W", "error", "-c", textwrap.dedent(program))
     assert result.returncode == 0, result.stderr
     assert result.stdout == result.stderr == ""

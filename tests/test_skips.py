@@ -1,12 +1,10 @@
 """In CI, a test that skips because a package is missing is an error that names the package."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import textwrap
 
 import pytest
 import skips
+from own_process import run_pytest
 
 MODULES = {
     "test_inside.py": """
@@ -41,14 +39,10 @@ MODULES = {
 }
 
 
-def pytest_on(folder: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest on one of `MODULES` in a process that knows nothing of jdp's own tests."""
-    (folder / name).write_text("\n".join(line[8:] for line in MODULES[name].splitlines()))
-    environment = {k: v for k, v in os.environ.items() if k not in ("CI", "JDP_CI", "PYTEST_ADDOPTS")} | environment
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    environment["PYTHONPATH"] = str(Path(skips.__file__).parent)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "skips", "-p", "no:cacheprovider", name]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+def pytest_on(folder, name, **environment):
+    """Run pytest on one of `MODULES`."""
+    (folder / name).write_text(textwrap.dedent(MODULES[name]))
+    return run_pytest(folder, "-q", "-p", "skips", name, **environment)
 
 
 @pytest.mark.parametrize("name", ["test_inside.py", "test_whole.py", "test_marked.py"])

@@ -1,12 +1,8 @@
 """Ten commits, one for each last digit, run every test once between them; time that is over skips, in words."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import tenth
+from own_process import run_pytest
 
 NAMES = [f"test_many.py::test_one[{number}]" for number in range(40)]
 TEXT = """
@@ -20,18 +16,10 @@ def test_that_fails():
 """
 
 
-def pytest_with(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest on `TEXT` in a process that knows nothing of jdp's own tests."""
+def pytest_with(folder, *options):
+    """Run pytest on `TEXT`."""
     (folder / "test_many.py").write_text(TEXT)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    environment |= {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": str(Path(tenth.__file__).parent),
-        "JDP_CI": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-rs", "-v", "-p", "tenth", "-p", "skips", "-p", "no:cacheprovider"]
-    command += [*options, "test_many.py"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    return run_pytest(folder, "-v", "-p", "tenth", "-p", "skips", *options, "test_many.py", JDP_CI="1")
 
 
 def test_a_commit_runs_the_tests_of_its_tenth(tmp_path):

@@ -4,14 +4,11 @@ One program is checked twice by pyright, as it is by default: right, and with a 
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from own_process import ROOT, python
 
 PROGRAM = """\
 from typing import assert_type
@@ -109,9 +106,8 @@ def found(tmp_path_factory):
         wrong = wrong.replace(right, mistake)
     (folder / "right.py").write_text(PROGRAM, encoding="utf-8")
     (folder / "wrong.py").write_text(wrong, encoding="utf-8")
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "right.py", "wrong.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # found as an installed package is
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+    command = ["-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "right.py", "wrong.py"]
+    result = python(*command, cwd=folder)  # jdp is found as an installed package is
     assert result.returncode == 1, result.stdout + result.stderr
     lines: dict[str, dict[int, str]] = {"right.py": {}, "wrong.py": {}}
     for one in json.loads(result.stdout)["generalDiagnostics"]:

@@ -1,5 +1,7 @@
 """Experiments that are as small as they can be, in a file beside their data: a GPT on text, an MLP on points."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,17 @@ from jdp.core.sharding.mesh import make_mesh
 from jdp.experiment.file import load
 from jdp.run import loop
 
+SMALL = """
+name = "small"
+[model]
+name = "gpt-nano"
+[data]
+length = 32
+[train]
+steps = 50
+batch_size = 16
+"""
+"""A file with no more than it needs; nothing trains it."""
 MODEL_AND_DATA = """
 [model]
 name = "gpt-nano"
@@ -22,6 +35,22 @@ source = "text.txt"
 heldout_fraction = 0.1
 
 """
+
+
+def tables(**given):
+    """Return tables of an experiment file: `tables(train={"steps": 4})`."""
+    return "".join(f"[{name}]\n{entries(table)}\n" for name, table in given.items())
+
+
+def entries(table):
+    """Return the lines of a table, an experiment's too: a table in it is on one line."""
+    return "\n".join(f"{key} = {toml(value)}" for key, value in table.items())
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
 
 
 def write_tiny(folder, tables, *, top=""):

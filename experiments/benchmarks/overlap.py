@@ -46,7 +46,7 @@ def compiled(case: str, accumulate: int, compiler: str, off: bool) -> list[dict[
     found = []
     names, numbers = strategies.split(","), (accumulate,)
     for one in candidates_of(experiment, devices, strategies=names, accumulate=numbers, hybrid=False):
-        one = replace(one, step=replace(one.step, overlap=False)) if off else one
+        one = replace(one, step=one.step.changed(overlap=False)) if off else one
         began = time.process_time()
         made = estimate(one, devices, tokens=rows * length, cache=Cache.usual(not os.environ.get("JDP_NO_CACHE")))
         if made.timeline is None or made.report is None:

@@ -2,8 +2,8 @@
 
 formatting, shorten   numbers and values in messages; `notices` reports once, `hints` finds the nearest word
 toml, words           values of experiment files; the words that settings take, as types
-user_path, bucket     paths that a user gives, and folders in a bucket (`bucket_address`: s3://bucket/run)
+user_path, bucket     paths and addresses (s3://bucket/run) that a user gives, and folders in a bucket
 machine               processors, memory and devices of this host; `cpu_allocator` keeps freed memory
-progress_file         tells the supervisor (`jdp launch`) that a run has made progress
+progress_file         tells the supervisor (`jdp launch`) that a run has made progress; `timer` calls if code takes long
 disk_cache            files that later processes read; `tree_paths` names leaves; `notebook` draws objects
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
+import os
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jdp.base.bucket_address import address_of, scheme_of
 from jdp.base.notices import notice_anywhere
 from jdp.base.shorten import brief
-from jdp.base.user_path import PathError
+from jdp.base.timer import call_after
+from jdp.base.user_path import PathError, address_of, scheme_of, user_path
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PACKAGES = {"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs", "oss": "ossfs"}
@@ -52,7 +52,7 @@ class Remote:
     address: str  # of the folder, as `address_of` returns it
 
     @staticmethod
-    def at(given: str | Path) -> Remote:
+    def at(given: str | os.PathLike[str]) -> Remote:
         """Return the folder of an address that a user wrote, with its package imported."""
         address = address_of(given)
         if address is None:
@@ -219,6 +219,11 @@ class Remote:
         )
 
 
+def place_of(given: str | os.PathLike[str]) -> Path | Remote:
+    """Return the folder in a bucket for an address that a user wrote, the path for anything else."""
+    return user_path(given) if address_of(given) is None else Remote.at(given)
+
+
 @contextmanager
 def _waiting(address: str) -> Generator[None]:
     """Report once that storage does not answer, if a call before its kind's first answer takes long.
@@ -229,13 +234,8 @@ def _waiting(address: str) -> Generator[None]:
         yield
         return
     said = f"{address}: {scheme}:// has not answered for {SILENT_SECONDS:.0f} s; it is waited for, and asked again"
-    timer = threading.Timer(SILENT_SECONDS, notice_anywhere, [said])
-    timer.daemon = True
-    timer.start()
-    try:
+    with call_after(SILENT_SECONDS, notice_anywhere, said):
         yield
-    finally:
-        timer.cancel()
 
 
 def _tag(info: Mapping[str, Any]) -> str:

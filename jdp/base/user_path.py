@@ -1,19 +1,27 @@
-"""Check paths that users write before they are used.
+"""Check paths that users write before they are used, and tell them from addresses such as s3://bucket/run.
 
 To pathlib `gs://bucket/run` is a folder `gs:` below the working directory: files written there would be on this
 machine's disk only. For other paths it raises errors without a rule or a fix. So every path from a user goes through
-`user_path`, after `bucket_address` where an address is allowed.
+`user_path`, or `jdp.base.bucket.place_of` where an address is allowed.
 """
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
-from jdp.base.bucket_address import address_of, scheme_of
 from jdp.base.shorten import brief
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")
+"""Also with one slash, or none at the end: pathlib reduces two to one. One letter is a drive."""
+
+_KNOWN = re.compile(r"(gs|gcs|s3a?|az|abfss?|adl|oss|hdfs|https?|ftp|file|memory):", re.IGNORECASE)
+"""Kinds that are addresses even if the slashes are missing, or if a folder of that name exists."""
+
+_HUB = ("hf:", "hf-stream:")
+"""Prefixes of an experiment's sources and models, which may stand before the path of a folder."""
 
 
 class PathError(ValueError):
@@ -63,3 +71,25 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise PathError(f"a path must be text in UTF-8, given {text[:60]!r}: rename the file or folder") from None
+
+
+def address_of(given: object) -> str | None:
+    """Return an address as text, its kind in lower case, with two slashes and none at its end; None for a path.
+
+    An address without slashes, such as s3:bucket/run, stays as it is: `Remote.at` refuses it. A path whose first part
+    looks like a kind and exists here is a path.
+    """
+    if not isinstance(given, str | os.PathLike):
+        return None
+    text = os.fspath(given)
+    if not isinstance(text, str):
+        return None
+    found, known = _SCHEME.match(text), _KNOWN.match(text)
+    if found and (known or found[2] == "//" or not (text.startswith(_HUB) or os.path.lexists(f"{found[1]}:"))):
+        return f"{found[1].lower()}://{text[found.end() :].strip('/')}"
+    return text if known else None
+
+
+def scheme_of(address: str) -> str:
+    """Return the kind of an address: "s3" of s3://bucket/run."""
+    return address.partition(":")[0].lower()

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from jdp.base.bucket import Remote, RemoteError, Stored
+from jdp.base.bucket import Remote, RemoteError, Stored, place_of
 from jdp.base.notices import shown
 from jdp.checkpoint.errors import CheckpointError, on_first_process
 from jdp.checkpoint.format import content
@@ -41,8 +41,8 @@ class BucketCopies:
         unfinished: steps that a killed process has left half-sent or half-deleted.
     """
 
-    def __init__(self, address: str | Path, *, together: bool = True) -> None:
-        self.remote = Remote.at(address)
+    def __init__(self, remote: Remote, *, together: bool = True) -> None:
+        self.remote = remote
         self.scratch = Scratch(self.remote.address, together=together)
         self.folder = self.scratch.folder
         self.unfinished: list[str] = []
@@ -163,23 +163,22 @@ def delete(remote: Remote, name: str) -> None:
     remote.delete([f"{name}/{_UNFINISHED}"])
 
 
-def read(address: str | Path, read: Callable[[Path, Callable[[Path], Path]], _T], *, together: bool = True) -> _T:
-    """Read from the checkpoints that an address leads to."""
+def read(remote: Remote, read: Callable[[Path, Callable[[Path], Path]], _T], *, together: bool = True) -> _T:
+    """Read from the checkpoints in a folder of a bucket."""
     with named():
-        copies = BucketCopies(address, together=together)
+        copies = BucketCopies(remote, together=together)
         return read(copies.folder, copies.fetched)
 
 
-def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
+def save(place: Remote, write: Callable[[Path], None], *, overwrite: bool) -> None:
     """Write one checkpoint to a bucket. With `overwrite` the one before is `.NAME.old` until it is there."""
-    with named():
-        parent, _, name = Remote.at(address).address.rpartition("/")
+    parent, _, name = place.address.rpartition("/")
     if parent.endswith("/"):
         raise CheckpointError(
             f"A checkpoint has a folder in its bucket; given {parent}/{name}. Write {parent}/{name}/NAME."
         )
     remote, scratch = Remote(parent), Scratch(f"{parent}/{name}", together=True)
-    require_shared(scratch, f"{parent}/{name}")
+    scratch.require_shared()
     on_first_process(lambda: _check_free(remote, name, overwrite))
     with named():
         write(scratch.folder)
@@ -223,14 +222,11 @@ def named() -> Generator[None]:
         raise CheckpointError(shown(str(error))) from error
 
 
-def require_shared(scratch: Scratch, address: str) -> None:
-    """Check on every process that they see one scratch folder."""
-    if not scratch.is_shared():
-        raise CheckpointError(
-            f"Processes that save to {address} must see one folder in which they write a checkpoint before it is sent, "
-            "as those of one host do; these do not. Set JDP_CACHE_DIR to a folder that all hosts share, or mount the "
-            "bucket (mountpoint-s3, gcsfuse) and give that folder."
-        )
+@named()
+def parsed(given: str | Path) -> Path | Remote:
+    """Return the path that a user gave, absolute, or the folder in a bucket for an address."""
+    place = place_of(given)
+    return place.absolute() if isinstance(place, Path) else place
 
 
 def _checkpoints(files: Iterable[str]) -> list[str]:

@@ -2,15 +2,13 @@
 
 Orbax writes. A step counts only once its commit file is there, so a run killed while saving finds the step before.
 Opening a directory changes nothing in it: another process may read while a run trains. The first save removes what
-killed runs left half-written. `ownership` decides which entries may be deleted or set aside, and which steps a run that
-went back has abandoned. For a directory in a bucket `bucket_copies` keeps copies in a folder of this host.
+killed runs left half-written. `ownership` decides which entries may be deleted or set aside, `lineage` which steps a
+run that went back has abandoned. For a directory in a bucket `bucket_copies` keeps copies in a folder of this host.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,20 +16,16 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
-import orbax.checkpoint as ocp
 
-from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
 from jdp.base.progress_file import note_progress
-from jdp.base.user_path import user_path
-from jdp.checkpoint.bucket_copies import BucketCopies, named, require_shared
+from jdp.checkpoint.bucket_copies import BucketCopies, named, parsed
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.format import committing, content
 from jdp.checkpoint.format.trees import Content, check_values, number_of
 from jdp.checkpoint.upkeep import damage, ownership
-from jdp.checkpoint.upkeep.ownership import Lineage
-from jdp.checkpoint.upkeep.retention import PreserveForeign, metric, policy
-from jdp.core.cluster.barrier import from_first_process, meet
+from jdp.checkpoint.upkeep.lineage import Lineage
+from jdp.checkpoint.upkeep.retention import Best, PreserveForeign, policy
 from jdp.core.types import PyTree
 
 _T = TypeVar("_T")
@@ -85,45 +79,31 @@ class Checkpoints:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        for name, count in (("keep", keep), ("keep_every", keep_every)):
-            if count is not None and count < 1:
-                raise ValueError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
-        if mode not in ("min", "max"):
-            raise ValueError(f'mode is "min" or "max"; given {mode!r}. A loss has "min", an accuracy "max".')
-        self._bucket = None if address_of(directory) is None else BucketCopies(directory)
-        self.directory = user_path(directory).absolute() if self._bucket is None else self._bucket.folder
+        self._best = Best(best, mode)
+        kept = policy(keep, keep_every, self._best)
+        place = parsed(directory)
+        place = place if isinstance(place, Path) else BucketCopies(place)
+        self._bucket = None if isinstance(place, Path) else place
+        self.directory = place if isinstance(place, Path) else place.folder
         self.before_commit: Callable[[Path], None] | None = None
-        self._best, self._sign = best, -1.0 if mode == "min" else 1.0
-        self._lineage = Lineage()
+        self._lineage = Lineage(self.directory)
         self._saving: int | None = None
         self._writer = ThreadPoolExecutor(1, "jdp checkpoint")  # one thread, as Orbax tells each of an error once
         self._writing: Future[bool] | None = None
         self._deleting: list[int] = []
         self._announced: list[int] = []  # steps to delete in the bucket, once the next save has succeeded
-        self._began = self._shared = self._closed = self._warned = False
+        self._began = self._closed = False
         self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
-        kept = policy(keep, keep_every, self._score if best is not None else None)
-        self._manager = self._open(PreserveForeign(self.directory, self._mark_for_deletion, kept))
-        self._follow()
-
-    def _open(self, kept: Any) -> ocp.CheckpointManager:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise write_error(f"{self.directory} cannot be made a directory of checkpoints", error) from error
-        ownership.check_numbered_entries(self.directory)
+        ownership.make_directory(self.directory)
         damage.set_unreadable_aside(self.directory)
-        try:
-            return ocp.CheckpointManager(
-                self.directory,
-                item_handlers=content.item_handlers(),
-                options=committing.manager_options(kept, self._score, None if self._bucket is None else self._send),
-            )
-        except ValueError as error:  # what Orbax keeps of each step is JSON, but no table
-            raise CheckpointError(
-                f"{self.directory} cannot be opened; the _CHECKPOINT_METADATA of one of its checkpoints is damaged: "
-                f"{error}. Remove that file: Orbax does without."
-            ) from error
+        self._manager = committing.open_manager(
+            self.directory,
+            content.item_handlers(),
+            PreserveForeign(self.directory, self._mark_for_deletion, kept),
+            self._best.score,
+            None if self._bucket is None else self._send,
+        )
+        self._follow()
 
     @property
     def latest(self) -> int | None:
@@ -149,12 +129,12 @@ class Checkpoints:
         Raises:
             CheckpointError: the last save failed, or the metrics of a checkpoint are damaged.
         """
-        if self._best is None:
+        if self._best.name is None:
             return None
         self.wait()  # metrics may still be on their way to the disk
         self._reload_if_changed()
         step = self._manager.best_step()
-        return step if step is not None and math.isfinite(self._score(self._manager.metrics(step))) else None
+        return step if step is not None and math.isfinite(self._best.score(self._manager.metrics(step))) else None
 
     @named()
     def save(
@@ -190,32 +170,21 @@ class Checkpoints:
                 "open it again: jdp.Checkpoints(...)."
             )
         check_values(Content.of(state).leaves)  # before the step's number is taken
-        numbers = {name: metric(name, value) for name, value in (metrics or {}).items()}
-        if numbers and self._best is not None and self._best not in numbers:
-            raise ValueError(
-                f"The best checkpoint is chosen by {self._best!r}; given the metrics {list(numbers)}. Pass it too."
-            )
+        numbers = self._best.numbers(metrics or {})
         step = number_of(state, step)
-        if self._bucket is not None and not self._shared:
-            require_shared(self._bucket.scratch, self._bucket.remote.address)
-            self._shared = True
+        if self._bucket is not None:
+            self._bucket.scratch.require_shared()
         self.wait()
-        if step == self._lineage.last:
-            if self._lineage.is_other(state):
-                notice(
-                    f"{self.directory}: checkpoint {step} was saved or restored just before and stays; another state "
-                    "with as many batches consumed is not saved: give it a directory of its own"
-                )
+        if self._lineage.has(step, state):
             return
         items, are_copies = content.save_arguments(state, record or {})
         self._saving = step
         with self._save_errors():
             self._prepare(step)
-            save = functools.partial(self._manager.save, step, args=items, metrics=numbers, force=True)
-            self._writing = writing = self._writer.submit(save)
+            self._writing = self._writer.submit(self._manager.save, step, args=items, metrics=numbers, force=True)
             if not are_copies:
-                writing.result()  # when Orbax has copied the arrays
-        self._lineage.saved(step, ownership.committed_steps(self.directory), state)
+                self._writing.result()  # when Orbax has copied the arrays
+        self._lineage.saved(step, state)
 
     @named()
     def restore(self, target: _T, step: int | Literal["best"] | None = None) -> tuple[_T, dict[str, Any]]:
@@ -238,8 +207,7 @@ class Checkpoints:
         chosen, (state, record) = self._read(
             step, lambda folder, fix: (content.read_state(folder, target, fix), content.read_record(folder, fix))
         )
-        left = ownership.committed_steps(self.directory)  # damaged ones were set aside
-        self._lineage.restored(chosen, [other for other in existing if other in left], state)
+        self._lineage.restored(chosen, existing, state)
         return state, record
 
     @named()
@@ -288,11 +256,10 @@ class Checkpoints:
                 writing.result()
             self._writer.submit(self._manager.wait_until_finished).result()
             if jax.process_index() == 0:
-                ownership.unmark(self.directory, [*self._deleting, *([] if self._saving is None else [self._saving])])
+                ownership.unmark(self.directory, self._unfinished)
                 if self._saving is not None:
                     note_progress(self._saving)
-        self._saving, self._deleting = None, []
-        gone, self._announced = self._announced, []
+        gone, self._saving, self._deleting, self._announced = self._announced, None, [], []
         if self._bucket is not None and jax.process_index() == 0:
             self._bucket.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
 
@@ -340,24 +307,22 @@ class Checkpoints:
 
     def _choose(self, step: int | Literal["best"] | None) -> tuple[Path, str]:
         """Return the folder of a step, and what to do if it is damaged."""
+        if step == "best" and self._best.name is None:
+            raise CheckpointError('step="best" needs a metric to go by: Checkpoints(directory, best="eval_loss").')
         steps = self.steps
+        chosen = self.best if step == "best" else self.latest if step is None else step
         existing = ", ".join(map(str, steps)) or "none"
-        if step == "best":
-            if self._best is None:
-                raise CheckpointError('step="best" needs a metric to go by: Checkpoints(directory, best="eval_loss").')
-            if (chosen := self.best) is None:
-                raise CheckpointError(
-                    f"No checkpoint in {self.directory} was saved with a finite {self._best!r}; there are: {existing}."
-                )
-        else:
-            chosen = self.latest if step is None else step
-        if chosen is None or chosen not in steps:
+        if step == "best" and chosen is None:
+            raise CheckpointError(
+                f"No checkpoint in {self.directory} was saved with a finite {self._best.name!r}; there are: {existing}."
+            )
+        if chosen not in steps:
             which = "" if chosen is None else f" {chosen}"
             raise CheckpointError(f"There is no checkpoint{which} in {self.directory}; there are: {existing}.")
-        folder = self.directory / str(chosen)
-        earlier = [other for other in steps if other != chosen]
-        fix = f"Restore another, with step=... (there are: {', '.join(map(str, earlier))}), or remove that folder"
-        return folder, fix if earlier else "There is no other in this directory: remove that folder to start afresh"
+        fix = "There is no other in this directory: remove that folder to start afresh"
+        if others := ", ".join(str(step) for step in steps if step != chosen):
+            fix = f"Restore another, with step=... (there are: {others}), or remove that folder"
+        return self.directory / str(chosen), fix
 
     @contextmanager
     def _save_errors(self) -> Generator[None]:
@@ -365,65 +330,47 @@ class Checkpoints:
         try:
             yield
         except BaseException as error:
-            of_disk = isinstance(error, OSError | ValueError) and not isinstance(error, jax.errors.JaxRuntimeError)
-            failure = self._failure(error) if of_disk else None
-            self._announced, self._began = [], False  # no step is deleted in a bucket for one that was not saved
-            if failure is None:
+            try:
+                if isinstance(error, OSError | ValueError) and not isinstance(error, jax.errors.JaxRuntimeError):
+                    raise self._failure(error) from error
                 raise
-            raise failure from error
+            finally:
+                self._announced, self._began = [], False  # no step is deleted in a bucket for one that was not saved
 
     def _failure(self, error: BaseException) -> CheckpointError:
         """Remove what there is of the step being saved, and return the error that names it."""
-        step, self._saving, self._writing = self._saving, None, None
-        unfinished, self._deleting = [*self._deleting, *([] if step is None else [step])], []
+        step = self._saving
         self._lineage.failed(step)
-        for each in unfinished if jax.process_index() == 0 else ():
+        for each in self._unfinished if jax.process_index() == 0 else ():
             ownership.discard_unfinished(self.directory, each)
+        self._saving, self._writing, self._deleting = None, None, []
         self._manager.reload()
         complete = ", ".join(map(str, self.steps)) or "none"
         what = f"Checkpoint {step} was not saved in {self.directory}"
         return write_error(what, error, f" (those saved before are whole: {complete})")
+
+    @property
+    def _unfinished(self) -> list[int]:
+        """The steps that are being deleted or written."""
+        return self._deleting if self._saving is None else [*self._deleting, self._saving]
 
     def _prepare(self, step: int) -> None:
         """Clear the way for a step, on process 0. Orbax has the others wait, except while steps are set aside.
 
         Its threads wait long for a folder that cannot be created, and creating the mark first fails at once.
         """
-        abandoned: list[int] = []
-        if jax.process_index() == 0:
-            if not self._began and self._bucket is not None:
+        if jax.process_index() == 0 and not self._began:
+            if self._bucket is not None:
                 self._bucket.look()
                 self._bucket.delete(self._bucket.unfinished)
-            if not self._began:
-                ownership.remove_leftovers(self.directory)
-            ownership.discard_unfinished(self.directory, step)
-            abandoned = self._lineage.abandoned_by(step, ownership.committed_steps(self.directory))
-            if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither complete nor marked
-                abandoned.append(step)
-        if from_first_process("whether checkpoints are set aside", bool(abandoned)):
-            if abandoned:
-                self._set_aside(abandoned, step)
-            meet("Checkpoints.save, where process 0 sets checkpoints aside")
+            ownership.remove_leftovers(self.directory)
+        self._lineage.set_aside(step)
         if jax.process_index() == 0:
             ownership.mark(self.directory, step)
         self._reload_if_changed()
         self._follow()
         self._began = True
-        if not self._warned and (skipped := self._lineage.skipped(step)):
-            self._warned = True
-            notice(
-                f"{self.directory}: step {self._lineage.last} was restored, and step {step} is saved behind "
-                f"{ownership.listed(skipped)}, which stay; if training went back to {self._lineage.last}, they are of "
-                "the abandoned run, and yours to remove"
-            )
-
-    def _set_aside(self, abandoned: Sequence[int], step: int) -> None:
-        aside = ownership.set_aside(self.directory, abandoned)
-        back = f"after step {self._lineage.last}" if self._lineage.last is not None else "of this run"
-        notice(
-            f"{self.directory}: checkpoint {step} {back} differs from what was there: {ownership.listed(abandoned)} "
-            f"set aside in {aside.name}, which can be restored from and is yours to delete"
-        )
+        self._lineage.report_skipped(step)
 
     def _reload_if_changed(self) -> None:
         """Have Orbax read the directory again if another process wrote to it or steps were set aside."""
@@ -436,9 +383,8 @@ class Checkpoints:
         """Mark these steps before any of them is deleted."""
         self._deleting = list(steps)
         self._announced += steps
-        if jax.process_index() == 0:
-            for step in steps:
-                ownership.mark(self.directory, step)
+        for step in steps if jax.process_index() == 0 else ():
+            ownership.mark(self.directory, step)
 
     def _send(self, folder: Path) -> None:
         """Send a checkpoint that was just committed on this host to the bucket."""
@@ -451,8 +397,3 @@ class Checkpoints:
         """Move in the bucket what was renamed on this host."""
         if self._bucket is not None and jax.process_index() == 0:
             self._bucket.follow()
-
-    def _score(self, metrics: Mapping[str, Any] | None) -> float:
-        """Return the metric `best`, its sign such that more is better; minus infinity if it was not measured."""
-        value = None if metrics is None else metrics.get(self._best or "")
-        return -math.inf if value is None else self._sign * value

@@ -21,6 +21,7 @@ import jax
 from jdp.base.disk_cache import default_folder
 from jdp.base.notices import show_as
 from jdp.base.user_path import PathError
+from jdp.checkpoint.errors import CheckpointError
 from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
 
 _LOCK, _TURN, _TOKEN, _KEEP = ".lock", ".turn", ".token", ".keep"
@@ -30,6 +31,7 @@ class Scratch:
     """The folder of one use; it is removed when it is no longer referred to, or when its processes end."""
 
     def __init__(self, address: str, *, together: bool) -> None:
+        self._address, self._shared = address, False
         root = (default_folder() / "storage").absolute()
         name = secrets.token_hex(6)
         name = from_first_process("the name of a scratch folder", name) if together else name
@@ -37,7 +39,9 @@ class Scratch:
         scheme, _, rest = address.partition("://")
         self.folder = self._home / rest
         try:
-            _remove_dead(root)
+            for lock in root.glob(f"*/{_LOCK}"):  # of processes that have ended
+                with contextlib.suppress(OSError):
+                    _leave(lock.parent, os.open(lock, os.O_RDWR))
             self._handle = _hold(self._home)
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -55,14 +59,22 @@ class Scratch:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def is_shared(self) -> bool:
-        """Return True if all processes of the cluster see the same folder; every process calls this."""
+    def require_shared(self) -> None:
+        """Check, once and on every process, that all processes of the cluster see the same folder."""
+        if self._shared:
+            return
         token = self._home / _TOKEN
         if jax.process_index() == 0:
             token.write_text(secrets.token_hex(6))
         meet("a scratch folder, where process 0 leaves a token")
         seen = token.read_text() if token.exists() else ""
-        return len(set(from_every_process("the token in a scratch folder", seen))) == 1
+        self._shared = len(set(from_every_process("the token in a scratch folder", seen))) == 1
+        if not self._shared:
+            raise CheckpointError(
+                f"Processes that save to {self._address} must see one folder in which they write a checkpoint before "
+                "it is sent, as those of one host do; these do not. Set JDP_CACHE_DIR to a folder that all hosts "
+                "share, or mount the bucket (mountpoint-s3, gcsfuse) and give that folder."
+            )
 
     def keep(self) -> Path:
         """Keep the folder after its processes end, as files in it could not be sent; messages then show its path."""
@@ -90,10 +102,3 @@ def _leave(home: Path, handle: int) -> None:
         if not (home / _KEEP).exists():
             shutil.rmtree(home, ignore_errors=True)
     os.close(handle)
-
-
-def _remove_dead(root: Path) -> None:
-    """Remove the folders whose processes have ended."""
-    for lock in root.glob(f"*/{_LOCK}"):
-        with contextlib.suppress(OSError):
-            _leave(lock.parent, os.open(lock, os.O_RDWR))

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdp.base.bucket_address import address_of
-from jdp.base.user_path import user_path
 from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
@@ -45,10 +43,15 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
             bucket cannot be reached.
     """
     check_values(Content.of(state).leaves)
-    if address_of(path) is not None:
-        return bucket_copies.save(path, lambda folder: save(folder, state), overwrite=overwrite)
+    place = bucket_copies.parsed(path)
+    if isinstance(place, Path):
+        _save_here(place, state, overwrite=overwrite)
+    else:
+        bucket_copies.save(place, lambda folder: _save_here(folder, state), overwrite=overwrite)
+
+
+def _save_here(path: Path, state: Any, *, overwrite: bool = False) -> None:
     step = int(state.consumed) if isinstance(state, TrainState) else 0
-    path = user_path(path).absolute()
     path = path.resolve() if path.is_symlink() else path
     _check_free(path, overwrite)
     staging, old = path.with_name(f".{path.name}.saving"), _old_path(path)
@@ -65,7 +68,6 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     finally:
         if jax.process_index() == 0:
             shutil.rmtree(staging, ignore_errors=True)
-    return None
 
 
 def restore(path: str | Path, target: _T) -> _T:
@@ -160,11 +162,12 @@ def _old_path(path: Path) -> Path:
 
 def _read(path: str | Path, read: Callable[[Path, str], _T]) -> _T:
     """Read the checkpoint at a path or an address; of a directory, the newest that is complete."""
-    if address_of(path) is not None:
-        return bucket_copies.read(
-            path, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix))
-        )
-    return _read_here(user_path(path).absolute(), read)
+    place = bucket_copies.parsed(path)
+    if isinstance(place, Path):
+        return _read_here(place, read)
+    return bucket_copies.read(
+        place, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix))
+    )
 
 
 def _read_here(path: Path, read: Callable[[Path, str], _T]) -> _T:

@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import sys
-import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
+from jdp.base.timer import call_after
 from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
@@ -119,7 +119,10 @@ class _Examination:
             return self._report()
         if self.run_folder is not None and self.me == 0:
             self.findings += _verified(self.run_folder)
-        return self._agreed(self._report())
+        from jdp.core.cluster.barrier import from_first_process
+
+        seconds = _VERIFYING if self.run_folder else _REPORTING
+        return from_first_process("whether all is well", self._report(), seconds=seconds)
 
     def _examine_machine(self, cluster: "Cluster | None") -> None:
         """Look at what needs neither JAX nor other processes."""
@@ -202,19 +205,8 @@ class _Examination:
             self._report()
             os._exit(UNHEALTHY)
 
-        timer = threading.Timer(seconds, give_up)
-        timer.daemon = True
-        timer.start()
-        try:
+        with call_after(seconds, give_up):
             yield
-        finally:
-            timer.cancel()
-
-    def _agreed(self, code: int) -> int:
-        """Return process 0's exit code in all processes."""
-        from jdp.core.cluster.barrier import from_first_process
-
-        return from_first_process("whether all is well", code, seconds=_VERIFYING if self.run_folder else _REPORTING)
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""
@@ -234,13 +226,11 @@ class _Examination:
         else:
             alone = self.count > 1 and not self.gathered
             who = f"process 0 of {self.count}, alone" if alone else described(examined.hosts)
-            lines = [f"jdp doctor: {who}", *examined.lines(), _verdict(examined.wrong)]
+            things = "1 thing is" if examined.wrong == 1 else f"{examined.wrong} things are"
+            verdict = f"{things} wrong." if examined.wrong else "Nothing is wrong."
+            lines = [f"jdp doctor: {who}", *examined.lines(), verdict]
         print(*lines, sep="\n", file=self.stdout, flush=True)
         return UNHEALTHY if examined.wrong else 0
-
-
-def _verdict(wrong: int) -> str:
-    return f"{wrong} {'thing is' if wrong == 1 else 'things are'} wrong." if wrong else "Nothing is wrong."
 
 
 def _verified(folder: Path) -> "list[Finding]":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jdp.base.bucket_address import address_of
+from jdp.base.user_path import address_of
 from jdp.cli import sweep, train_options
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 
@@ -154,11 +154,7 @@ def _nodes(options: Options) -> "Nodes | None":
     """Return the machines of the run; None for this one alone."""
     from jdp.launch.rendezvous import Nodes
 
-    given = {
-        "--node-rank": options.node_rank,
-        "--coordinator": options.coordinator,
-        "--min-nodes": options.min_nodes,
-    }
+    given = {"--node-rank": options.node_rank, "--coordinator": options.coordinator, "--min-nodes": options.min_nodes}
     if options.nodes is not None and options.nodes < 1:
         raise UsageError(f"--nodes must be 1 or more machines; given {options.nodes}: leave it out for this one alone")
     if options.nodes in (None, 1) and (named := [flag for flag, value in given.items() if value is not None]):

@@ -54,10 +54,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code (see the table above).
-
-    In a cluster, a failure ends this process at once instead: others may wait for it.
-    """
+    """Run one command and return the exit code (see the table above); a failure in a cluster ends the process."""
     _open_closed_streams()
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -126,10 +123,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _printable(error: Exception) -> str:
-    """Return an error's message for a terminal: control characters escaped, long lines and long lists cut.
-
-    A message may repeat text from a file or a name, with any characters.
-    """
+    """Return an error's message, which may repeat any text, for a terminal: escaped, long lines and lists cut."""
 
     def escaped(letter: str) -> str:
         return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
@@ -141,11 +135,7 @@ def _printable(error: Exception) -> str:
 
 
 def _is_users_mistake(error: Exception) -> bool:
-    """Return True for a ValueError that jdp's own code raised: by convention, those are users' mistakes.
-
-    A ValueError from Python or another library is a fault of the program and keeps its traceback, as does an
-    AssertionError.
-    """
+    """Return True for a ValueError that jdp's own code raised; any other exception is a fault of the program."""
     if not isinstance(error, ValueError):
         return False
     innermost = traceback.extract_tb(error.__traceback__)[-1]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from jdp.base.shorten import brief
-from jdp.cli.options import UsageError, check_writable, parse_with_overrides, write_file
+from jdp.cli.options import UsageError, check_writable, flag_of, parse_with_overrides, write_file
 
 if TYPE_CHECKING:
     from jdp.experiment.schema.experiment import Experiment
@@ -85,12 +85,11 @@ def _check(options: Options) -> None:
     """Check the options against each other."""
     for name in ("nodes", "per_node"):
         if not 1 <= getattr(options, name) <= MOST:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} must be from 1 to {MOST:,}; given {getattr(options, name)}: change it")
+            raise UsageError(f"{flag_of(name)} must be from 1 to {MOST:,}; given {getattr(options, name)}: change it")
     if options.max_restarts is not None and not 0 <= options.max_restarts <= MOST:
         raise UsageError(f"--max-restarts must be from 0 to {MOST:,}; given {options.max_restarts}: change it")
     for scheduler, names in ONLY.items():
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, ())]
+        given = [flag_of(name) for name in names if getattr(options, name) not in (None, ())]
         if scheduler != options.scheduler and given:
             raise UsageError(f"{given[0]} is for jdp manifest {scheduler}; given {options.scheduler}: remove it")
 

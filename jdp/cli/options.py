@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.bucket import Remote
-from jdp.base.bucket_address import address_of
 from jdp.base.hints import nearest
 from jdp.base.shorten import brief
-from jdp.base.user_path import user_path
+from jdp.base.user_path import address_of, user_path
 
 
 class UsageError(ValueError):
@@ -36,14 +35,9 @@ def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Seq
                 else:
                     paths[field.name] = user_path(value)
             except ValueError as error:
-                flag = "FILE" if field.name == "file" else f"--{field.name.replace('_', '-')}"
+                flag = "FILE" if field.name == "file" else flag_of(field.name)
                 raise UsageError(f"{flag}: {error}") from None
     return dataclasses.replace(parsed, **paths)
-
-
-def runs_at(given: Path) -> Path | Remote:
-    """Return the folder that --run-dir names, on this machine or in a bucket."""
-    return given if (address := address_of(given)) is None else Remote.at(address)
 
 
 def parse_with_overrides(
@@ -60,7 +54,12 @@ def parse_with_overrides(
 
 def flags_of(options: type[Any]) -> list[str]:
     """Return a command's own flags, such as "--run-dir"."""
-    return ["--help", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))]
+    return ["--help", *(flag_of(field.name) for field in dataclasses.fields(options))]
+
+
+def flag_of(name: str) -> str:
+    """Return an option's field as it is written: "--run-dir"."""
+    return f"--{name.replace('_', '-')}"
 
 
 def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -174,15 +173,16 @@ def write_file(path: Path, text: str) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
 
 
-def choose_target_platform(target: str | None, devices: int | None) -> None:
-    """Choose the platform on which JAX compiles for a target: virtual CPU devices for "cpu:8", else the CPU."""
+def choose_target_platform(targets: Sequence[str | None], devices: int | None = None) -> None:
+    """Choose the platform on which JAX compiles for targets: virtual CPU devices for "cpu:8", else the CPU."""
     from jdp.base.machine import choose_platform
 
-    kind, _, number = (target or "").partition(":")
-    if target is None:
+    numbers = [name[4:] for name in targets if name and name.startswith("cpu:")]
+    largest = max((int(number) for number in numbers if number.isdecimal() and len(number) < 6), default=0)
+    if largest:
+        choose_platform(largest)
+    elif None in targets:
         choose_platform(devices)
-    elif kind == "cpu" and number.isdecimal() and len(number) < 6 and int(number):
-        choose_platform(int(number))
     else:
         import jax
 

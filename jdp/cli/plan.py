@@ -11,6 +11,7 @@ from jdp.cli.options import (
     UsageError,
     check_writable,
     counts,
+    flag_of,
     parse_with_overrides,
     stdout_to_stderr,
     words,
@@ -42,8 +43,10 @@ def run(arguments: list[str]) -> int:
     failures = read_failures(options)
     targets = _targets(options)
     with stdout_to_stderr(options.json):
+        from jdp.foresight.advice.scaling import Scaling
+
         plans = compile_plans(options, overrides, failures, targets)
-        scaling = _side_by_side(plans)
+        scaling = None if len(plans.reports) == 1 else Scaling(plans.reports)
         if not options.json:
             _show(plans, scaling)
     if options.json:
@@ -68,12 +71,6 @@ def _targets(options: Options) -> list[str | None]:
     if len(targets) > 1 and options.trace is not None:
         raise UsageError(f"--trace shows the step of one target; given {len(targets)}: name one --target, or remove it")
     return [*targets]
-
-
-def _side_by_side(plans: Plans) -> "Scaling | None":
-    from jdp.foresight.advice.scaling import Scaling
-
-    return None if len(plans.reports) == 1 else Scaling(plans.reports)
 
 
 def _show(plans: Plans, scaling: "Scaling | None") -> None:
@@ -179,7 +176,7 @@ def _check_alone(options: Options, overrides: dict[str, str]) -> None:
     """Check that nothing is given beside --table that it does not use. Raises UsageError."""
     used = ("table", "strategy", "accumulate", "json")
     given = [
-        "FILE" if field.name == "file" else f"--{field.name.replace('_', '-')}"
+        "FILE" if field.name == "file" else flag_of(field.name)
         for field in dataclasses.fields(options)
         if field.name not in used and getattr(options, field.name) != field.default
     ]

@@ -14,19 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plans:
-    """An experiment's plan for each target.
+    """An experiment's plan for each target."""
 
-    Attributes:
-        name: the experiment's.
-        stem: of its file.
-        reports: one a target.
-        described: the experiment in a sentence, for each target.
-    """
-
-    name: str
-    stem: str
-    reports: tuple["PlanReport", ...]
-    described: tuple[str, ...]
+    name: str  # the experiment's
+    stem: str  # of its file
+    reports: tuple["PlanReport", ...]  # one a target
+    described: tuple[str, ...]  # the experiment in a sentence, for each target
 
 
 def compile_plans(
@@ -43,7 +36,7 @@ def compile_plans(
     experiments = dict(zip(remats, (load(options.file, each) for each in settings), strict=True))
     first = experiments[remats[0]]
     accumulate = counts(options.accumulate, "--accumulate") or [first.train.accumulate]
-    choose_target_platform(_widest(targets), first.devices)
+    choose_target_platform(targets, first.devices)
 
     from jdp.cli.terminal import Progress
     from jdp.experiment.plan import advised, candidates_of, described_batch, search_meshes, settings_of
@@ -94,9 +87,3 @@ def check_axes_free(options: Options, overrides: Mapping[str, str]) -> None:
     """Check that --axes is free to choose the mesh."""
     if options.axes and (given := next((key for key in overrides if key.partition(".")[0] == "mesh"), None)):
         raise UsageError(f"--axes searches the mesh, and keys that are given stay; given --{given} too: remove one")
-
-
-def _widest(targets: Sequence[str | None]) -> str | None:
-    """Return the target that JAX starts for: the one with most virtual CPU devices, else the first."""
-    sizes = [(int(name[4:]), name) for name in targets if name and name.startswith("cpu:") and name[4:].isdecimal()]
-    return max(sizes)[1] if sizes else targets[0]

@@ -12,6 +12,7 @@ from jdp.cli.options import (
     check_writable,
     choose_target_platform,
     counts,
+    flag_of,
     stdout_to_stderr,
     words,
     write_file,
@@ -36,7 +37,7 @@ def check_tune(options: Options) -> None:
                 raise UsageError(f"{flag} is for --tune, which is not given: add --tune, or remove {flag}")
         return
     others = ("max_batch", "smallest", "tokens", "mtbf", "html", "trace")
-    if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
+    if beside := [flag_of(name) for name in others if getattr(options, name)]:
         raise UsageError(f"--tune goes without {beside[0]}; given both: tune first, then plan what -o wrote")
     if options.target is None:
         raise UsageError("--tune compiles for a run's devices; given no --target: name them, such as --target h100:8x8")
@@ -72,14 +73,14 @@ def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned
     check_axes_free(options, overrides)
     strategies, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate")
     remats = None if options.remat is None else words(options.remat, "--remat")
-    choose_target_platform(options.target, load(options.file, overrides).devices)
+    choose_target_platform([options.target], load(options.file, overrides).devices)
 
     from jdp.cli.terminal import Progress
     from jdp.experiment.tune import Tuning
     from jdp.foresight.targets.this_machine import target_of
 
     target = target_of(options.target)
-    if target.chip is None and target.kind != "cpu":
+    if not target.is_timed:
         raise UsageError(f"--tune needs devices whose rates are known; given {target}: name another --target")
     if target.devices[0].platform != "cpu":  # the experiment may be one of virtual CPU devices
         overrides = {"devices": "none", **overrides}
@@ -99,9 +100,7 @@ def _show(tuning: "Tuning", found: "Tuned") -> None:
 
     marked = None if found.best is None or not found.fits else found.trials.index(found.best)
     show_table(f"{tuning.file.name} on {tuning.target}, as compiled", TUNED, found.table(), marked=marked)
-    print()
-    for sentence in found.why:
-        print(sentence)
+    print("", *found.why, sep="\n")
     if found.best is not None and found.fits:
         changed = {key: text for key, text in overrides_of(found.best.way).items() if tuning.changes(key, text)}
         flags = [word for key, text in {**tuning.overrides, **changed}.items() for word in (f"--{key}", text)]

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.base.bucket_address import address_of
 from jdp.base.shorten import cut
 from jdp.base.toml import toml_value
-from jdp.base.user_path import PathError
+from jdp.base.user_path import PathError, address_of
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
     steps: dict[str, CompiledStep] = {}
     missing = dict.fromkeys(recorded, "The step was not compiled (--no-compile): memory and timeline are left out.")
     if not options.no_compile:
-        _start_jax([name for name in targets.values() if name])
+        choose_target_platform([name for name in targets.values() if name])
         if options.target is not None:
             _resolved(options.target)  # a mistake of the command line ends it here
         with Progress() as progress:
@@ -119,7 +118,8 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
                 try:
                     steps[name] = _compiled(each, _resolved(targets[name]), options)
                 except Exception as error:  # whatever it is, the page has all the rest
-                    missing[name] = f"The step was not compiled: {_in_short(error)}"
+                    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                    missing[name] = f"The step was not compiled: {kind}{cut(' '.join(str(error).split()), 600)}"
     return [
         Run(
             name,
@@ -143,13 +143,6 @@ def target_of_run(recorded: "Recorded") -> str | None:
     kind = next((kind for kind, chip in GPUS.items() if chip.name == last.get("device")), None)
     hosts = last.get("hosts", 1)
     return None if kind is None or not isinstance(devices, int) else f"{kind}:{hosts}x{devices // hosts}"
-
-
-def _start_jax(targets: Sequence[str]) -> None:
-    """Start JAX with enough virtual CPU devices for the largest CPU target, and without an accelerator."""
-    counts = [name.removeprefix("cpu:") for name in targets]
-    largest = max((int(count) for count in counts if count.isdecimal() and len(count) < 6), default=0)
-    choose_target_platform(f"cpu:{largest}", None)
 
 
 def _compiled(recorded: "Recorded", target: "Target", options: Options) -> "CompiledStep":
@@ -179,9 +172,3 @@ def _resolved(name: str | None) -> "Target":
     if name is None:
         raise UsageError("which devices the run had is not recorded, or they have no description; name some (--target)")
     return target(name)
-
-
-def _in_short(error: Exception) -> str:
-    """Return an error as a sentence of the page: a fault's with its type."""
-    text = cut(" ".join(str(error).split()), 600)
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

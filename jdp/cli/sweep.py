@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jdp.base.bucket_address import address_of
+from jdp.base.user_path import address_of
 from jdp.cli.options import UsageError, stdout_to_stderr
 from jdp.cli.train_options import Options
 

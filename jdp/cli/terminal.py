@@ -87,15 +87,7 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
     print()
     show_table("Traffic and time (simulated)", report.speed_headings, report.speed_table(), marked=marked)
     print()
-    for sentence in report.why:
-        print(sentence)
-    for also in (report.smallest, report.bill):
-        if also is not None:
-            print(also)
-    for note in report.notes:
-        print(f"Note: {note}")
-    if report.max_batch is not None:
-        print(report.max_batch)
+    print(*report.sentences, sep="\n")
     if report.goodput is not None:
         print()
         show_table(report.goodput.title, HEADINGS, report.goodput.table(), marked=0)

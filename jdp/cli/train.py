@@ -4,8 +4,9 @@ import json as as_json
 import os
 from typing import Any
 
+from jdp.base.bucket import place_of
 from jdp.cli import sweep
-from jdp.cli.options import parse_with_overrides, runs_at, stdout_to_stderr
+from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 from jdp.cli.train_options import Options
 
 
@@ -64,4 +65,4 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     if not options.no_cache:
         keep_programs()
     settings = [line for line in (kept, limit) if line is not None]
-    return loop.run(experiment, root=runs_at(options.run_dir), quiet=options.json, profile=steps, settings=settings)
+    return loop.run(experiment, root=place_of(options.run_dir), quiet=options.json, profile=steps, settings=settings)

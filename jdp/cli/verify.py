@@ -52,7 +52,7 @@ def _verify(options: Options, overrides: dict[str, str]) -> "Report":
     from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)
-    choose_target_platform(options.target, experiment.devices)
+    choose_target_platform([options.target], experiment.devices)
 
     from jdp.cli.terminal import Progress
     from jdp.experiment.assembly import Assembly

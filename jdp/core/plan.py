@@ -42,7 +42,7 @@ from jdp.core.sharding.placement import (
     shards,
 )
 from jdp.core.sharding.placement_list import Placements
-from jdp.core.sharding.rules import checked_rules
+from jdp.core.sharding.rules import check_fits, checked_rules
 from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
 from jdp.core.types import PyTree
@@ -340,7 +340,7 @@ class Plan(Drawn):
         source = "the model's metadata" if rule is None else f"the rule for {pattern!r}"
         spec = PartitionSpec(*map(data_last, metadata.get(path, PartitionSpec()) if rule is None else rule))
         compute = PartitionSpec(*(keep_axes(set(self.mesh.shape) - {DATA}, entry) for entry in spec))
-        self._check_fits(path, leaf.shape, spec, source)
+        check_fits(path, leaf.shape, spec, source, self.mesh.shape, self.home.shape)
         if not self.row.shard_state:
             return self._placement(path, leaf, compute, compute, f"{self.strategy} replicates it over data")
         if compute != spec:
@@ -380,25 +380,6 @@ class Plan(Drawn):
         if self.offload is None or not large or not placement.trained:
             return placement
         return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
-
-    def _check_fits(self, path: str, shape: tuple[int, ...], spec: PartitionSpec, source: str) -> None:
-        """Check a parameter's spec against its shape; `source` ("the …") is what gave the spec."""
-        if len(spec) > len(shape):
-            raise ValueError(
-                f"A spec has at most one entry for each dimension; {spec} of {source} has {len(spec)}, and {path} has "
-                f"shape {list(shape)}. Leave out entries."
-            )
-        named, subject = [axis for entry in spec for axis in axes_of(entry)], f"T{source[1:]}"
-        if len(set(named)) < len(named):
-            raise ValueError(f"{subject} names an axis once; {spec} for {path} does not. Remove one.")
-        for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
-            pieces = shards((entry,), self.mesh.shape)
-            if size % pieces:
-                raise ValueError(
-                    f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
-                    f"is {size}, and {spec} splits it into {pieces}. Change the size, or the mesh "
-                    f"({factors(self.home.shape)}), or the rule: Plan(rules=...) goes before metadata."
-                )
 
 
 def check_plan(plan: object) -> None:

@@ -51,6 +51,10 @@ MOMENTUM = "momentum"
 ERROR = "mean_error"
 """The entry of `TrainState.sync` for the error of encoding the mean gradient; earlier: "error", of the sum."""
 
+SQUARES = "squares"
+"""What a synchroniser keeps during a step that measures noise: of each gradient before it is reduced the squared norm,
+and its rows' squared weight, summed."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The settings of a step, checked before anything is traced: what each may be, and which of them go together."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from jdp.base.notices import notice
@@ -53,9 +53,10 @@ class StepSettings:
     donate: bool = True
     compiler: Compiler = DEFAULT
 
-    def settings(self, **changes: Any) -> "StepSettings":
-        """Return the settings alone, with these changes."""
-        return StepSettings(**{each.name: getattr(self, each.name) for each in fields(StepSettings)} | changes)
+    @property
+    def rounds(self) -> int:
+        """Number of optimizer steps that a replica takes in a call."""
+        return self.local_steps.steps if self.local_steps else 1
 
 
 def check_settings(accumulate: int, group: int, partitioning: Partitioning | None) -> None:

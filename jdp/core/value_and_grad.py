@@ -8,7 +8,7 @@ differentiated count as frozen; from there on everything is as in a step (`Parti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Generic, TypeVarTuple
 
@@ -24,19 +24,19 @@ from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import owned_batch, signature
 from jdp.core.gradients import manual
-from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.outputs import with_outputs
+from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
+from jdp.core.gradients.spec import GradientSpec
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_tree, refuse_offload
-from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
 from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.state import AnyState, Models, Static, trained_part
-from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
+from jdp.core.step_settings import StepSettings, check_settings, check_training_settings, settled_partitioning
 from jdp.core.types import Batch, LossFn, PyTree
 from jdp.core.wire.settings import Wire
 
@@ -116,6 +116,30 @@ def value_and_grad(
     refuse_offload(plan)
     check_settings(accumulate, group, partitioning)
     check_training_settings(None, False, overlap, True)
+    numbers = _checked_numbers(argnums, wrt)
+    check_loss_takes(loss_fn, max(numbers) + 3, more=True)
+    wire = _without_feedback(Wire.of(wire))
+    settings = StepSettings(
+        precision=Precision.of(precision),
+        requested=settled_partitioning(partitioning, plan, wire, buckets, None, False),
+        accumulate=accumulate,
+        sync_batch_norm=sync_batch_norm,
+        group=group,
+        wire=wire,
+        buckets=buckets,
+        overlap=overlap,
+        check_loss=check_loss,
+    )
+    loss = LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn)
+    return ValueAndGrad(
+        PartitionedLoss(loss, plan, settings, "gradient", _models_placements),
+        numbers if isinstance(argnums, Sequence) else int(argnums),
+        wrt,
+    )
+
+
+def _checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
+    """Return the numbers of the differentiated models. Raises ValueError."""
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError(
@@ -127,31 +151,17 @@ def value_and_grad(
             f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
             "the parameters into a model that is trained and one that is read."
         )
-    check_loss_takes(loss_fn, max(numbers) + 3, more=True)
-    wire = Wire.of(wire)
+    return numbers
+
+
+def _without_feedback(wire: Wire) -> Wire:
+    """Return the encodings without error feedback. Raises ValueError for those that need it."""
     if wire.gradients in ("topk", "powersgd"):
         raise ValueError(
             f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
             f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
         )
-    if wire.gradients is not None:
-        wire = replace(wire, error_feedback=False)
-    partitioning = settled_partitioning(partitioning, plan, wire, buckets, None, False)
-    return ValueAndGrad(
-        LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn),
-        plan,
-        precision=Precision.of(precision),
-        requested=partitioning,
-        accumulate=accumulate,
-        sync_batch_norm=sync_batch_norm,
-        group=group,
-        wire=wire,
-        buckets=buckets,
-        overlap=overlap,
-        check_loss=check_loss,
-        argnums=numbers if isinstance(argnums, Sequence) else int(argnums),
-        wrt=wrt,
-    )
+    return wire if wire.gradients is None else replace(wire, error_feedback=False)
 
 
 def _unpacked(loss_fn: Any) -> LossFn:
@@ -164,8 +174,7 @@ def _unpacked(loss_fn: Any) -> LossFn:
     return loss_of_models
 
 
-@dataclass(frozen=True)
-class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
+class ValueAndGrad(Generic[*Arguments]):
     """A gradient: call it as `gradient(*models, batch, rng)`. `jdp.value_and_grad` makes one.
 
         >>> gradient = jdp.value_and_grad(loss_fn, plan)
@@ -176,21 +185,41 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         P('data',)
 
     Attributes:
+        loss: the loss on the plan, which chooses the partitioning and computes gradients.
         argnums: which of the models are differentiated.
         wrt: which of their parameters are; None for all.
+        plan: the mesh and the strategy.
+        requested: the partitioning that was asked for; None leaves the choice to jdp.
+        precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
     """
 
-    argnums: int | tuple[int, ...] = field(default=0, kw_only=True)
-    wrt: Any = field(default=None, kw_only=True)
-    _on_meshes: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
-    _keys: list[bytes] = field(init=False, default_factory=list[bytes], repr=False, compare=False)
-    _called_with: set[int] = field(init=False, default_factory=set[int], repr=False, compare=False)
-    _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
+    plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
+    partitioning: Partitioning | None = read_only("loss.partitioning", "auto or manual; None before jdp has chosen.")
+    why: str = read_only("loss.why", "The reason for `partitioning`.")
+
+    precision: Precision = read_only("loss.settings.precision")
+    requested: Partitioning | None = read_only("loss.settings.requested")
+    accumulate: int = read_only("loss.settings.accumulate")
+    sync_batch_norm: bool = read_only("loss.settings.sync_batch_norm")
+    group: int = read_only("loss.settings.group")
+    wire: Wire = read_only("loss.settings.wire")
+    buckets: Buckets | None = read_only("loss.settings.buckets")
+    overlap: bool | None = read_only("loss.settings.overlap")
+    check_loss: bool = read_only("loss.settings.check_loss")
+
+    def __init__(self, loss: PartitionedLoss, argnums: int | tuple[int, ...], wrt: Any) -> None:
+        self.loss, self.argnums, self.wrt = loss, argnums, wrt
+        self._numbers = (argnums,) if isinstance(argnums, int) else argnums
+        self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
+        self._first_keys: list[bytes] = []
+        self._checked_counts: set[int] = set()  # of arguments
+        self._laid_out: set[Any] = set()  # the layouts of models that were checked
 
     def __call__(self, *arguments: *Arguments) -> tuple[Any, Any]:
-        if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
+        loss, plan = self.loss, self.loss.plan
+        if (mesh := followed(plan.mesh)) is not plan.mesh:
             if mesh not in self._on_meshes:
-                self._on_meshes[mesh] = self.under(self.plan.on(mesh))
+                self._on_meshes[mesh] = ValueAndGrad(loss.under(plan.on(mesh)), self.argnums, self.wrt)
             return self._on_meshes[mesh](*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)
@@ -201,15 +230,15 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                 self._report_same_draws("the same key, a constant of the jitted function that it is in")
         else:
             self._check_models(state)
-            if self.is_of_several:
+            if loss.is_of_several:
                 shapes = signature((state.params, batch))
-                self.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
-            elif not self._settled.is_checked:
-                self.check_first(state, batch)
+                loss.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
+            elif not loss.is_checked:
+                loss.check_first(state, batch)
             values, grads, model_state = self.jitted(state, owned_batch(batch))
-            if len(self._keys) < 2:
-                self._keys.append(np.asarray(jax.random.key_data(state.rng)).tobytes())
-                if len(set(self._keys)) < len(self._keys):
+            if len(self._first_keys) < 2:
+                self._first_keys.append(np.asarray(jax.random.key_data(state.rng)).tobytes())
+                if len(set(self._first_keys)) < len(self._first_keys):
                     self._report_same_draws("one key twice")
         return values, self._taken_apart(models, state, grads, model_state)
 
@@ -225,43 +254,19 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)
         self._check_models(state)
-        self.check_first(state, batch)
-        self._settled.programs.clear()  # the call comes later: what the loss closes over may have changed
-
-    @property
-    def noun(self) -> str:
-        """What this is, in reports."""
-        return "gradient"
+        self.loss.check_first(state, batch)
+        self.loss.forget_programs()  # the call comes later
 
     @property
     def jitted(self) -> Any:
         """`(joined models, batch) -> (metrics, gradients, model state)`, compiled, for calls outside of jit."""
-        compiled = self._settled.compiled
+        compiled = self.loss.compiled
         if "gradient" not in compiled:
             compiled["gradient"] = jax.jit(self._compute)
         return compiled["gradient"]
 
-    def param_placements(self, state: AnyState) -> PyTree:
-        """Return a tree like the joined parameters, of `Placement`: of each model as the plan places it by itself.
-
-        Args:
-            state: the joined models.
-
-        Raises:
-            ValueError: a rule of the plan matches nothing or does not divide.
-        """
-        models, adapter = len(state.params), state.static.adapter
-        placed = tuple(map(self.plan.tree_placements, state.params, adapter.specs))
-        self.plan.check_rules([placement.path for placement in jax.tree.leaves(placed)])
-        leaves, treedef = jax.tree.flatten(placed)
-        trained = state.static.trained or (True,) * len(leaves)
-        owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
-        paths = [path_in_model(owner, models, leaf.path) for owner, leaf in zip(owners, leaves, strict=True)]
-        marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
-        return treedef.unflatten(marked)
-
     def _compute(self, state: Models, batch: Batch) -> tuple[Any, PyTree, PyTree]:
-        keep, plan, own = jax.lax.with_sharding_constraint, self.plan, state.model_state
+        keep, plan, own = jax.lax.with_sharding_constraint, self.loss.plan, state.model_state
 
         def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
             return own if before is after else plan.left(keep(after, replicated), plan.replicated)
@@ -269,11 +274,11 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         with tracing_on(plan.mesh):
             state, batch = plan.entered((state, batch))
             # A model that the same jitted function has updated would be gathered there, and stay so, without this.
-            placements, replicated = self.param_placements(state), NamedSharding(plan.mesh, PartitionSpec())
+            placements, replicated = self.loss.param_placements(state), NamedSharding(plan.mesh, PartitionSpec())
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
             spec = self._spec_with_outputs(state, batch)
-            grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {}, spec)
+            grads, sums, model_state, _ = self.loss.gradients(state, batch, state.rng, {}, spec)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             grads = plan.left(grads, trained_part(jax.tree.map(plan.rest_sharding, placements), state.static.trained))
@@ -285,11 +290,12 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
             return values, grads, model_state
 
     def _spec_with_outputs(self, state: Models, batch: Batch) -> GradientSpec:
-        spec, plan = self.gradient_spec(state), self.plan
+        loss, plan = self.loss, self.loss.plan
+        spec = loss.gradient_spec(state)
         if not isinstance(spec.loss_fn, LossWithAux):
             return spec
-        is_local = self.choose_partitioning(state, batch) == "manual"
-        calls = self.accumulate * (plan.batch_shards if is_local else 1)
+        is_local = loss.choose(state, batch).partitioning == "manual"
+        calls = loss.settings.accumulate * (plan.batch_shards if is_local else 1)
         within = partial(manual.replicated_within, plan=plan) if is_local else lambda function: function
         return with_outputs(spec, within, calls, state, batch)
 
@@ -301,19 +307,16 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                 f"A gradient takes what its loss takes: models, a batch and a key; given {len(arguments)} arguments, "
                 f"with argnums={self.argnums}. Call it as gradient(model, batch, rng)."
             )
-        if len(arguments) not in self._called_with:
-            check_loss_takes(self.loss_fn.fn if isinstance(self.loss_fn, LossWithAux) else self.loss_fn, len(arguments))
-            self._called_with.add(len(arguments))
+        if len(arguments) not in self._checked_counts:
+            loss_fn = self.loss.loss_fn
+            check_loss_takes(loss_fn.fn if isinstance(loss_fn, LossWithAux) else loss_fn, len(arguments))
+            self._checked_counts.add(len(arguments))
         if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.axis_names}:
             raise ValueError(
                 "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "
                 f"over {', '.join(sorted(manual))}. Call it outside."
             )
         return arguments
-
-    @property
-    def _numbers(self) -> tuple[int, ...]:
-        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
 
     def _joined(self, models: Sequence[Any], rng: jax.Array) -> Models:
         """Return all models as one state: tuples of parameters and model state, with an entry for each model."""
@@ -347,7 +350,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         lies = (jax.tree.structure(state.params), *(getattr(leaf, "sharding", None) for leaf in leaves))
         if lies in self._laid_out and not any(leaf.is_deleted() for leaf in leaves):
             return
-        for leaf, placement in zip(leaves, jax.tree.leaves(self.param_placements(state)), strict=True):
+        for leaf, placement in zip(leaves, jax.tree.leaves(self.loss.param_placements(state)), strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
                     f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
@@ -364,7 +367,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         self._laid_out.add(lies)
 
     def _report_same_draws(self, given: str) -> None:
-        if self._last is not None and self._last.draws:
+        if self.loss.last is not None and self.loss.last.draws:
             notice(
                 f"a gradient whose loss draws (dropout, noise) was given {given}: it draws the same in each step; pass "
                 "a key of the step, jax.random.fold_in(key, step)"
@@ -380,3 +383,16 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                     "weights are constants of what is compiled, which no update changes there and no later one "
                     "reaches; pass the model as an argument"
                 )
+
+
+def _models_placements(plan: Plan, state: AnyState) -> PyTree:
+    """Return a tree like the joined parameters, of `Placement`: of each model as the plan places it by itself."""
+    models, adapter = len(state.params), state.static.adapter
+    placed = tuple(map(plan.tree_placements, state.params, adapter.specs))
+    plan.check_rules([placement.path for placement in jax.tree.leaves(placed)])
+    leaves, treedef = jax.tree.flatten(placed)
+    trained = state.static.trained or (True,) * len(leaves)
+    owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
+    paths = [path_in_model(owner, models, leaf.path) for owner, leaf in zip(owners, leaves, strict=True)]
+    marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
+    return treedef.unflatten(marked)

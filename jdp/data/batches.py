@@ -166,9 +166,7 @@ def global_batches(
     >>> [batch["weights"].tolist() for batch in global_batches(samples, batch_size=4, seed=0, epochs=1)]
     [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]
     """
-    _check_run(len(source), batch_size=batch_size, epochs=epochs)
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1; given {threads}: give for example the cores that can be spared")
+    _check_run(len(source), batch_size=batch_size, epochs=epochs, threads=threads)
     if shuffle:
         sample_index(seed, len(source), 0)  # a wrong seed is reported now, not by a reading thread
     end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
@@ -177,15 +175,14 @@ def global_batches(
             f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed so far"
         )
     own = _own_rows(rows, batch_size)
-    samples_in_run = None if epochs is None else epochs * len(source)
+    padding = sys.maxsize if epochs is None else epochs * len(source)  # from this position on
 
     def take(position: int) -> Mapping[str, NDArray[Any]]:
         if shuffle:
             sample = sample_at(source, position, seed)
         else:
             sample = _in_epoch(source, position % len(source), position // len(source))
-        is_padding = samples_in_run is not None and position >= samples_in_run
-        return _weightless(sample) if is_padding else sample
+        return sample if position < padding else _weightless(sample)
 
     def read(batch: int) -> NumpyBatch:
         samples = [take(batch * batch_size + row) for row in own]
@@ -195,13 +192,15 @@ def global_batches(
     return grain.MapDataset.range(start, end).map(read).to_iter_dataset(ahead)
 
 
-def _check_run(samples: int, *, batch_size: int, epochs: int | None) -> None:
+def _check_run(samples: int, *, batch_size: int, epochs: int | None, threads: int) -> None:
     if samples < 1:
         raise ValueError("the source must hold at least one sample; given none: give some data")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; given {batch_size}: give the rows of a global batch")
     if epochs is not None and epochs < 1:
         raise ValueError(f"epochs must be at least 1; given {epochs}: give a count, or None to run on for ever")
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1; given {threads}: give for example the cores that can be spared")
     if batch_size > samples and epochs != 1:
         notice(f"batch_size {batch_size} is larger than the data set ({samples} samples): a batch repeats some of them")
 

@@ -22,7 +22,7 @@ import numpy as np
 from jdp.core.batch import batch_rows, owned
 from jdp.core.cluster.service import THREAD_SECONDS
 from jdp.core.plan import Plan, check_plan
-from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
+from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.types import Batch
 
 

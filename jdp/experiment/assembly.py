@@ -24,11 +24,12 @@ from jdp.base.shorten import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
 from jdp.core.init.train_state import abstract_state, init_state
+from jdp.core.make_step import make_eval_step, make_train_step
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
-from jdp.core.step import Step, make_eval_step, make_train_step
+from jdp.core.step import Step
 from jdp.core.types import Batch, Device, LossFn
 from jdp.core.update.ema import ema_params
 from jdp.core.update.local_steps import LocalSteps

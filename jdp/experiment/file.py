@@ -20,8 +20,7 @@ from jdp.base.read_toml import check, parse
 from jdp.base.shorten import brief, cut
 from jdp.base.toml import toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
-from jdp.core.sharding.axes import axis_sizes
-from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
+from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys
 from jdp.experiment.plugins import use
 from jdp.experiment.problems import problems

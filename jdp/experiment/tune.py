@@ -14,8 +14,7 @@ from typing import get_args
 from jdp.base.disk_cache import Cache
 from jdp.base.toml import toml_value
 from jdp.core.compiling.options import PRESETS
-from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.batch_divisor import batch_unit
+from jdp.core.sharding.axes import DATA, batch_unit
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, load
 from jdp.experiment.plan import candidates_of, search_meshes

@@ -2,5 +2,5 @@
 
 Begin in `foresee.py` or `verify.py`. `targets/` describes devices that this machine need not have, and XLA compiles the
 real step for them. `program/` parses the result; `memory/`, `traffic/` and `timing/` read it. `any_step/` does so for
-steps that jdp did not make, and `step_report.py` is the report of both.
+steps that jdp did not make. Both are one `traffic/reading.py`, and `step_report.py` is the report of both.
 """

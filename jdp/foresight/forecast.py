@@ -177,53 +177,34 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return one of the `strategies` that `jdp plan --json` prints."""
         report, memory = self.report, self.memory
-        return {
-            "strategy": self.strategy,
-            "accumulate": self.accumulate,
-            "remat": self.remat,
+        found: dict[str, Any] = {
             "mesh": None if self.axes is None else dict(self.axes),
-            "partitioning": self.partitioning,
-            "fits": self.fits,
-            "bytes_per_device": self.bytes_per_device,
-            "available_bytes": self.available_bytes,
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
             "memory_most": None if memory is None else dict(memory.most),
             "memory_advice": None if self.headroom is None else self.headroom.words,
-            "closed_form_bytes": self.closed_form_bytes,
             "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
             "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
             "keeps_contract": None if report is None else report.kept,
             "like_zero2": None if report is None else report.like_zero2 or None,
-            "exposed_fraction": self.exposed_fraction,
-            "exposed_seconds": None if self.timeline is None else self.timeline.exposed_seconds,
-            "host_seconds": None if self.timeline is None else self.timeline.host_seconds,
-            "host_wait_seconds": None if self.timeline is None else self.timeline.host_wait_seconds,
-            "step_seconds": self.step_seconds,
             "step_seconds_range": None if self.step_range is None else list(self.step_range),
-            "compute_parts": self.compute_parts,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-            "efficiency": self.efficiency,
-            "compile_seconds": self.compile_seconds,
-            "cached": self.cached,
             "tokens_per_step": self.tokens,
-            "parameters": self.parameters,
-            "partitioning_why": self.partitioning_why,
-            "error": self.error,
+            **{name: getattr(self.timeline, name, None) for name in _TIMES},
         }
+        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON}
 
 
+_TIMES = ("exposed_seconds", "host_seconds", "host_wait_seconds")
+_IN_JSON = (
+    *("strategy", "accumulate", "remat", "mesh", "partitioning", "fits", "bytes_per_device", "available_bytes"),
+    *("memory", "host_bytes", "memory_most", "memory_advice", "closed_form_bytes", "wire_bytes_per_device"),
+    *("theory_wire_bytes_per_device", "keeps_contract", "like_zero2", "exposed_fraction", *_TIMES, "step_seconds"),
+    *("step_seconds_range", "compute_parts", "mfu", "tokens_per_second", "efficiency", "compile_seconds", "cached"),
+    *("tokens_per_step", "parameters", "partitioning_why", "error"),
+)
+"""The keys of an estimate in JSON, in order; most are its attributes."""
 MEMORY = (
-    "candidate",
-    "fits",
-    "holds",
-    "parameters",
-    "gradients",
-    "optimizer",
-    "working copy",
-    "activations",
-    "other",
+    *("candidate", "fits", "holds", "parameters", "gradients", "optimizer", "working copy", "activations", "other"),
     "ZeRO's formula",
 )
 """Headings of the table of memory."""
@@ -273,21 +254,23 @@ class PlanReport(Drawn):
         return "No candidate fits." if compiled else "No candidate compiled."
 
     @property
-    def memory_headings(self) -> tuple[str, ...]:
-        """`MEMORY`, with "host" where a candidate keeps something in host memory."""
-        return (*MEMORY, HOST) if self._uses_host else MEMORY
+    def speed(self) -> float | None:
+        """Tokens (or examples) a second of the choice; None where there is none, or times are not known."""
+        return None if self.choice is None else self.choice.tokens_per_second
 
     @property
-    def _uses_host(self) -> bool:
-        return any(estimate.memory is not None and estimate.memory.host for estimate in self.estimates)
+    def memory_headings(self) -> tuple[str, ...]:
+        """`MEMORY`, with "host" where a candidate keeps something in host memory."""
+        return (*MEMORY, HOST) if any(self._on_host) else MEMORY
+
+    @property
+    def _on_host(self) -> list[int]:
+        return [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
 
     def memory_table(self) -> list[tuple[str, ...]]:
         """Return a row for each estimate, under `memory_headings`: bytes per device."""
-        rows = [_memory_row(estimate) for estimate in self.estimates]
-        if not self._uses_host:
-            return rows
-        held = [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
-        return [(*row, format_bytes(count)) for row, count in zip(rows, held, strict=True)]
+        rows, held = [_memory_row(estimate) for estimate in self.estimates], self._on_host
+        return [(*row, format_bytes(count)) for row, count in zip(rows, held, strict=True)] if any(held) else rows
 
     @property
     def speed_headings(self) -> tuple[str, ...]:
@@ -297,6 +280,13 @@ class PlanReport(Drawn):
     def speed_table(self) -> list[tuple[str, ...]]:
         """Return a row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
         return [_speed_row(estimate) for estimate in self.estimates]
+
+    @property
+    def sentences(self) -> list[str]:
+        """What is said below the tables: why, the smallest cluster, the bill, the notes, the largest batch."""
+        notes = [f"Note: {note}" for note in self.notes]
+        also = [str(each) for each in (self.smallest, self.bill) if each is not None]
+        return [*self.why, *also, *notes, *([] if self.max_batch is None else [str(self.max_batch)])]
 
     def __repr__(self) -> str:
         of = f"{len(self.estimates)} candidates for {self.target}, {self.devices} devices"
@@ -308,12 +298,8 @@ class PlanReport(Drawn):
             "",
             *align_columns([self.speed_headings, *self.speed_table()]),
         ]
-        notes = [f"Note: {note}" for note in self.notes]
-        largest = [] if self.max_batch is None else [str(self.max_batch)]
         goodput = [] if self.goodput is None else ["", str(self.goodput)]
-        bill = [str(each) for each in (self.bill, self.smallest) if each is not None]
-        head = f"{self.devices} devices, {self.target}"
-        return "\n".join([head, *tables, "", *self.why, *bill, *notes, *largest, *goodput])
+        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences, *goodput])
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `jdp plan --json` prints; `max_batch`, `goodput`, `bill`, `axes` where asked for."""

@@ -143,7 +143,7 @@ def candidates(
     ways = [*((name, None) for name in strategies), *([(ZERO3, axes)] if axes else []), *others]
 
     def candidate(count: int, name: str, axes: Mapping[str, int] | None) -> Candidate:
-        other = replace(step, plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
+        other = step.changed(plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
         found = abstract_on(other, state, batch, target, microbatches=math.lcm(*counts), axes=axes)
         return replace(found, remat=remat)
 
@@ -205,7 +205,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         return replace(named, error=str(error))
     held, traffic, chip = memory(compiled, step, state), report(step, state, compiled, str(target)), target.chip
     headroom = None if target.memory_bytes is None else held.fits(target.memory_bytes)
-    timed = (chip is not None or target.kind == "cpu") and (headroom is None or headroom.fits)
+    timed = target.is_timed and (headroom is None or headroom.fits)
     return replace(
         named,
         partitioning=step.partitioning,

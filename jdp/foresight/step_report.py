@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jdp.base.formatting import format_bytes
 from jdp.base.notebook import Drawn
@@ -63,17 +64,21 @@ class StepReport(Drawn, ABC):
         """The part of a sentence that all verdicts have."""
         return f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
 
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain objects."""
+
+    def _as_json(self, names: str) -> dict[str, Any]:
+        """Return attributes by name, tuples as lists."""
+        values = {name: getattr(self, name) for name in names.split()}
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
+
     def __repr__(self) -> str:
         sentences = [f"{self.heading}.", self.verdict, *(self.schedule or self.breaches[:1])]
         return f"<{type(self).__name__} of {' '.join(sentences)} print() says all>"
 
     def __str__(self) -> str:
-        lists = {
-            "Breaches": self.breaches,
-            "Sent besides": self.strays,
-            "Symptoms": self.symptoms,
-            "Notes": self.notes,
-        }
+        lists = {"Breaches": self.breaches, "Sent besides": self.strays, "Symptoms": self.symptoms, "Notes": self.notes}
         listed = [[f"{title}:", *(f"- {each}" for each in found)] for title, found in lists.items() if found]
         return "\n\n".join("\n".join(lines) for lines in [*self.paragraphs(), *listed])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import jax
@@ -35,7 +35,8 @@ from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.gathering import Gathering, gathering
-from jdp.foresight.traffic.origin import Parameters, Sites
+from jdp.foresight.traffic.origin import Parameters
+from jdp.foresight.traffic.reading import Reading
 from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 
@@ -127,24 +128,21 @@ def operands(
 
 def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
     """Compare a step that is compiled already with its strategy's contract."""
+    mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
+    parameters = Parameters.of(step.plan, state)
+    reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.accumulate)
     promised = theory(
         step.plan,
         state.params,
-        accumulate=step.accumulate,
-        precision=step.precision,
+        replace(step.settings, sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto"),
         static=state.static,
-        sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto",
         gathered=None if step.sends is None else step.sends.gathered,
-        wire=step.wire,
-        buckets=step.buckets,
-        local_steps=step.local_steps.steps if step.local_steps else None,
-        metrics=_metrics(step, state, compiled),
+        metrics=_metrics(reading, state),
     )
-    mesh, sites = step.plan.mesh, Sites(compiled.program, step.accumulate)
-    collectives = collectives_on(mesh, compiled, sites, batch_axes(mesh), promised.statistics)
-    stray = strays(collectives, promised, sites, step, state)
+    collectives = collectives_on(reading, promised.statistics)
+    stray = strays(collectives, promised, reading, step)
     verdict = compare(collectives, promised, sum(each.wire_bytes for each in stray))
-    reasons = breaches(collectives, promised, verdict, sites, step, state, stray)
+    reasons = breaches(collectives, promised, verdict, reading, step, stray)
     return Report(
         kept=verdict.kept,
         strategy=step.plan.strategy,
@@ -164,23 +162,17 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         breaches=reasons,
         strays=tuple(each.words for each in stray if each.words not in reasons),
         gathering=gathering(step, state),
-        symptoms=symptoms(
-            compiled,
-            sites,
-            Parameters.of(step.plan, state),
-            donated_state(compiled.program),
-            offloads=step.plan.offload is not None,
-        ),
+        symptoms=symptoms(reading),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
     )
 
 
-def _metrics(step: Step, state: TrainState, compiled: Compiled) -> tuple[tuple[int, ...], ...]:
+def _metrics(reading: Reading, state: TrainState) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the metrics that are arrays of no parameter's shape: a step's results are state, metrics."""
-    root = next((each for each in compiled.program[compiled.program.entry] if each.is_root), None)
-    results, parameters = () if root is None else root.shapes, Parameters.of(step.plan, state)
+    program = reading.compiled.program
+    results = next((each.shapes for each in program[program.entry] if each.is_root), ())
     found = (dims for _, dims in results[len(jax.tree.leaves(state)) :])
-    return tuple(dims for dims in found if math.prod(dims) > 1 and not parameters.like(dims))
+    return tuple(dims for dims in found if math.prod(dims) > 1 and not reading.parameters.like(dims))
 
 
 def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Iterable[MeshCollective]) -> Iterable[str]:
@@ -245,27 +237,17 @@ class Report(StepReport):
     def to_json(self) -> dict[str, Any]:
         """Return the object that `jdp verify --json` prints."""
         return {
-            "kept": self.kept,
-            "strategy": self.strategy,
-            "target": self.target,
-            "wire_bytes_per_device": self.wire_bytes_per_device,
-            "theory_wire_bytes_per_device": self.theory_wire_bytes_per_device,
-            "ratio": self.ratio,
+            **self._as_json("kept strategy target wire_bytes_per_device theory_wire_bytes_per_device ratio"),
             "collectives": [each.to_json() for each in self.collectives],
-            "breaches": list(self.breaches),
-            "accumulate": self.accumulate,
-            "mesh": self.mesh,
-            "partitioning": self.partitioning,
-            "why": self.why,
+            **self._as_json("breaches accumulate mesh partitioning why"),
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.model_axes],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
-            "strays": list(self.strays),
+            **self._as_json("strays"),
             "gathers": None if self.gathering is None else self.gathering.to_json(),
             "gathers_at_most_bytes": None if self.gathering is None else self.theory.most_gathered_bytes,
             "like_zero2": self.like_zero2 or None,
-            "symptoms": list(self.symptoms),
-            "notes": list(self.notes),
+            **self._as_json("symptoms notes"),
         }
 
     def paragraphs(self) -> list[list[str]]:

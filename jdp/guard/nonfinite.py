@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients import auto
-from jdp.core.partitioned_loss import VIEWS
+from jdp.core.gradients.partitioned_loss import VIEWS
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState, own_shaped, trained_part
@@ -120,8 +120,8 @@ class Inspection:
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
             state, batch = step.plan.entered((state, batch))
-            choice = step.choose(state, batch)
-            spec = step.gradient_spec(state, choice.reading)
+            choice = step.loss.choose(state, batch)
+            spec = step.loss.gradient_spec(state, choice.reading)
             spec = replace(spec, settings=replace(spec.settings, wire=WIDE, buckets=None))  # before it is encoded
             gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
@@ -136,7 +136,7 @@ class Inspection:
         """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
         step = self._step
         state, batch = step.plan.entered((state, batch))
-        spec = step.gradient_spec(state)
+        spec = step.loss.gradient_spec(state)
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=WIDE, buckets=None))
 
         def grads(params: PyTree) -> PyTree:

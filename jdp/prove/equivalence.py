@@ -27,12 +27,12 @@ from jdp.base.words import PrecisionName
 from jdp.core.batch import batch_rows
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.init.train_state import abstract_state, init_state
+from jdp.core.make_step import make_train_step
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.precision import Precision
 from jdp.core.random.row_keys import THREEFRY
 from jdp.core.sharding.axes import DATA
 from jdp.core.state import TrainState
-from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn
 from jdp.guard.memory_check import check_proof
 from jdp.prove.bounds import PAIRS, Closest, Record
@@ -203,23 +203,28 @@ def prove_training(
     trials = Trials(_quickly(make) if quick else make, batches, steps, record)
     if not math.isfinite(loss := float(trials.record.values[1]["loss"])):
         raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
-    results: dict[RunSpec, Closest] = {}
-    for run in runs:
-        count_run(str(run))
-        results[run] = trials.run(run)
-    # Settings of differing resumed runs that were not run by themselves: the fault may be theirs.
-    resumed = [run for run, at in results.items() if isinstance(run, Resume) and at.ratio > 1]
-    suspects = dict.fromkeys(setting for run in resumed for setting in (run.first, run.second))
-    for run in [setting for setting in suspects if setting not in results]:
-        count_run.total += 1
-        count_run(str(run))
-        results[run] = trials.run(run)
-    count_run("")
+    results = _run_all(trials, runs, count_run)
     proven = tuple(Run(str(run), at.ratio <= 1, at.difference, at.bound, at) for run, at in results.items())
     first_difference = _first_difference(results, trials.record)
     notes = (*_notes(training.rng, space.devices[0]), *trials.record.notes())
     notes += ("--quick: compiled with LLVM's optimisations off, which jdp train has on",) * quick
     return Proof(all(run.equal for run in proven), proven, first_difference, tuple(skips), steps, notes)
+
+
+def _run_all(trials: Trials, runs: Sequence[RunSpec], count_run: _ProgressCounter) -> dict[RunSpec, Closest]:
+    """Return the result of each run, and of the settings of differing resumed runs: the fault may be theirs."""
+    results: dict[RunSpec, Closest] = {}
+    for run in runs:
+        count_run(str(run))
+        results[run] = trials.run(run)
+    resumed = [run for run, at in results.items() if isinstance(run, Resume) and at.ratio > 1]
+    suspects = dict.fromkeys(setting for run in resumed for setting in (run.first, run.second))
+    for setting in [setting for setting in suspects if setting not in results]:
+        count_run.total += 1
+        count_run(str(setting))
+        results[setting] = trials.run(setting)
+    count_run("")
+    return results
 
 
 def _quickly(make: Make) -> Make:
@@ -228,7 +233,7 @@ def _quickly(make: Make) -> Make:
     def made(setting: Setting) -> Made:
         plain = make(setting)
         compiler = Compiler.of({**dict(plain.step.compiler.options), **QUICK})
-        return replace(plain, step=replace(plain.step, compiler=compiler))
+        return replace(plain, step=plain.step.changed(compiler=compiler))
 
     return made
 

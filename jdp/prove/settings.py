@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 
 from jdp.base.words import Partitioning, StrategyName
 from jdp.core.plan import Plan
-from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.batch_divisor import batch_unit
+from jdp.core.sharding.axes import DATA, batch_unit
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.core.types import Device

@@ -31,10 +31,7 @@ class Bar:
 def stacked_bars(
     bars: Sequence[Bar], colours: Mapping[str, str], unit: float, axis_label: str, described: str
 ) -> Markup:
-    """Draw horizontal bars from the top down, classes in the order of `colours`, each with its limit as a line.
-
-    Limits far beyond every bar are drawn behind a break of the axis.
-    """
+    """Draw horizontal bars from the top down, each with its limit as a line, behind a break of the axis if far."""
     limits = [bar.limit / unit for bar in bars if bar.limit is not None]
     longest = max(bar.total for bar in bars) / unit
     is_far = bool(limits) and min(limits) > _FAR * longest > 0
@@ -53,6 +50,11 @@ def stacked_bars(
         axes.set_xlim(0, _ROOM * (longest if is_far else max(longest, *limits, 0.0)) or 1.0)
         _draw_bars(axes, bars, colours, unit)
         return inline(figure, described)
+
+
+def binary_unit(most: float) -> tuple[float, str]:
+    """Return the unit of an axis that reaches `most` bytes, and its name."""
+    return next((each for each in ((2**30, "GiB"), (2**20, "MiB")) if most >= each[0]), (2**10, "KiB"))
 
 
 _ROOM = 1.18  # for words, behind the longest bar

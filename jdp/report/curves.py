@@ -70,10 +70,7 @@ def swatch(run: int, name: str) -> Markup:
 
 
 def thinned(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most about `most` points of a curve, among them the least and the greatest of every stretch.
-
-    The first and the last point stay, and a stretch without finite values stays a gap.
-    """
+    """Return about `most` points of a curve: its ends, and the least and greatest of every stretch; gaps stay."""
     x, y = np.asarray(steps, float), np.asarray(values, float)
     if len(x) <= most:
         return x, y

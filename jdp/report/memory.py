@@ -9,7 +9,7 @@ from jdp.foresight.forecast import Estimate
 from jdp.foresight.memory.peak import CLASSES, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.report import page as look
-from jdp.report.bars import Bar, stacked_bars
+from jdp.report.bars import Bar, binary_unit, stacked_bars
 from jdp.report.page import Markup, details, element, joined, key, paragraphs, table
 
 _COLOURS = dict(
@@ -28,7 +28,6 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
         return element("p", "No candidate compiled, so nothing is known.")
     keys = [key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
     most = max(max(memory.total, estimate.available_bytes or 0) for _, estimate, memory in held)
-    unit, symbol = next((each for each in ((2**30, "GiB"), (2**20, "MiB")) if most >= each[0]), (2**10, "KiB"))
     picture = stacked_bars(
         [
             Bar(
@@ -37,8 +36,7 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
             for name, estimate, memory in held
         ],
         _COLOURS,
-        unit,
-        symbol,
+        *binary_unit(most),
         described="Bytes of a device’s memory by class, for each candidate; the table below has the same numbers.",
     )
     limit = held[0][1].available_bytes

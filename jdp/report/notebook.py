@@ -26,7 +26,7 @@ from jdp.foresight.forecast import PlanReport
 from jdp.foresight.step_report import StepReport
 from jdp.foresight.verify import Report
 from jdp.report import page as look
-from jdp.report.bars import Bar, stacked_bars
+from jdp.report.bars import Bar, binary_unit, stacked_bars
 from jdp.report.charts import SERIES
 from jdp.report.memory import memory_bars
 from jdp.report.page import Markup, details, element, key, paragraphs, table
@@ -138,9 +138,9 @@ def _parts(leaves: Sequence[Leaf]) -> Markup:
     total = sum(sizes.values())
     if not total:
         return Markup()
-    unit, symbol = next((each for each in ((2**30, "GiB"), (2**20, "MiB")) if total >= each[0]), (2**10, "KiB"))
     bar = Bar("a device", sizes, format_bytes(total))
-    picture = stacked_bars([bar], colours, unit, symbol, "Bytes at rest on a device, by part; the table has the same.")
+    described = "Bytes at rest on a device, by part; the table has the same."
+    picture = stacked_bars([bar], colours, *binary_unit(total), described)
     keys = [key(part, colour) for part, colour in colours.items()]
     return element("figure", picture, element("figcaption", *keys), class_="picture")
 

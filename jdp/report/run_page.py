@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
+from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds, listed
 from jdp.core.sharding.placement import Placement
 from jdp.foresight.forecast import Estimate
 from jdp.report.curves import swatch
@@ -54,13 +54,9 @@ class Run:
 
 
 def run_page(runs: Sequence[Run], *, title: str = "") -> str:
-    """Return the page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
-
-    The same runs give the same text.
-    """
+    """Return the page as HTML text, the same for the same runs; it needs no network, no fonts and no other files."""
     names = [run.name for run in runs]
     several = len(runs) > 1
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     charted = [Series(run.rows, run.history) for run in runs]
     legend = element("p", *(swatch(i, name) for i, name in enumerate(names)), class_="legend") if several else Markup()
     numbers = [_numbers_of(run, f"Numbers of {run.name}" if several else "Numbers") for run in runs]
@@ -80,7 +76,7 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
         Section("happened", "What happened", joined([_happened(run, titled=several) for run in runs])),
         Section("experiment", "The experiment as run", joined(experiments)),
     ]
-    return page(title or f"Run{'s' * several} {shown}", sections)
+    return page(title or f"Run{'s' * several} {listed(names, 4)}", sections)
 
 
 # What was done.
@@ -108,16 +104,7 @@ def _overview(runs: Sequence[Run]) -> Markup:
 
 
 _OVERVIEW = (
-    "run",
-    "state",
-    "steps",
-    "loss",
-    "last evaluation",
-    "speed",
-    "MFU",
-    "strategy",
-    "devices",
-    "skipped",
+    *("run", "state", "steps", "loss", "last evaluation", "speed", "MFU", "strategy", "devices", "skipped"),
     "checkpoints",
 )
 

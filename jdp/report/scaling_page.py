@@ -25,13 +25,10 @@ def scaling_page(scaling: Scaling, *, title: str, described: str = "") -> str:
 
 
 def _compared(scaling: Scaling) -> Markup:
-    fastest = max(scaling.reports, key=lambda report: _speed(report) or 0.0)
-    best = [report is fastest and _speed(report) is not None for report in scaling.reports]
+    fastest = max(scaling.reports, key=lambda report: report.speed or 0.0)
+    best = [report is fastest and report.speed is not None for report in scaling.reports]
     rows = table(
-        scaling.headings,
-        scaling.table(),
-        words=("take",),
-        classes=["chosen" if each else None for each in best],
+        scaling.headings, scaling.table(), words=("take",), classes=["chosen" if each else None for each in best]
     )
     bills = [report.bill.assumed for report in scaling.reports if report.bill is not None][:1]
     notes = paragraphs([*bills, *(f"Note: {note}" for note in scaling.notes)], "note")
@@ -45,7 +42,7 @@ def _numbers(scaling: Scaling) -> list[Number]:
     if fitting:
         least = min(fitting, key=lambda report: report.devices)
         found.append(("smallest that fits", least.target, "of these, by the compiled sizes"))
-    if timed := [(speed, report) for report in scaling.reports if (speed := _speed(report)) is not None]:
+    if timed := [(speed, report) for report in scaling.reports if (speed := report.speed) is not None]:
         speed, fastest = max(timed, key=lambda pair: pair[0])
         found.append(("fastest", fastest.target, f"{format_rate(speed)} {fastest.unit} a second"))
     if paid := [report.bill for report in scaling.reports if report.bill is not None]:
@@ -62,22 +59,18 @@ def _take(report: PlanReport) -> Markup:
     return element("strong", "Nothing fits." if report.choice is None else f"Take {report.choice.name}.")
 
 
-def _speed(report: PlanReport) -> float | None:
-    return None if report.choice is None else report.choice.tokens_per_second
-
-
 # The pictures.
 
 
 def _pictures(scaling: Scaling) -> Markup:
     """Draw speed and efficiency over devices; nothing where fewer than two sizes have a speed."""
     timed = sorted(
-        (report for report in scaling.reports if _speed(report) is not None), key=lambda report: report.devices
+        (report for report in scaling.reports if report.speed is not None), key=lambda report: report.devices
     )
     if len({report.devices for report in timed}) < 2:
         return Markup()
     unit, of_first = scaling.reports[0].unit, scaling.reports[0].target
-    speeds = [_speed(report) or 0.0 for report in timed]
+    speeds = [report.speed or 0.0 for report in timed]
     efficiencies = [100 * (scaling.efficiency(report) or 0.0) for report in timed]
     drawn = [
         (f"{unit.capitalize()} a second; dashed: in proportion to {of_first}", _speed_chart(scaling, timed, speeds)),
@@ -90,8 +83,8 @@ def _pictures(scaling: Scaling) -> Markup:
 def _speed_chart(scaling: Scaling, timed: Sequence[PlanReport], speeds: Sequence[float]) -> Markup:
     figure, (axes,) = chart(width=4.4, height=2.9)
     devices = [report.devices for report in timed]
-    first = next(report for report in scaling.reports if _speed(report) is not None)
-    each = (_speed(first) or 0.0) / first.devices
+    first = next(report for report in scaling.reports if report.speed is not None)
+    each = (first.speed or 0.0) / first.devices
     axes.plot(devices, [each * count for count in devices], color=FAINT, linestyle=(0, (4, 3)), linewidth=1.2)
     ranges = [_speed_range(report) for report in timed]
     if all(span is not None for span in ranges):

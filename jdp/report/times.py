@@ -92,17 +92,8 @@ def _seconds_table(timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str 
 
 
 _SECONDS = (
-    "candidate",
-    "step",
-    "compute",
-    "communication",
-    "waiting",
-    "T(1)/T(N)",
-    "kernels",
-    "matrix products",
-    "median product",
-    "executed",
-    "memory traffic",
+    *("candidate", "step", "compute", "communication", "waiting", "T(1)/T(N)", "kernels", "matrix products"),
+    *("median product", "executed", "memory traffic"),
 )
 
 

@@ -45,15 +45,8 @@ _INTRODUCTION = (
     f"{SLACK:.0%} of that, beside the all-reduce of parameters too small to shard."
 )
 _HEADERS = (
-    "candidate",
-    "kind",
-    "expected",
-    "found",
-    "found / expected",
-    "in the microbatch loop",
-    "on the wire",
-    "in theory",
-    "contract",
+    *("candidate", "kind", "expected", "found", "found / expected", "in the microbatch loop", "on the wire"),
+    *("in theory", "contract"),
 )
 
 
@@ -100,16 +93,8 @@ def findings(report: StepReport) -> Markup:
 # Collectives.
 
 _LISTED = (
-    "collective",
-    "dtype",
-    "payload",
-    "times a step",
-    "microbatch loop",
-    "axes",
-    "devices",
-    "asynchronous",
-    "on the wire",
-    "source",
+    *("collective", "dtype", "payload", "times a step", "microbatch loop", "axes", "devices", "asynchronous"),
+    *("on the wire", "source"),
 )
 
 

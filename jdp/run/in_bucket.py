@@ -206,28 +206,16 @@ class RemoteRun:
         return _parsed(lock).get("token") == self._token
 
 
-_held: dict[Path, RemoteRun] = {}
-
-
-def held_at(folder: Path) -> RemoteRun | None:
-    """Return the run in a bucket whose copy this folder is; None for a run on a disk."""
-    return _held.get(folder)
-
-
 @contextlib.contextmanager
-def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
-    """Yield the run's folder on this host: below `root`, or its copy for an address."""
+def at_hand(root: Path | Remote, name: str) -> Generator[tuple[Path, RemoteRun | None]]:
+    """Yield the run's folder on this host, and the run in a bucket whose copy it is (None: a run on a disk)."""
     if isinstance(root, Path):
-        yield root / name
+        yield root / name, None
         return
     run = RemoteRun(f"{root.address}/{name}", together=True)
     with run.held() if jax.process_index() == 0 else contextlib.nullcontext():
         meet("the folder of a run, which process 0 fetches")
-        _held[run.folder] = run
-        try:
-            yield run.folder
-        finally:
-            del _held[run.folder]
+        yield run.folder, run
 
 
 def fetched(address: str) -> Path:

@@ -8,22 +8,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jdp.base.bucket import Remote
-from jdp.base.bucket_address import address_of
+from jdp.base.bucket import Remote, place_of
 from jdp.base.tree_paths import path_of
 from jdp.base.user_path import PathError
 from jdp.checkpoint import CheckpointError, restore_params
-from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_peft, import_safetensors, llama_names
+from jdp.checkpoint.safetensors import files
+from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
+from jdp.checkpoint.safetensors.names import Names
 from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
-from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter
+from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter, import_peft
+from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.host_memory import on_device
@@ -31,7 +33,7 @@ from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_pa
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import stack
 from jdp.core.update.optimizer_checks import first_state
-from jdp.data.sources.in_bucket import fetch, local_path
+from jdp.data.sources.in_bucket import fetch, local_copy
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Train
 
@@ -43,43 +45,74 @@ _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
 ADAPTER = (ADAPTER_CONFIG, WEIGHTS).__contains__
 
 
-def check_init_from(train: Train, config: Any) -> None:
-    """Check that `train.init_from` exists and that the `config.json` beside it describes this model.
+@dataclass(frozen=True)
+class InitialWeights:
+    """The weights that a run starts from: `train.init_from`, then `train.init_adapter`.
 
-    Check `train.init_adapter` by its `adapter_config.json`.
+    Attributes:
+        train: their keys as given.
+        place: a run, a checkpoint, a safetensors file or a folder of them.
+        adapter: the folder of an adapter; None: none is given.
     """
-    assert train.init_from is not None
-    try:
-        path = _safetensors(train.init_from, weights=False)
-        keys = [] if path is None or train.init_names == "jdp" else differences(path, config)
-    except (CheckpointError, PathError) as error:
-        raise ExperimentError(f"train.init_from: {error}") from error
-    if train.init_adapter is not None:
+
+    train: Train
+    place: Path | Remote
+    adapter: Path | Remote | None
+
+    @staticmethod
+    def of(train: Train) -> InitialWeights:
+        """Return the weights that [train] names, which must be some."""
+        assert train.init_from is not None
+        adapter = train.init_adapter
+        return InitialWeights(train, place_of(train.init_from), None if adapter is None else place_of(adapter))
+
+    def check(self, config: Any) -> None:
+        """Check that the weights exist, and that the `config.json` beside each describes this model."""
         try:
-            check_adapter(local_path(train.init_adapter, only=ADAPTER), config)
-        except ValueError as error:
-            raise ExperimentError(f"train.init_adapter: {error}") from error
-    if path is not None and keys:
-        folder = path if path.is_dir() else path.parent
-        raise ExperimentError(
-            f"train.init_from leads to weights of another model, as {folder / CONFIG} says: set "
-            f'{", ".join(f"model.{key}" for key in keys)}; or take all of it, model.name = "hf:{folder}"'
-        )
+            path = _safetensors(self.place, weights=False)
+            keys = [] if path is None or self.train.init_names == "jdp" else differences(path, config)
+        except (CheckpointError, PathError) as error:
+            raise ExperimentError(f"train.init_from: {error}") from error
+        if self.adapter is not None:
+            try:
+                check_adapter(local_copy(self.adapter, only=ADAPTER).absolute(), config)
+            except ValueError as error:
+                raise ExperimentError(f"train.init_adapter: {error}") from error
+        if path is not None and keys:
+            folder = path if path.is_dir() else path.parent
+            raise ExperimentError(
+                f"train.init_from leads to weights of another model, as {folder / CONFIG} says: set "
+                f'{", ".join(f"model.{key}" for key in keys)}; or take all of it, model.name = "hf:{folder}"'
+            )
+
+    def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
+        """Return the state with these parameters and a new optimizer state, and a line that names them."""
+        given, adapter = self.train.init_from or "", self.train.init_adapter
+        path = _safetensors(self.place)
+        read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, self.train, config)
+        if self.adapter is not None:
+            read = import_peft(local_copy(self.adapter, only=ADAPTER), read, config)
+        before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
+        fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
+        message = f"parameters from {given}" + (f", updates from {adapter}" if adapter is not None else "")
+        if fresh:
+            shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
+            message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"
+        return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
 
 
-def _safetensors(given: str, *, weights: bool = True) -> Path | None:
+def _safetensors(place: Path | Remote, *, weights: bool = True) -> Path | None:
     """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint."""
-    if (address := address_of(given)) is None:
-        path = Path(given)
-        _check_there(given, path.exists())
-        return path if path.suffix == SAFETENSORS or any((path / file).exists() for file in _IN_FOLDER) else None
-    folder, _, name = address.rpartition("/")
+    if isinstance(place, Path):
+        _check_there(place, place.exists())
+        return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
+    folder, _, name = place.address.rpartition("/")
     if not name.endswith(SAFETENSORS):
-        folder, name = address, ""
-    remote = Remote.at(folder)
+        folder, name = place.address, ""
+    remote = Remote(folder)
     files = remote.matching("*")
     whole = {name} if name else files.keys() & set(_IN_FOLDER)
-    _check_there(address, name in files if name else bool(files or remote.files()))
+    _check_there(place.address, name in files if name else bool(files or remote.files()))
     if not whole:
         return None
     shards = {file for file in files if not name and file.startswith("model") and file.endswith(SAFETENSORS)}
@@ -88,7 +121,7 @@ def _safetensors(given: str, *, weights: bool = True) -> Path | None:
     return fetch(remote, parts) / name if parts else None
 
 
-def _check_there(given: str, there: bool) -> None:
+def _check_there(given: str | Path, there: bool) -> None:
     if not there:
         raise ExperimentError(
             f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {given}: "
@@ -96,20 +129,8 @@ def _check_there(given: str, there: bool) -> None:
         )
 
 
-def load_parameters(state: TrainState, train: Train, config: Any, plan: Plan) -> tuple[TrainState, str]:
-    """Read the parameters of `train.init_from`."""
-    given = train.init_from or ""
-    path = _safetensors(given)
-    read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, train, config)
-    adapter = train.init_adapter
-    if adapter is not None:
-        read = import_peft(local_path(adapter, only=ADAPTER), read, config)
-    before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
-    fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-    message = f"parameters from {given}" + (f", updates from {adapter}" if adapter is not None else "")
-    if fresh:
-        shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
-        message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"
+def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
+    """Return the state with the optimizer's state as it begins for these parameters."""
     tx, trained = state.static.tx, state.static.trained
 
     def optimizer_state(params: PyTree) -> PyTree:
@@ -119,8 +140,7 @@ def load_parameters(state: TrainState, train: Train, config: Any, plan: Plan) ->
         return stack(one, plan.mesh.shape[REPLICA]) if STACKED in state.sync else one
 
     begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
-    state = replace(state, params=read.params, model_state=read.model_state)
-    return replace(state, opt_state=begin(state.params)), message
+    return replace(state, opt_state=begin(state.params))
 
 
 def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainState:

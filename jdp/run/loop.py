@@ -1,7 +1,7 @@
 """The training loop of `jdp train`, read top to bottom.
 
 1. `run`: assemble the run, check that it can start, claim its folder.
-2. `_visit`: make the state, or restore the newest checkpoint; after too many bad steps in a row, go back.
+2. `_visit`: make the state, or restore the newest checkpoint (`_start`); after too many bad steps in a row, go back.
 3. `_steps`: take the steps. Reading, transfer and Python run ahead of the devices. The work around a step is in
    `visit.py` (metrics, evaluations, checkpoints, signals) and `bad_steps.py`.
 4. Exit at the end, or early at a signal, with a checkpoint of the last step.
@@ -13,24 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from jdp.base.bucket import Remote
 from jdp.base.notices import notice
+from jdp.checkpoint import Checkpoints, RemoteCheckpoints
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.file import ExperimentError
+from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.guard.bad_steps import RollBack
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
-from jdp.run.folder import claimed, writing
-from jdp.run.in_bucket import at_hand
+from jdp.run.evaluation import Best
+from jdp.run.folder import CHECKPOINTS, claimed, writing
+from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
-from jdp.run.progress import Progress
-from jdp.run.resume import check_init_from, open_checkpoints, start
+from jdp.run.progress import Progress, check_record
 from jdp.run.signals import StopRequest
 from jdp.run.visit import Visit
+
+if TYPE_CHECKING:
+    from jdp.run.initial_weights import InitialWeights
 
 
 def run(
@@ -48,15 +55,36 @@ def run(
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
         _ = assembly.eval_sets  # errors of the data come before anything is written
-        check_init_from(experiment.train, assembly.config)
-        with at_hand(root, experiment.name) as folder, claimed(folder, assembly.toml), writing(folder):
+        weights = _initial_weights(experiment.train)
+        if weights is not None:
+            weights.check(assembly.config)
+        with (
+            at_hand(root, experiment.name) as (folder, bucket),
+            claimed(folder, assembly.toml),
+            writing(folder),
+        ):
             for line in settings:
                 notice(line)
-            return _visit(assembly, stop, folder, quiet=quiet, profile=profile)
+            return _visit(assembly, weights, stop, folder, bucket, quiet=quiet, profile=profile)
+
+
+def _initial_weights(train: Train) -> InitialWeights | None:
+    if train.init_from is None:
+        return None
+    from jdp.run.initial_weights import InitialWeights  # late, as all that reads other models' files
+
+    return InitialWeights.of(train)
 
 
 def _visit(
-    assembly: Assembly, stop: StopRequest, folder: Path, *, quiet: bool, profile: range | None
+    assembly: Assembly,
+    weights: InitialWeights | None,
+    stop: StopRequest,
+    folder: Path,
+    bucket: RemoteRun | None,
+    *,
+    quiet: bool,
+    profile: range | None,
 ) -> dict[str, Any]:
     """Train in a claimed folder until the end or a stop, and return the summary. Raises as `run` does."""
     guard, progress = assembly.experiment.guard, Progress()
@@ -66,9 +94,9 @@ def _visit(
         back: RollBack | None = None
         while True:
             visit = None  # the one before holds batches and outputs
-            with open_checkpoints(assembly.experiment.train, folder) as saved:
+            with _open_checkpoints(assembly.experiment.train, folder, bucket) as saved:
                 with watch.during("restore"):
-                    state, progress, weights_read = start(assembly, saved, back)
+                    state, progress, weights_read = _start(assembly, saved, weights, back)
                 visit = Visit(assembly, progress, folder, saved, stop, watch, quiet=quiet)
                 visit.introduce(back, weights_read)
                 try:
@@ -81,6 +109,45 @@ def _visit(
                     back = error.with_traceback(None)  # its frames hold the state
                     if stop.signal:
                         raise visit.stopped(f"while going back ({back})") from None
+
+
+def _open_checkpoints(train: Train, folder: Path, bucket: RemoteRun | None) -> Checkpoints:
+    """Open the run's checkpoints; [train] sets which of them are kept."""
+    best = train.best_metric
+    by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
+    by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
+    if bucket is None:
+        return Checkpoints(folder / CHECKPOINTS, **by)
+    saved = RemoteCheckpoints(f"{bucket.remote.address}/{CHECKPOINTS}", **by)
+    saved.before_commit = bucket.before_commit
+    return saved
+
+
+def _start(
+    assembly: Assembly, saved: Checkpoints, weights: InitialWeights | None, back: RollBack | None
+) -> tuple[TrainState, Progress, str | None]:
+    """Restore the newest complete checkpoint onto the run's plan, or make a state, with any initial weights."""
+    train, fingerprint = assembly.experiment.train, assembly.data.fingerprint
+    step = saved.latest if back is None else max((one for one in saved.steps if one < back.before), default=None)
+    if step is None:
+        progress = Progress.of(train, assembly.toml, {"fingerprint": fingerprint})
+        progress.bad.went(back)
+        if weights is None:
+            return assembly.state(), progress, None
+        state, message = weights.load(assembly.state(), assembly.config, assembly.plan)
+        return state, progress, message
+    state, record = saved.restore(assembly.abstract_state(), step if back else None)
+    check_record(record, saved.directory / str(int(state.consumed)))
+    if record["fingerprint"] != fingerprint:
+        raise ExperimentError(
+            f"{saved.directory.parent} was trained on other data (fingerprint {record['fingerprint']}, now "
+            f"{fingerprint}): restore [data] as it was, or choose another `name`. The standard library's text "
+            "differs between Python versions."
+        )
+    progress = Progress.of(train, assembly.toml, record)
+    progress.bad.went(back)
+    progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
+    return state, progress, None
 
 
 def _steps(visit: Visit, state: TrainState) -> TrainState:

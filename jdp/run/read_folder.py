@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jdp.base.bucket_address import address_of
 from jdp.base.hints import nearest
 from jdp.base.read_toml import parse
 from jdp.base.toml import toml_key, toml_value
-from jdp.base.user_path import user_path
+from jdp.base.user_path import address_of, user_path
 from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account

@@ -210,7 +210,8 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
     theirs = numpy.load_file(tmp_path / "ours.safetensors")
     np.testing.assert_array_equal(theirs["a"], tree["a"])
     assert theirs["b.c"].shape == () and theirs["b.half"].dtype == np.float16
-    numpy.save_file(theirs, tmp_path / "theirs.safetensors")
+    numpy.save_file(theirs, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
     assert_same_bits(import_safetensors(tmp_path / "theirs.safetensors", tree), tree)
 
 

@@ -20,7 +20,7 @@ from jdp.cli.main import main
 from jdp.experiment.file import ExperimentError, from_table, load, to_toml
 from jdp.export import export_hf, export_safetensors, gpt_config_from_hf, hf_names, import_safetensors
 from jdp.models import GPT, GPTConfig
-from jdp.run.initial_weights import check_init_from, load_parameters
+from jdp.run.initial_weights import InitialWeights
 
 STORED = json.loads(hf_reference.FILE.read_text(encoding="utf-8"))
 del STORED["peft"]  # test_peft.py has it
@@ -355,7 +355,7 @@ def test_a_run_from_weights_of_another_configuration_says_the_keys_to_set(tmp_pa
     assert "set model.rope_theta = 500.0 (given 10000.0), model.norm_eps = 1e-05 (given 1e-06)" in error
     assert f'model.name = "hf:{folder}"' in error and not (tmp_path / "runs").exists()
     experiment = from_table(table_for(folder))
-    check_init_from(experiment.train, experiment.model.config)
+    InitialWeights.of(experiment.train).check(experiment.model.config)
 
 
 def test_a_run_starts_from_shards_that_have_only_an_index(tmp_path):
@@ -372,6 +372,6 @@ def test_a_run_starts_from_shards_that_have_only_an_index(tmp_path):
         name: f"model-0000{number}-of-00002.safetensors" for number, names in enumerate(halves, 1) for name in names
     }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
-    state, said = load_parameters(fresh, experiment.train, experiment.model.config, plan)
+    state, said = InitialWeights.of(experiment.train).load(fresh, experiment.model.config, plan)
     assert said == f"parameters from {folder}"
     np.testing.assert_allclose(logits_of(state.model), stored["logits"], rtol=0, atol=ATOL)

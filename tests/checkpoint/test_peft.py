@@ -83,12 +83,16 @@ def test_an_adapter_of_peft_gives_its_merged_logits(tuned):
 
 
 def test_it_leaves_again_bit_for_bit_with_its_configuration(tuned, tmp_path):
+    """Of arrays of NumPy, as `jax.device_get` returns them, as of arrays on devices."""
     state, config = tuned
+    export_peft(tmp_path / "host", jax.device_get(state.unpadded().params), config, base="llama")
     assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (4, 6.0, ("query", "value", "down"))
     export_peft(tmp_path, state, config, base="llama")
     out = load_file(tmp_path / "adapter_model.safetensors")
     drawn = hf_reference.weights(ADAPTER["shapes"])
     assert out.keys() == drawn.keys()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "host" / name).read_bytes() == (tmp_path / name).read_bytes()
     for name, values in drawn.items():
         assert values.tobytes() == out[name].tobytes(), name
     keys = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -124,6 +128,9 @@ def test_merged_it_is_a_plain_model_of_hugging_face(tuned, tmp_path):
     host, _ = merge_lora(jax.device_get(state.unpadded().params), config)
     for one, other in zip(*map(jax.tree.leaves, (host, params)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+    export_hf(tmp_path / "host", jax.device_get(params), plain)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "host" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_an_update_of_padded_leaves_asks_for_the_state(folders):

@@ -3,6 +3,7 @@
 import json
 import struct
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,6 +83,13 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
     tree = {kind: jnp.arange(6).reshape(2, 3).astype(kind) for kind in kinds}
     tree |= {"scalar": jnp.bfloat16(3), "none": jnp.zeros((0, 3)), "flat": jnp.zeros(0, jnp.int32)}
     export_safetensors(tmp_path / "m.safetensors", tree)
+    host = {**jax.device_get(tree), "wide": np.arange(2.0), "long": np.arange(2)}
+    export_safetensors(tmp_path / "host.safetensors", host)
+    held = load_file(tmp_path / "host.safetensors")
+    assert {name: leaf.tobytes() for name, leaf in held.items()} == {name: x.tobytes() for name, x in host.items()}
+    assert held["wide"].dtype == np.float64 and held["long"].dtype == np.int64
+    with pytest.raises(jdp.CheckpointError, match=r"Weights are arrays; w is 3\. Leave it out, or make it an array"):
+        export_safetensors(tmp_path / "m.safetensors", {"w": 3})
     back = import_safetensors(tmp_path / "m.safetensors", tree)
     theirs = load_file(tmp_path / "m.safetensors")
     for name, leaf in tree.items():

@@ -335,7 +335,7 @@ def test_what_was_found_holds_for_batches_of_other_shapes():
         assert step.partitioning == "auto"
         np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(contrasted, state.params, rows), rtol=0.05)
     abstract = jax.eval_shape(lambda: (state, batch_of()))
-    assert step.on(jdp.make_mesh()).choose_partitioning(*abstract) == "auto"
+    assert step.on(jdp.make_mesh()).loss.choose(*abstract).partitioning == "auto"
 
 
 def test_a_penalty_times_zero_is_no_penalty():

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp.core.step_settings import StepSettings
 from jdp.foresight.traffic.theory import theory
 
 ROWS, WIDTH, RANK, LAYERS = 16, 32, 2, 3
@@ -211,7 +212,7 @@ def test_precision_is_that_of_the_trained_part():
 def test_the_contract_counts_gradients_of_what_is_trained_and_gathers_of_all(strategy):
     plan = plan_of(strategy)
     state = jdp.abstract_state(init_module, TX, plan, rng=jax.random.key(0), wrt=nnx.LoRAParam)
-    promised = theory(plan, state.params, accumulate=2, precision=jdp.Precision(), static=state.static)
+    promised = theory(plan, state.params, StepSettings(accumulate=2), static=state.static)
     sizes = {path: np.prod(x.shape) for path, x in jax.tree.leaves_with_path(state.params)}
     psi, trained = sum(sizes.values()), 2 * LAYERS * WIDTH * RANK
     wanted = {

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jdp
+from jdp.core.step_settings import StepSettings
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
@@ -83,7 +84,7 @@ def test_planned_all_reduces_stay_within_the_total():
 def test_frozen_leaves_are_not_planned():
     plan = jdp.Plan(jdp.make_mesh(), "zero2")
     params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jax.ShapeDtypeStruct((8,), "float32")}
-    whole = theory(plan, params, accumulate=4, precision=jdp.Precision()).unsharded
+    whole = theory(plan, params, StepSettings(accumulate=4)).unsharded
     assert (whole.paths, whole.payload_bytes, whole.devices) == (("b",), 4 * 4 * 8, 8)
     assert whole.wire_bytes == 2 * 7 / 8 * 128
     state = jdp.abstract_state(
@@ -93,7 +94,7 @@ def test_frozen_leaves_are_not_planned():
         rng=jax.random.key(0),
         wrt="w",
     )
-    frozen = theory(plan, state.params, accumulate=4, precision=jdp.Precision(), static=state.static).unsharded
+    frozen = theory(plan, state.params, StepSettings(accumulate=4), static=state.static).unsharded
     assert (frozen.paths, frozen.payload_bytes) == ((), 0)
-    ddp = theory(jdp.Plan(jdp.make_mesh(), "ddp"), params, accumulate=4, precision=jdp.Precision()).unsharded
+    ddp = theory(jdp.Plan(jdp.make_mesh(), "ddp"), params, StepSettings(accumulate=4)).unsharded
     assert ddp.paths == ()

@@ -1,7 +1,5 @@
 """Arrays as samples: whose rows, in what dtypes, on which side; and what is refused."""
 
-import logging
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,13 +105,12 @@ def test_tokens_with_targets_are_left_alone():
     assert {value.dtype for key, value in sample.items() if key != "weights"} == {np.dtype(np.int32)}
 
 
-def test_tokens_in_one_dimension_are_cut_into_samples(tmp_path, caplog):
+def test_tokens_in_one_dimension_are_cut_into_samples(tmp_path, notices):
     """As nanoGPT and others keep a corpus; every token is a target once, but the first and those that are left out."""
     line = np.arange(1003, dtype=np.uint16)
     np.save(tmp_path / "tokens.npy", line)
-    with caplog.at_level(logging.INFO, "jdp"):
-        data = array_data(tmp_path / "tokens.npy", length=10)
-    assert "the last 2 of 1,003 tokens do not fill a sample of 10 and are left out" in caplog.text
+    data = array_data(tmp_path / "tokens.npy", length=10)
+    assert "the last 2 of 1,003 tokens do not fill a sample of 10 and are left out" in notices.text
     samples = [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
     assert sorted(np.concatenate([sample["targets"] for sample in samples])) == list(range(1, 1001))
     assert all(np.array_equal(sample["tokens"] + 1, sample["targets"]) for sample in samples)
@@ -128,9 +125,8 @@ def test_a_token_beyond_the_vocabulary_is_found():
     tokens[7, 3] = 1000
     data = array_data({"tokens": tokens})
     check_tokens(data, 1001)
-    with pytest.raises(
-        ValueError, match=r"vocab_size, 1000; given 1000 in tokens of sample 7 of the arrays given: raise"
-    ):
+    said = r"vocab_size, 1000; given 1000 in tokens of sample 7 of the arrays given: raise"
+    with pytest.raises(ValueError, match=said):
         check_tokens(data, 1000)
 
 
@@ -159,13 +155,12 @@ def test_an_npz_is_the_dict_of_its_arrays(tmp_path):
     np.testing.assert_equal(dict(read.train[5]), dict(given.train[5]))
 
 
-def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, caplog):
+def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, notices):
     np.save(tmp_path / "features.npy", FEATURES.astype(np.float32))
     np.save(tmp_path / "labels.npy", LABELS)
     (tmp_path / "notes.txt").write_text("mine")
-    with caplog.at_level(logging.INFO, "jdp"):
-        data = array_data(tmp_path)
-    assert "reading 2 .npy files, passing over 1 others" in caplog.text
+    data = array_data(tmp_path)
+    assert "reading 2 .npy files, passing over 1 others" in notices.text
     assert sorted(data.train[0]) == ["features", "labels", "weights"]
     assert isinstance(data.train.arrays["features"].base, np.memmap)
     assert isinstance(data.train[0]["features"].base.base, np.memmap)  # not even a row is copied
@@ -272,12 +267,11 @@ def test_the_split_is_the_same_for_ever():
     assert data.heldout.rows.tolist() == [36, 54, 78, 84, 86]
 
 
-def test_few_samples_still_have_two_sides(caplog):
-    with caplog.at_level(logging.INFO, "jdp"):
-        few = array_data({"x": np.arange(3)}, heldout_fraction=1e-9)
-        many = array_data({"x": np.arange(3)}, heldout_fraction=1 - 1e-9)
+def test_few_samples_still_have_two_sides(notices):
+    few = array_data({"x": np.arange(3)}, heldout_fraction=1e-9)
+    many = array_data({"x": np.arange(3)}, heldout_fraction=1 - 1e-9)
     assert (len(few.train), len(few.heldout)) == (2, 1) and (len(many.train), len(many.heldout)) == (1, 2)
-    assert "too few samples for heldout_fraction = 1e-09, so 1 of 3 held out" in caplog.text
+    assert "too few samples for heldout_fraction = 1e-09, so 1 of 3 held out" in notices.text
 
 
 def test_a_held_out_set_of_its_own():

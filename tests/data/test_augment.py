@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from runs import refused
 
-from jdp.cli.main import main
 from jdp.data import augmented, global_batches, image_data, mixture
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.data import open_data, open_eval_sets
@@ -37,32 +37,18 @@ def first(count, batches):
 
 
 def rows(count, *, batch_size, **options):
-    """The first `count` rows of a run, or of a process' share of it: a list of (label, bytes of the image)."""
+    """The first `count` rows of a run: a list of (label, bytes of the image)."""
     batches = global_batches(SOURCE, batch_size=batch_size, seed=SEED, **options)
-    needed = -(-count // len(options.get("rows", range(batch_size))))
-    pairs = (zip(batch["labels"], batch["images"], strict=True) for batch in first(needed, batches))
+    pairs = (zip(batch["labels"], batch["images"], strict=True) for batch in first(-(-count // batch_size), batches))
     return [(int(label), image.tobytes()) for label, image in itertools.chain(*pairs)][:count]
 
 
-# --- the same anywhere ----------------------------------------------------------------------------------------------
+# --- the same anywhere: on any processes and after a resume in `test_order_properties.py` ---------------------------
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 7}, {"batch_size": 45}, {"batch_size": 6, "threads": 4}], ids=str)
 def test_pixels_do_not_depend_on_batch_size_or_threads(options):
     assert rows(90, **options) == rows(90, batch_size=1)
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_two_processes_read_what_one_reads(shuffle):
-    one = rows(96, batch_size=8, shuffle=shuffle)
-    halves = [rows(48, batch_size=8, rows=range(4 * p, 4 * p + 4), shuffle=shuffle) for p in range(2)]
-    both = [half[4 * batch : 4 * batch + 4] for batch in range(12) for half in halves]
-    assert list(itertools.chain(*both)) == one
-
-
-def test_a_run_resumed_in_an_epoch_reads_on():
-    """Batch 5 of 8 rows begins at row 40: in the second epoch of 30."""
-    assert rows(56, batch_size=8, start=5) == rows(96, batch_size=8)[40:]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -187,9 +173,7 @@ KEYS = {
 
 @pytest.mark.parametrize(("model", "source", "key", "expected"), KEYS.values(), ids=KEYS)
 def test_a_wrong_key_is_one_error(tmp_path, capsys, model, source, key, expected):
-    file = tmp_path / "a.toml"
-    file.write_text(
-        f'name = "a"\n[model]\nname = "{model}"\n[data]\nsource = "{source}"\n{key}\n[train]\nsteps = 1\nbatch_size = 8'
+    (tmp_path / "a.toml").write_text(
+        f'name = "a"\nmodel.name = "{model}"\ntrain = {{steps = 1, batch_size = 8}}\n[data]\nsource = "{source}"\n{key}'
     )
-    assert main(["train", str(file), "--run-dir", str(tmp_path)]) == 2
-    assert expected in capsys.readouterr().err
+    assert expected in refused(capsys, "train", tmp_path / "a.toml", "--run-dir", tmp_path)

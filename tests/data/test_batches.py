@@ -1,15 +1,10 @@
 """What batches promise beside `test_order_properties.py`: even shuffles, only own rows read, nothing silent."""
 
-import itertools
-import logging
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from own_process import python
 
-from jdp.data import batch_count, global_batches, sample_index
+from jdp.data import global_batches, sample_index
 
 
 class Counted:
@@ -38,12 +33,6 @@ def first(count, batches):
     taken = [next(iterator) for _ in range(count)]
     iterator.close()
     return taken
-
-
-def shares(processes, batch_size):
-    """The rows of each process, uneven ones where they do not divide."""
-    edges = [process * batch_size // processes for process in range(processes + 1)]
-    return [range(*edge) for edge in itertools.pairwise(edges)]
 
 
 # --- the order ------------------------------------------------------------------------------------------------------
@@ -93,14 +82,6 @@ def test_rows_come_in_the_order_asked_for(rows):
     assert np.array_equal(mine, whole[:, rows])
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_epochs_follow_without_a_break(shuffle):
-    """Ten samples in batches of four: each sample once an epoch, though batches straddle the epochs."""
-    epochs = indices(first(10, global_batches(Counted(10), batch_size=4, seed=0, shuffle=shuffle))).reshape(4, 10)
-    assert np.array_equal(np.sort(epochs), np.tile(np.arange(10), (4, 1)))
-    assert len(np.unique(epochs, axis=0)) == (4 if shuffle else 1)
-
-
 def test_a_late_start_costs_nothing():
     source = Counted(2**16 + 3)
     [batch] = first(1, global_batches(source, batch_size=4, seed=0, start=10**9))
@@ -119,20 +100,6 @@ def test_only_own_rows_are_read():
     assert sorted(source.reads) == sorted(sample_index(1, 20, 4 * batch + row) for batch in range(5) for row in (1, 3))
 
 
-@pytest.mark.parametrize("samples", [1, 4, 10, 12])
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_evaluation_sees_every_sample_once_and_ends_together(samples, processes):
-    source = Counted(samples)
-    parts = []
-    for rows in shares(processes, 4):
-        batches = list(global_batches(source, batch_size=4, seed=0, rows=rows, epochs=1, shuffle=False))
-        assert len(batches) == batch_count(source, batch_size=4)
-        assert all(batch["tokens"].shape == batch["weights"].shape == (len(rows), 3) for batch in batches)
-        parts.append(indices(batches))
-    line = np.concatenate(parts, axis=1).flatten()
-    assert line.tolist() == list(range(samples)) + [-1] * (-samples % 4)
-
-
 def test_samples_may_hold_anything_but_need_weights_to_be_padded():
     source = Counted(6, weights=False)
     assert [batch["tokens"].shape for batch in global_batches(source, batch_size=3, seed=0, epochs=1)] == [(3, 3)] * 2
@@ -149,11 +116,10 @@ def test_an_error_of_the_source_reaches_the_loop():
         next(iter(global_batches(Broken(4), batch_size=2, seed=0)))
 
 
-def test_a_batch_larger_than_the_data_is_allowed_and_reported(caplog):
-    with caplog.at_level(logging.INFO, "jdp"):
-        [batch] = first(1, global_batches(Counted(3), batch_size=7, seed=0))
+def test_a_batch_larger_than_the_data_is_allowed_and_reported(notices):
+    [batch] = first(1, global_batches(Counted(3), batch_size=7, seed=0))
     assert sorted(batch["tokens"][:3, 0]) == sorted(batch["tokens"][3:6, 0]) == [0, 1, 2]
-    assert "batch_size 7 is larger than the data set (3 samples)" in caplog.text
+    assert "batch_size 7 is larger than the data set (3 samples)" in notices.text
 
 
 @pytest.mark.parametrize(
@@ -194,7 +160,5 @@ def test_an_abandoned_run_ends_in_silence():
         "import numpy as np; from jdp.data import global_batches\n"
         "batches = iter(global_batches([{'x': np.zeros(3)}] * 99, batch_size=4, seed=0)); next(batches)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, env=dict(os.environ)
-    )
+    ended = python("-W", "error", "-c", program, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -1,6 +1,7 @@
 """Data that is damaged, not what its name says, or names what is not its own: one error with the file's name, or a
 notice; never a traceback, an endless wait, or the memory of the machine."""
 
+import gzip
 import io
 import json
 import os
@@ -8,9 +9,13 @@ import random
 import struct
 import zipfile
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
-from corpora import read_corpus, read_token_ids
+import zstandard
+from corpora import arrow, arrow_file, parquet, read_corpus, read_token_ids
+from picture_files import encoded
 
 from jdp.cli import main as cli
 from jdp.data import array_data, text_data
@@ -94,7 +99,8 @@ DAMAGED_ARRAYS = {
 def test_a_damaged_npz_is_one_error(tmp_path, content, expected, read):
     path = tmp_path / "x.npz"
     path.write_bytes(content)
-    assert expected in refusal(read, path)
+    said = refusal(read, path)
+    assert expected in said and "arrays must be readable; given " in said
 
 
 def test_arrays_that_unpack_to_more_than_the_memory_are_not_read(tmp_path, monkeypatch):
@@ -115,69 +121,22 @@ def test_a_damaged_npy_is_one_error(tmp_path, content, read):
     refusal(read, path)
 
 
-def table(**columns):
-    import pyarrow as pa
-
-    return pa.table(columns)
-
-
-def parquet(rows):
-    import pyarrow.parquet as pq
-
+def in_bytes(write, rows):
     made = io.BytesIO()
-    pq.write_table(rows, made)
+    write(made, rows)
     return made.getvalue()
 
 
-def arrow(rows, write):
-    made = io.BytesIO()
-    with write(made, rows.schema) as writer:
-        writer.write_table(rows)
-    return made.getvalue()
-
-
-def pictures():
-    from PIL import Image
-
-    for number in range(8):
-        made = io.BytesIO()
-        Image.fromarray(np.full((8, 8, 3), 20 * number, np.uint8)).save(made, "PNG")
-        yield made.getvalue()
+PICTURES = [encoded(np.full((8, 8, 3), 20 * number, np.uint8)) for number in range(8)]
 
 
 NOTED = {"info": {"features": {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["a", "b"]}}}}
 
 
 def picture_table(**changed):
-    rows = [{"bytes": content, "path": None} for content in pictures()]
-    made = table(**{"image": rows, "label": [number % 2 for number in range(8)], **changed})
+    rows = [{"bytes": content, "path": None} for content in PICTURES]
+    made = pyarrow.table({"image": rows, "label": [number % 2 for number in range(8)]} | changed)
     return made.replace_schema_metadata({"huggingface": json.dumps(NOTED)})
-
-
-def texts():
-    return table(text=[f"row {number} " * 5 for number in range(40)])
-
-
-def whole_formats():
-    """name -> a file's name, its bytes when whole, and who reads it."""
-    import gzip
-
-    import pyarrow.ipc as ipc
-
-    zstandard = pytest.importorskip("zstandard")
-    text = b"some words of text. " * 40
-    return {
-        "npz": ("x.npz", ARRAYS, read_arrays),
-        "npz compressed": ("x.npz", npz(np.savez_compressed, features=np.arange(60.0).reshape(20, 3)), read_arrays),
-        "gzip": ("x.txt.gz", gzip.compress(text), read_corpus),
-        "zstandard": ("x.txt.zst", zstandard.compress(text), read_corpus),
-        "JSON lines": ("x.jsonl", b'{"text": "some words"}\n' * 20, read_corpus),
-        "parquet": ("x.parquet", parquet(texts()), read_corpus),
-        "Arrow stream": ("x.arrow", arrow(texts(), ipc.new_stream), read_corpus),
-        "Arrow file": ("x.arrow", arrow(texts(), ipc.new_file), read_corpus),
-        "parquet of pictures": ("x.parquet", parquet(picture_table()), read_pictures),
-        "Arrow stream of pictures": ("x.arrow", arrow(picture_table(), ipc.new_stream), read_pictures),
-    }
 
 
 def read_pictures(path):
@@ -185,17 +144,27 @@ def read_pictures(path):
     assert len(data.fingerprint) == 16
 
 
-FORMATS = (
-    "npz", "npz compressed", "gzip", "zstandard", "JSON lines", "parquet", "Arrow stream", "Arrow file",
-    "parquet of pictures", "Arrow stream of pictures",
-)  # fmt: skip
+TEXT, TEXTS = b"some words of text. " * 40, pyarrow.table({"text": [f"row {number} " * 5 for number in range(40)]})
+FORMATS = {
+    "npz": ("x.npz", ARRAYS, read_arrays),
+    "npz compressed": ("x.npz", npz(np.savez_compressed, features=np.arange(60.0).reshape(20, 3)), read_arrays),
+    "gzip": ("x.txt.gz", gzip.compress(TEXT), read_corpus),
+    "zstandard": ("x.txt.zst", zstandard.compress(TEXT), read_corpus),
+    "JSON lines": ("x.jsonl", b'{"text": "some words"}\n' * 20, read_corpus),
+    "parquet": ("x.parquet", in_bytes(parquet, TEXTS), read_corpus),
+    "Arrow stream": ("x.arrow", in_bytes(arrow, TEXTS), read_corpus),
+    "Arrow file": ("x.arrow", in_bytes(arrow_file, TEXTS), read_corpus),
+    "parquet of pictures": ("x.parquet", in_bytes(parquet, picture_table()), read_pictures),
+    "Arrow stream of pictures": ("x.arrow", in_bytes(arrow, picture_table()), read_pictures),
+}
+"""A file's name, its bytes when whole, and who reads it."""
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_whatever_bytes_are_damaged_a_file_is_read_or_is_one_error(tmp_path, kind):
     """40 damages by a fixed seed: cut off, or bytes changed, at the ends more often, where formats keep what they mean.
     In 12,000 others by hand these readers raised nothing else."""
-    name, content, read = whole_formats()[kind]
+    name, content, read = FORMATS[kind]
     path, draw = tmp_path / name, random.Random(kind)
     refused = 0
     for _ in range(40):
@@ -235,17 +204,13 @@ WRONG_TABLES = {
 def test_a_table_of_pictures_with_a_nonsensical_note_is_one_error(tmp_path, changed, note, expected):
     path = tmp_path / "x.parquet"
     rows = picture_table(**changed)
-    path.write_bytes(parquet(rows.replace_schema_metadata({"huggingface": note} if note else {})))
+    parquet(path, rows.replace_schema_metadata({"huggingface": note} if note else {}))
     assert expected in refusal(image_data, path)
 
 
 def test_a_column_that_is_there_twice_is_one_error(tmp_path):
-    import pyarrow as pa
-    import pyarrow.ipc as ipc
-
-    rows = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     path = tmp_path / "x.arrow"
-    path.write_bytes(arrow(rows, ipc.new_stream))
+    arrow(path, pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]))
     assert 'must have a column once; given "text" 2 times' in refusal(read_corpus, path)
 
 
@@ -285,9 +250,7 @@ CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"
 
 
 @pytest.fixture
-def offline(monkeypatch, tmp_path):
-    pytest.importorskip("datasets")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def offline(own_hub, tmp_path):
     return tmp_path
 
 
@@ -313,9 +276,8 @@ OUTSIDE = {
 def test_a_data_set_whose_card_names_files_outside_is_refused(offline, names):
     own = card_folder(offline, names)
     (own / "sub").mkdir()
-    with pytest.raises(
-        OutsideError, match=r"must name its own files; given .*other\.txt, which is outside of the folder"
-    ):
+    said = r"must name its own files; given .*other\.txt, which is outside of the folder"
+    with pytest.raises(OutsideError, match=said):
         hub_splits(f"hf:{own}")
 
 
@@ -332,8 +294,6 @@ def test_a_link_out_of_a_data_sets_folder_is_followed(offline):
 
 
 def test_a_saved_data_set_that_names_files_outside_is_refused(offline):
-    import datasets
-
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(offline / "own")
     assert hub_splits(f"hf:{offline / 'own'}")["train"].num_rows == 1
     (offline / "own" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../other.arrow"}]}))
@@ -356,10 +316,10 @@ def test_a_data_set_on_the_hub_names_no_file_of_this_disk():
 def test_pictures_that_a_table_names_outside_of_its_folder_are_reported(tmp_path, capsys):
     (tmp_path / "own").mkdir()
     rows = []
-    for number, content in enumerate(pictures()):
+    for number, content in enumerate(PICTURES):
         (tmp_path / f"{number}.png").write_bytes(content)
         rows.append({"bytes": None if number < 3 else content, "path": str(tmp_path / f"{number}.png")})
     path = tmp_path / "own" / "x.parquet"
-    path.write_bytes(parquet(picture_table(image=rows)))
+    parquet(path, picture_table(image=rows))
     image_data(path)
     assert f"3 pictures are files outside of {tmp_path / 'own'} that it names, such as" in capsys.readouterr().err

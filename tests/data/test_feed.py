@@ -1,8 +1,6 @@
 """From this process' numpy batches to global arrays: whose rows, how far ahead, and what ends it."""
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import pytest
 from aligned_arrays import aligned
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from own_process import python
 
 import jdp
 
@@ -287,5 +286,5 @@ inside.wait()
 
 def test_a_feed_that_is_not_closed_does_not_abort_the_end_of_python():
     """Its thread may be inside JAX: if that comes back while Python ends, the process ends with 134."""
-    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True)
+    done = python("-c", LEFT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,43 +1,25 @@
 """Images in arrays, tables and Hugging Face data sets: the same samples wherever they are; what a damaged one says."""
 
-import io
 import shutil
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
-from PIL import Image
-from reading_pictures import pixels_of, with_notices
+from corpora import arrow, arrow_file, parquet
+from picture_files import CLASSES, LABELS, PIXELS, PNGS, pixels_of, samples_of, write_pictures
 
 from jdp.cli import main as cli
 from jdp.data import global_batches
 from jdp.data.images.from_folders import FilePictures
 from jdp.data.images.samples import image_data
 
-PIXELS = np.random.default_rng(0).integers(0, 256, (30, 6, 5, 3), dtype=np.uint8)
-CLASSES = ("ape", "cat", "zebra")
-
-
-def encoded(pixels):
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-PNGS = [encoded(values) for values in PIXELS]
+pytestmark = pytest.mark.usefixtures("own_hub")
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    for number, png in enumerate(PNGS):
-        path = folder / CLASSES[number % 3] / f"{number:03d}.png"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(png)
-    return folder
-
-
-def samples_of(data):
-    return [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
+    return write_pictures(tmp_path_factory.mktemp("pictures"))
 
 
 # --- arrays and tables ----------------------------------------------------------------------------------------------
@@ -63,14 +45,12 @@ def test_an_npz_of_images(tmp_path):
 
 
 def table(**columns):
-    pa = pytest.importorskip("pyarrow")
-    return pa.table({"image": PNGS, "label": [number % 3 for number in range(30)]} | columns)
+    return pyarrow.table({"image": PNGS, "label": LABELS} | columns)
 
 
 def hub_table(names=CLASSES, **more):
-    datasets = pytest.importorskip("datasets")
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))}
-    columns = {"image": [{"bytes": png, "path": None} for png in PNGS], "label": [number % 3 for number in range(30)]}
+    columns = {"image": [{"bytes": png, "path": None} for png in PNGS], "label": LABELS}
     extra = {key: datasets.Value("string") for key in more}
     return datasets.Dataset.from_dict(columns | more, features=datasets.Features(kinds | extra))
 
@@ -81,28 +61,17 @@ def assert_are_the_pictures(data, classes=CLASSES):
     assert found == {values.tobytes(): number % 3 for number, values in enumerate(PIXELS)}
 
 
-def write_arrow(table, path, new):
-    with new(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-
-
 def test_tables(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(table(), tmp_path / "one.parquet")
+    parquet(tmp_path / "one.parquet", table())
     assert_are_the_pictures(image_data(tmp_path / "one.parquet"), ("0", "1", "2"))
     named = table(label=[CLASSES[number % 3] for number in range(30)])
-    pq.write_table(named, tmp_path / "named.parquet", row_group_size=4)
-    assert_are_the_pictures(image_data(tmp_path / "named.parquet"))
-    write_arrow(named, tmp_path / "stream.arrow", pa.ipc.new_stream)
-    write_arrow(named, tmp_path / "file.arrow", pa.ipc.new_file)
-    for name in ("stream", "file"):
-        assert_are_the_pictures(image_data(tmp_path / f"{name}.arrow"))
+    for name, write in {"named.parquet": parquet, "stream.arrow": arrow, "file.arrow": arrow_file}.items():
+        write(tmp_path / name, named)
+        assert_are_the_pictures(image_data(tmp_path / name))
     parts = tmp_path / "parts"
     parts.mkdir()
-    pq.write_table(named[:11], parts / "0.parquet")
-    pq.write_table(named[11:], parts / "1.parquet")
+    parquet(parts / "0.parquet", named[:11])
+    parquet(parts / "1.parquet", named[11:])
     assert_are_the_pictures(image_data(parts))
     data = image_data(f"{parts}/*.parquet", heldout=parts)
     assert_are_the_pictures(data)
@@ -119,11 +88,9 @@ def test_tables_whose_metadata_describes_their_columns(tmp_path):
 
 
 def test_the_same_pictures_are_the_same_samples_wherever_they_are(pictures, tmp_path):
-    import pyarrow.parquet as pq
-
     order = sorted(pictures.glob("*/*"))
     labels = [path.parent.name for path in order]
-    pq.write_table(table(image=[path.read_bytes() for path in order], label=labels), tmp_path / "x.parquet")
+    parquet(tmp_path / "x.parquet", table(image=[path.read_bytes() for path in order], label=labels))
     assert image_data(tmp_path / "x.parquet").fingerprint == image_data(pictures).fingerprint
 
 
@@ -144,31 +111,21 @@ def test_the_same_pictures_are_the_same_samples_wherever_they_are(pictures, tmp_
     ],
 )
 def test_tables_that_cannot_be(tmp_path, columns, arguments, message):
-    import pyarrow.parquet as pq
-
-    pq.write_table(table(**columns), tmp_path / "x.parquet")
+    parquet(tmp_path / "x.parquet", table(**columns))
     with pytest.raises(ValueError, match=message):
         image_data(tmp_path / "x.parquet", **arguments)
 
 
 def test_a_column_by_name(tmp_path):
-    import pyarrow.parquet as pq
-
-    pq.write_table(table(mask=PNGS[::-1], labels=[1] * 30), tmp_path / "x.parquet")
+    parquet(tmp_path / "x.parquet", table(mask=PNGS[::-1], labels=[1] * 30))
     assert_are_the_pictures(image_data(tmp_path / "x.parquet", image="image", label="label"), ("0", "1", "2"))
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 @pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"no table", lambda _: b""])
 def test_a_corrupt_table_is_one_error(tmp_path, suffix, damage):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = tmp_path / f"x.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table(), path)
-    else:
-        write_arrow(table(), path, pa.ipc.new_file)
+    {"parquet": parquet, "arrow": arrow_file}[suffix](path, table())
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=f"a data file must be complete; given {path}: ") as caught:
         image_data(path)
@@ -176,9 +133,7 @@ def test_a_corrupt_table_is_one_error(tmp_path, suffix, damage):
 
 
 def test_a_corrupt_picture_in_a_table_is_named_by_its_row(tmp_path):
-    import pyarrow.parquet as pq
-
-    pq.write_table(table(image=[*PNGS[:7], PNGS[7][:-30], *PNGS[8:]]), tmp_path / "x.parquet")
+    parquet(tmp_path / "x.parquet", table(image=[*PNGS[:7], PNGS[7][:-30], *PNGS[8:]]))
     data = image_data(tmp_path / "x.parquet", heldout=tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=r"images must be readable; given .*x.parquet, row 7 \(sample 7 of"):
         list(global_batches(data.train, batch_size=5, seed=0, epochs=1))
@@ -187,35 +142,28 @@ def test_a_corrupt_picture_in_a_table_is_named_by_its_row(tmp_path):
 # --- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return datasets
-
-
-def test_a_saved_data_set(tmp_path, cache, caplog):
+def test_a_saved_data_set(tmp_path, notices):
     saved = hub_table()
     saved.save_to_disk(str(tmp_path / "one"))
     assert_are_the_pictures(image_data(f"hf:{tmp_path / 'one'}"))
     parts = {"train": saved.select(range(20)), "test": saved.select([25, 21, 29]), "spare": saved.select([20])}
-    cache.DatasetDict(parts).save_to_disk(str(tmp_path / "split"))
-    data, text = with_notices(caplog, lambda: image_data(f"hf:{tmp_path / 'split'}"))
-    assert "not reading the splits spare" in text
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "split"))
+    data = image_data(f"hf:{tmp_path / 'split'}")
+    assert "not reading the splits spare" in notices.text
     assert (len(data.train), len(data.heldout)) == (20, 3) and "a set of its own" in str(data)
     assert [np.array_equal(pixels_of(data.heldout[i]), PIXELS[n]) for i, n in enumerate((25, 21, 29))] == [True] * 3
 
 
-def test_a_split_by_name(tmp_path, cache):
+def test_a_split_by_name(tmp_path):
     saved = hub_table()
-    cache.DatasetDict({"easy": saved, "hard": saved.select([4, 5])}).save_to_disk(str(tmp_path / "two"))
+    datasets.DatasetDict({"easy": saved, "hard": saved.select([4, 5])}).save_to_disk(str(tmp_path / "two"))
     with pytest.raises(ValueError, match=r"split train, or one only; given easy, hard in hf:.*as hf:.*two:easy"):
         image_data(f"hf:{tmp_path / 'two'}")
     assert_are_the_pictures(image_data(f"hf:{tmp_path / 'two'}:easy"))
     assert len(image_data(f"hf:{tmp_path / 'two'}:hard", heldout_fraction=0.5).train) == 1
 
 
-def test_a_directory_that_datasets_reads(tmp_path, pictures, cache):
+def test_a_directory_that_datasets_reads(tmp_path, pictures):
     """Here its own reader of folders of pictures, which leaves them where they are, and notes their paths."""
     folder = shutil.copytree(pictures, tmp_path / "set")
     data = image_data(f"hf:{folder}")
@@ -223,6 +171,6 @@ def test_a_directory_that_datasets_reads(tmp_path, pictures, cache):
     assert not isinstance(data.train.pictures, FilePictures)
 
 
-def test_a_data_set_that_is_not_there(tmp_path, cache):
+def test_a_data_set_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=f"a Hugging Face data set must be readable; given hf:{tmp_path}/none: "):
         image_data(f"hf:{tmp_path}/none")

@@ -1,15 +1,13 @@
 """Images: which pictures with which labels, what numbers a model gets, and what a damaged file says."""
 
-import io
 import itertools
 import shutil
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
+from picture_files import CLASSES, PIXELS, encoded, pixels_of, samples_of, write_pictures
 from PIL import Image
-from reading_pictures import pixels_of, with_notices
 
 import jdp
 from jdp.cli import main as cli
@@ -18,33 +16,11 @@ from jdp.data.images.decode import Frame
 from jdp.data.images.samples import image_data
 
 RNG = np.random.default_rng(0)
-PIXELS = RNG.integers(0, 256, (30, 6, 5, 3), dtype=np.uint8)
-CLASSES = ("ape", "cat", "zebra")
-
-
-def encoded(pixels, kind="PNG", mode=None, **options):
-    file = io.BytesIO()
-    picture = Image.fromarray(pixels)
-    (picture.convert(mode) if mode else picture).save(file, kind, **options)
-    return file.getvalue()
-
-
-def write(folder, pixels=PIXELS, classes=CLASSES):
-    """Picture i is of class i % 3, named by its number."""
-    for number, values in enumerate(pixels):
-        path = folder / classes[number % len(classes)] / f"{number:03d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(values))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("pictures"))
-
-
-def samples_of(data):
-    return [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
+    return write_pictures(tmp_path_factory.mktemp("pictures"))
 
 
 def contents(side):
@@ -93,7 +69,7 @@ def test_folders_are_classes_and_every_picture_is_a_sample(pictures):
     assert all(sample["images"].dtype == np.float32 for sample in samples_of(data))
 
 
-def test_what_is_no_picture_is_passed_over_and_reported(pictures, tmp_path, caplog):
+def test_what_is_no_picture_is_passed_over_and_reported(pictures, tmp_path, notices):
     folder = shutil.copytree(pictures, tmp_path / "set")
     (folder / "ape" / "notes.txt").write_text("mine")
     (folder / "ape" / ".hidden.png").write_text("no picture")
@@ -101,26 +77,26 @@ def test_what_is_no_picture_is_passed_over_and_reported(pictures, tmp_path, capl
     shutil.copy(folder / "ape" / "000.png", folder / "beside.png")
     (folder / "cat" / "deep" / "er").mkdir(parents=True)
     (folder / "cat" / "001.png").rename(folder / "cat" / "deep" / "er" / "001.PNG")
-    data, text = with_notices(caplog, lambda: image_data(folder))
-    assert f"{folder}: passing over 1 files that are no pictures" in text
-    assert f"{folder}: passing over 1 pictures beside the class folders" in text
-    assert "folders inside a class folder are read as that class, for example in cat" in text
+    data = image_data(folder)
+    assert f"{folder}: passing over 1 files that are no pictures" in notices.text
+    assert f"{folder}: passing over 1 pictures beside the class folders" in notices.text
+    assert "folders inside a class folder are read as that class, for example in cat" in notices.text
     assert sorted(map(str, samples_of(data))) == sorted(map(str, samples_of(image_data(pictures))))
 
 
-def test_folders_to_train_and_to_evaluate_on(pictures, tmp_path, caplog):
+def test_folders_to_train_and_to_evaluate_on(pictures, tmp_path, notices):
     shutil.copytree(pictures, tmp_path / "train")
     shutil.copytree(pictures / "cat", tmp_path / "val" / "cat")
     shutil.copytree(pictures, tmp_path / "test")
-    data, text = with_notices(caplog, lambda: image_data(tmp_path))
-    assert "training on the folder train, holding out val, not reading test" in text
+    data = image_data(tmp_path)
+    assert "training on the folder train, holding out val, not reading test" in notices.text
     assert (len(data.train), len(data.heldout), data.classes) == (30, 10, CLASSES)
     assert {int(data.heldout[index]["labels"]) for index in range(10)} == {1}  # cat, though it is the only folder
     assert "a set of its own" in str(data)
 
 
 def test_a_held_out_set_by_name(pictures, tmp_path):
-    other = write(tmp_path / "other", 255 - PIXELS)
+    other = write_pictures(tmp_path / "other", 255 - PIXELS)
     data = image_data(pictures, heldout=other)
     assert (len(data.train), len(data.heldout)) == (30, 30)
     (other / "dog").mkdir()
@@ -270,7 +246,7 @@ def test_a_picture_that_went_away_or_changed_its_size(pictures, tmp_path):
 
 
 def test_pictures_of_32_bits_have_no_white(tmp_path):
-    folder = write(tmp_path)
+    folder = write_pictures(tmp_path)
     Image.fromarray(GREY.astype(np.float32)).save(folder / "ape" / "000.tif")
     with pytest.raises(ValueError, match=r"000.tif .*32 bits \(mode F\), which have no agreed white"):
         image_data(folder, size=4, heldout=folder).train[1]
@@ -340,16 +316,3 @@ def test_a_missing_package_is_reported_with_the_command(pictures, monkeypatch, m
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(ValueError, match=message):
         image_data(pictures if source == "pictures" else source)
-
-
-def test_batches_of_images(pictures):
-    data = image_data(pictures, heldout_fraction=0.2)
-    batches = list(global_batches(data.train, batch_size=8, seed=0, epochs=1, threads=3))
-    assert {(k, v.shape, v.dtype.name) for batch in batches for k, v in batch.items()} == {
-        ("images", (8, 6, 5, 3), "float32"),
-        ("labels", (8,), "int32"),
-        ("weights", (8,), "float32"),
-    }
-    assert sum(batch["weights"].sum() for batch in batches) == len(data.train)
-    labels = Counter(int(label) for b in batches for label, w in zip(b["labels"], b["weights"], strict=True) if w)
-    assert labels == Counter(data.train.pictures.labels.numbers[data.train.rows].tolist())

@@ -1,29 +1,32 @@
 """Data behind an address, on a real S3 server on this machine: the samples of files on a disk, fetched once."""
 
-import io
 import os
-import tarfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
-from PIL import Image
-from tiny_experiment import points_text, write_points
+from corpora import parquet
+from picture_files import members, write_tar
+from runs import refused
+from tiny_experiment import points_text, tables, write_points
 
 from jdp.base import notices
 from jdp.base.bucket import Remote, RemoteError
-from jdp.cli.main import main
 from jdp.data import array_data, image_data, text_data
 from jdp.data.sources.in_bucket import local_path
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
+def here(own_cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notices._said.clear()
     yield
     assert not [path for path in tmp_path.iterdir() if ":" in path.name]
+
+
+EXPERIMENT = points_text(tables(train={"steps": 1, "batch_size": 8}))
 
 
 def upload(bucket, folder):
@@ -42,17 +45,8 @@ def texts(folder):
 
 
 def shards(folder):
-    folder.mkdir()
-    random = np.random.default_rng(0)
     for shard in range(2):
-        with tarfile.open(folder / f"shard-{shard}.tar", "w") as archive:
-            for number in range(6):
-                picture = io.BytesIO()
-                Image.fromarray(random.integers(0, 255, (8, 8, 3), np.uint8)).save(picture, "png")
-                for ending, content in (("png", picture.getvalue()), ("cls", str(number % 3).encode())):
-                    header = tarfile.TarInfo(f"{shard}{number:04}.{ending}")
-                    header.size = len(content)
-                    archive.addfile(header, io.BytesIO(content))
+        write_tar(folder / f"shard-{shard}.tar", members(range(shard * 6, shard * 6 + 6)))
     return folder
 
 
@@ -76,7 +70,6 @@ def test_texts_are_those_of_a_disk(bucket, tmp_path, pattern, capsys):
 
 
 def test_tars_arrays_and_tables_are_those_of_a_disk(bucket, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow.parquet")
     folder = shards(tmp_path / "pictures")
     address = upload(bucket, folder)
     same(image_data(f"{address}/*.tar", heldout_fraction=0.2), image_data(f"{folder}/*.tar", heldout_fraction=0.2))
@@ -84,10 +77,9 @@ def test_tars_arrays_and_tables_are_those_of_a_disk(bucket, tmp_path):
     arrays.mkdir()
     np.savez(arrays / "points.npz", features=np.arange(60.0).reshape(20, 3), labels=np.arange(20) % 2)
     rows = [f"row {number} of a table " * 20 for number in range(20)]
-    pyarrow.write_table(__import__("pyarrow").table({"text": rows}), arrays / "rows.parquet")
+    parquet(arrays / "rows.parquet", pyarrow.table({"text": rows}))
     address = upload(bucket, arrays)
-    one, other = (array_data(f"{each}/points.npz", heldout_fraction=0.2) for each in (address, arrays))
-    same(one, other)
+    same(*(array_data(f"{each}/points.npz", heldout_fraction=0.2) for each in (address, arrays)))
     same(*(text_data(f"{each}/rows.parquet", length=16, heldout_fraction=0.2) for each in (address, arrays)))
 
 
@@ -110,12 +102,10 @@ def test_a_tar_cut_in_half_is_one_error_that_names_its_address(bucket, tmp_path,
     whole = (folder / "shard-1.tar").read_bytes()
     (folder / "shard-1.tar").write_bytes(whole[: len(whole) // 2 - 100])
     address = upload(bucket, folder)
-    experiment = points_text("[train]\nsteps = 1\nbatch_size = 8\n").replace("points.npz", address)
-    file = write_points(tmp_path, experiment)
+    file = write_points(tmp_path, EXPERIMENT.replace("points.npz", address))
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert main(["train", str(file), "--run-dir", f"{bucket}/runs", "--model.features_in", "192"]) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert f"{address}/shard-1.tar" in error and "Traceback" not in error and "complete" in error, error
+    error = " ".join(refused(capsys, "train", file, "--run-dir", f"{bucket}/runs", "--model.features_in", "90").split())
+    assert f"{address}/shard-1.tar" in error and "complete" in error, error
     assert sorted(path.name for path in tmp_path.iterdir()) in (before, sorted([*before, "cache"]))
     assert not Remote(f"{bucket}/runs").files()
 
@@ -132,17 +122,12 @@ BAD = {
 @pytest.mark.parametrize("source", BAD)
 def test_what_is_not_there_is_one_error(bucket, tmp_path, capsys, source):
     address = source.format(bucket=bucket)
-    for read in (
-        lambda: text_data(address, length=8, heldout_fraction=0.1),
-        lambda: array_data(address, heldout_fraction=0.1),
-        lambda: image_data(address, heldout_fraction=0.1),
-    ):
+    for read in (partial(text_data, length=8), array_data, image_data):
         with pytest.raises(ValueError, match=BAD[source]):
-            read()
-    file = write_points(tmp_path, points_text("[train]\nsteps = 1\nbatch_size = 8\n").replace("points.npz", address))
-    assert main(["train", str(file), "--run-dir", str(tmp_path / "runs")]) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert BAD[source] in error and "Traceback" not in error and not (tmp_path / "runs").exists()
+            read(address, heldout_fraction=0.1)
+    file = write_points(tmp_path, EXPERIMENT.replace("points.npz", address))
+    error = refused(capsys, "train", file, "--run-dir", tmp_path / "runs")
+    assert BAD[source] in " ".join(error.split()) and not (tmp_path / "runs").exists()
 
 
 def test_a_bucket_that_may_not_be_read_is_said_so(bucket, monkeypatch):

@@ -2,14 +2,14 @@
 
 import json
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from corpora import read_corpus
 from huggingface_hub.utils import http_backoff
-from tiny_experiment import train_here
+from runs import rows
+from tiny_experiment import entries, train_here
 
 import jdp
 from jdp.cli import main as cli
@@ -17,16 +17,11 @@ from jdp.data import global_batches, mixture, text_data
 from jdp.data.feed import process_rows
 from jdp.data.sources.hub import _reading
 from jdp.data.text import samples as reads_text
-from jdp.run.outputs.metrics import read
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(60)]
 
 
-@pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+pytestmark = pytest.mark.usefixtures("own_hub")
 
 
 @pytest.fixture(params=["parquet", "jsonl"])
@@ -63,9 +58,8 @@ def test_some_rows_of_a_stream(folder, rows, expected):
 
 @pytest.mark.parametrize("split", ["train[:10%]", "train[5:5]", "train[:-1]", "test"])
 def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
-    with pytest.raises(
-        ValueError, match=r"rows of a stream must be counted|must be readable; given hf-stream"
-    ) as caught:
+    said = r"rows of a stream must be counted|must be readable; given hf-stream"
+    with pytest.raises(ValueError, match=said) as caught:
         text_data(f"hf-stream:{folder}:{split}", length=16)
     assert cli._is_users_mistake(caught.value)
 
@@ -73,6 +67,7 @@ def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
 def test_a_hub_that_does_not_answer_is_told_once(capfd, monkeypatch):
     """The hub's own client, against a port where nobody listens."""
     monkeypatch.setattr("jdp.base.notices._said", set())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     ask = lambda: http_backoff("HEAD", "http://127.0.0.1:9/", max_retries=3, base_wait_time=0.01)  # noqa: E731
     with pytest.raises(ValueError, match=r"must be readable; given hf:x: .*or look at the network"):
         _reading("hf:x", ask)
@@ -117,9 +112,10 @@ def test_a_stream_trains_and_resumes(tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "a.txt").write_text("".join(TEXTS))
-    model = '[model]\nname = "gpt-nano"\nlayers = 1\nwidth = 16\nheads = 2\nkv_heads = 1\ncontext = 8\n'
-    parts = '[data.mixture]\na.source = "hf-stream:./rows:train"\na.weight = 2.0\nb.source = "a.txt"\n'
-    (tmp_path / "x.toml").write_text(f'name = "x"\n{model}{parts}[optimizer]\nname = "sgd"\nschedule = "constant"\n')
+    model = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
+    mixed = {"mixture": {"a": {"source": "hf-stream:./rows:train", "weight": 2.0}, "b": {"source": "a.txt"}}}
+    rule = {"name": "sgd", "schedule": "constant"}
+    (tmp_path / "x.toml").write_text(entries({"name": "x", "model": model, "data": mixed, "optimizer": rule}))
     jdp.keep_programs()  # of the first run, for the two others; after this file conftest undoes it
     last = []
     for name, stops in (("once", (4,)), ("twice", (2, 4))):
@@ -127,7 +123,5 @@ def test_a_stream_trains_and_resumes(tmp_path):
             settings = {"name": name, "train.steps": str(steps), "train.batch_size": "8", "train.log_every": "1"}
             settings |= {"train.eval_batches": "1", "sample.length": "1"}
             train_here(tmp_path / "x.toml", tmp_path / "runs", settings, devices=1)
-        lines = [line for line in read(tmp_path / "runs" / name / "metrics.jsonl") if line["step"] == 4]
-        last.append({key: value for line in lines for key, value in line.items()})
-    assert last[0]["eval_a_loss"] == last[1]["eval_a_loss"]
-    assert last[0]["loss"] == last[1]["loss"]
+        last.append([rows(tmp_path / "runs" / name, key)[4] for key in ("loss", "eval_a_loss")])
+    assert last[0] == last[1]

@@ -88,14 +88,13 @@ def test_the_split_is_whole_disjoint_and_content_based(tmp_path):
     assert (set(documents_of(there.train)), set(documents_of(there.heldout))) == (train, heldout)
 
 
-def test_one_file_is_split_at_its_tail_and_reported_once(tmp_path, caplog):
+def test_one_file_is_split_at_its_tail_and_reported_once(tmp_path, notices):
     text = "".join(f"{number:03d} " for number in range(250))
-    with caplog.at_level(logging.INFO, "jdp"):
-        text_data(write(tmp_path, only=text), length=8, heldout_fraction=0.1)
-        data = text_data(tmp_path, length=8, heldout_fraction=0.1)
+    text_data(write(tmp_path, only=text), length=8, heldout_fraction=0.1)
+    data = text_data(tmp_path, length=8, heldout_fraction=0.1)
     assert documents_of(data.train) + documents_of(data.heldout) == [text[:900].encode(), text[900:].encode()]
     assert not data.whole and "the tail of each document" in str(data)
-    assert caplog.text.count("the tail of each is held out") == 1
+    assert notices.text.count("the tail of each is held out") == 1
 
 
 # --- sources --------------------------------------------------------------------------------------------------------
@@ -142,22 +141,20 @@ def test_stdlib_may_stand_in_a_list(tmp_path):
     assert corpus.name.endswith("and 1 more")
 
 
-def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path, caplog):
+def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path, notices):
     write(tmp_path, a="text")
     write(tmp_path / ".hidden", b="not seen")
     (tmp_path / ".draft.txt").write_text("not seen")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    with caplog.at_level(logging.INFO, "jdp"):
-        assert read_corpus(tmp_path).documents == (b"text",)
-    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 2 others" in caplog.text
+    assert read_corpus(tmp_path).documents == (b"text",)
+    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 2 others" in notices.text
     assert read_corpus(tmp_path, suffixes=[".png"]).documents == (b"\x89PNG",)
     assert read_corpus(tmp_path / "*.png").documents == (b"\x89PNG",)
 
 
-def test_a_separator_in_the_text_is_reported(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "jdp"):
-        text_data(write(tmp_path, utf16="wide text".encode("utf-16")), length=4)
-    assert "byte 0, which closes a document, is in 1 of them" in caplog.text
+def test_a_separator_in_the_text_is_reported(tmp_path, notices):
+    text_data(write(tmp_path, utf16="wide text".encode("utf-16")), length=4)
+    assert "byte 0, which closes a document, is in 1 of them" in notices.text
 
 
 def test_empty_files_hold_no_document(tmp_path):

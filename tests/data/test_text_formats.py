@@ -3,18 +3,16 @@
 import gzip
 import io
 import json
-import logging
-import subprocess
 import sys
 
 import datasets
-import huggingface_hub
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from corpora import read_corpus
+from corpora import arrow, arrow_file, parquet, read_corpus
+from own_process import python
 
 from jdp.data import text_data
 
@@ -26,20 +24,6 @@ TABLE = pyarrow.Table.from_pylist(ROWS)
 
 def lines(rows):
     return "".join(json.dumps(row, ensure_ascii=row["id"] % 2 == 0) + "\n" for row in rows).encode()
-
-
-def parquet(path, table=TABLE):
-    pyarrow.parquet.write_table(table, path, row_group_size=7)
-
-
-def arrow_file(path, table=TABLE):
-    with pyarrow.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-
-
-def arrow_stream(path, table=TABLE):
-    with pyarrow.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
 
 
 def zstd(content):
@@ -54,24 +38,17 @@ WRITERS = {
     "rows.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
     "rows.json.gz": lambda path: path.write_bytes(gzip.compress(lines(ROWS[:9])) + gzip.compress(lines(ROWS[9:]))),
     "rows.jsonl.zst": lambda path: path.write_bytes(zstd(lines(ROWS))),
-    "rows.parquet": parquet,
-    "rows.arrow": arrow_file,
-    "stream.arrow": arrow_stream,
-    "large.arrow": lambda path: arrow_stream(
-        path, TABLE.cast(pyarrow.schema([("id", "int64"), ("text", "large_string")]))
-    ),
+    "rows.parquet": lambda path: parquet(path, TABLE),
+    "rows.arrow": lambda path: arrow_file(path, TABLE),
+    "stream.arrow": lambda path: arrow(path, TABLE),
+    "large.arrow": lambda path: arrow(path, TABLE.cast(pyarrow.schema([("id", "int64"), ("text", "large_string")]))),
     "bytes.parquet": lambda path: parquet(path, TABLE.cast(pyarrow.schema([("id", "int64"), ("text", "binary")]))),
     "words.feather": lambda path: arrow_file(path, TABLE.set_column(1, "text", TABLE["text"].dictionary_encode())),
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    """Hugging Face writes nothing outside of the test, and asks no hub."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    datasets.disable_progress_bars()
+datasets.disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_hub")
 
 
 # --- the same documents ---------------------------------------------------------------------------------------------
@@ -92,26 +69,19 @@ def test_compressed_text_is_text(tmp_path, suffix, compress):
     assert read_corpus(f"{tmp_path}/*.txt{suffix}").documents == DOCUMENTS[:5]
 
 
-def test_a_directory_of_rows_is_read_as_rows(tmp_path, caplog):
-    for number, name in enumerate(["a.parquet", "b.jsonl.zst", "deep/c.arrow"]):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        rows = ROWS[number * 10 : number * 10 + 10]
-        table = TABLE.slice(number * 10, 10)
-        writers = [
-            lambda p, t=table: parquet(p, t),
-            lambda p, r=rows: p.write_bytes(zstd(lines(r))),
-            lambda p, t=table: arrow_file(p, t),
-        ]
-        writers[number](tmp_path / name)
+def test_a_directory_of_rows_is_read_as_rows(tmp_path, notices):
+    (tmp_path / "deep").mkdir()
+    parquet(tmp_path / "a.parquet", TABLE.slice(0, 10))
+    (tmp_path / "b.jsonl.zst").write_bytes(zstd(lines(ROWS[10:20])))
+    arrow_file(tmp_path / "deep" / "c.arrow", TABLE.slice(20, 10))
     (tmp_path / "dataset_info.json").write_text("{}")
-    with caplog.at_level(logging.INFO, "jdp"):
-        assert read_corpus(tmp_path).documents == DOCUMENTS[:30]
-    assert "reading 3 files (.arrow, .parquet, .zst), passing over 1 others" in caplog.text
+    assert read_corpus(tmp_path).documents == DOCUMENTS[:30]
+    assert "reading 3 files (.arrow, .parquet, .zst), passing over 1 others" in notices.text
 
 
 def test_a_directory_of_text_and_rows_is_ambiguous(tmp_path):
     (tmp_path / "README.md").write_text("about the rows")
-    parquet(tmp_path / "a.parquet")
+    parquet(tmp_path / "a.parquet", TABLE)
     with pytest.raises(
         ValueError,
         match=r"one kind of data; given .* with 1 such as README.md and 1 such as a.parquet: name .*\*\.parquet",
@@ -228,9 +198,8 @@ def test_a_data_set_that_cannot_be_had_is_one_line(hub, name, message):
 
 
 def test_a_column_of_a_data_set_that_is_not_there(hub):
-    with pytest.raises(
-        ValueError, match=r'the field "body"; given hf:.*saved \(split train\) without it: .* has: id, text'
-    ):
+    said = r'the field "body"; given hf:.*saved \(split train\) without it: .* has: id, text'
+    with pytest.raises(ValueError, match=said):
         read_corpus(f"hf:{hub}/saved", field="body")
 
 
@@ -332,9 +301,8 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, package, name
     if source != name:
         WRITERS[name](source)
     monkeypatch.setitem(sys.modules, package, None)  # as Python itself marks what cannot be imported
-    with pytest.raises(
-        ValueError, match=rf"needs the package {package}, which is not installed: pip install '.\[hf\]'"
-    ):
+    said = rf"needs the package {package}, which is not installed: pip install '.\[hf\]'"
+    with pytest.raises(ValueError, match=said):
         read_corpus(source)
 
 
@@ -343,5 +311,5 @@ def test_nothing_is_imported_before_a_source_needs_it():
         "import sys, jdp.data, jdp.data.sources.tables, jdp.data.sources.hub, jdp.data.text.tokenizers\n"
         "print([name for name in ('pyarrow', 'datasets', 'tokenizers', 'PIL') if name in sys.modules])"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = python("-c", program, timeout=60)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")

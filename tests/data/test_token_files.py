@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jdp.cli import main as cli
-from jdp.data import TextSamples, global_batches, mixture, text_data
+from jdp.data import TextSamples, global_batches, text_data
 from jdp.data.text import samples as reads_text
 from jdp.data.text.token_array import MappedTokens
 
@@ -19,9 +19,8 @@ TEXTS = [f"In chapter {number} of the tale, naïvely — " * (1 + number % 5) fo
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "token_files"
+def cache(own_cache):
+    return own_cache / "token_files"
 
 
 @pytest.fixture
@@ -136,23 +135,6 @@ def test_a_cache_that_cannot_be_written_is_reported(rows, tmp_path, monkeypatch,
     monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "file"))
     assert text_data(rows, length=16, in_files=True).folder is None
     assert "held in memory, by each process" in capsys.readouterr().err
-
-
-def test_a_mixture_of_files_and_memory_has_one_order(rows, tmp_path):
-    (tmp_path / "other.txt").write_text("".join(reversed(TEXTS)) * 3)
-
-    def mixed(in_files):
-        parts = [
-            (text_data(rows, length=16, in_files=in_files), 3),
-            (text_data(tmp_path / "other.txt", length=16, in_files=False), 1),
-        ]
-        return mixture(parts, seed=5)
-
-    files, memory = mixed(True), mixed(False)
-    assert files.fingerprint == memory.fingerprint
-    for position in range(0, 400, 7):
-        one, other = (data.train.sample_at(position, 2) for data in (files, memory))
-        assert all(np.array_equal(one[key], other[key]) for key in other)
 
 
 def resident():

@@ -4,22 +4,11 @@ import json
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 import pytest
-from corpora import read_token_ids
+from corpora import arrow, parquet, read_token_ids
 
 from jdp.data import text_data
 from jdp.data.sources.tables import table_pieces
-
-
-def parquet(path, table):
-    pyarrow.parquet.write_table(table, path)
-
-
-def arrow_stream(path, table):
-    with pyarrow.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-
 
 IDS = [[5, 6, 300], [7], [], [8, 9]]
 
@@ -31,7 +20,7 @@ def ids_file(path):
             path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
         case suffix:
             table = pyarrow.table({"input_ids": pyarrow.array(IDS, kinds[suffix])})
-            (parquet if suffix == ".parquet" else arrow_stream)(path, table)
+            (parquet if suffix == ".parquet" else arrow)(path, table)
     return path
 
 
@@ -109,13 +98,9 @@ def test_arrays_that_are_not_token_ids(tmp_path):
     np.savez(tmp_path / "b.npz", x=np.zeros(3, int))
     with pytest.raises(ValueError, match=r'the field "input_ids"; given .*b.npz without it: give one that it has: x'):
         read_token_ids(tmp_path / "b.npz")
-    (tmp_path / "c.npz").write_bytes((tmp_path / "b.npz").read_bytes()[:-30])
-    with pytest.raises(ValueError, match=r"arrays must be readable; given .*c.npz"):
-        read_token_ids(tmp_path / "c.npz")
     (tmp_path / "d.txt").write_text("text")
-    with pytest.raises(
-        ValueError, match=r"token ids must be in .parquet, .*\.npy files; given .*d.txt: name a tokenizer"
-    ):
+    said = r"token ids must be in .parquet, .*\.npy files; given .*d.txt: name a tokenizer"
+    with pytest.raises(ValueError, match=said):
         read_token_ids(tmp_path / "d.txt")
 
 

@@ -1,7 +1,6 @@
 """What a tokenizer's file promises: the ids it says, in few bytes, each document closed, whatever it was saved with."""
 
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -119,12 +118,11 @@ def test_documents_are_packed_whole(file, texts):
     assert any(text.endswith(first.removesuffix(END)) for text in TEXTS)
 
 
-def test_text_that_spells_the_end_is_reported(file, tmp_path, caplog):
+def test_text_that_spells_the_end_is_reported(file, tmp_path, notices):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"one {END} two {END} " * 5 + name)
-    with caplog.at_level(logging.INFO, "jdp"):
-        text_data(tmp_path / "*.txt", length=4, tokenizer=str(file))
-    assert "token 299, which closes a document, is in 2 of them; are they text?" in caplog.text
+    text_data(tmp_path / "*.txt", length=4, tokenizer=str(file))
+    assert "token 299, which closes a document, is in 2 of them; are they text?" in notices.text
 
 
 @pytest.mark.parametrize(
@@ -147,23 +145,20 @@ def test_a_mixture_has_one_tokenizer(file, texts):
 # --- what is kept between runs --------------------------------------------------------------------------------------
 
 
-def test_tokens_are_kept_and_found_again(file, texts, tmp_path, monkeypatch):
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+def test_tokens_are_kept_and_found_again(file, texts, own_cache, monkeypatch):
+    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
     first = text_data(texts, length=16, tokenizer=str(file))
-    [kept] = (tmp_path / "cache" / "tokens").iterdir()
-    monkeypatch.setattr(ours, "_batches", None)  # from here on nothing can be tokenised
-    again = text_data(texts, length=16, tokenizer=str(file))
+    [kept] = (own_cache / "tokens").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(ours, "_batches", None)  # nothing can be tokenised
+        again = text_data(texts, length=16, tokenizer=str(file))
     assert again.fingerprint == first.fingerprint and again.train.tokens.dtype == np.uint16
-    monkeypatch.undo()
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
     kept.write_bytes(kept.read_bytes()[:-7])  # half written, or a disk that went bad: made again
     assert text_data(texts, length=16, tokenizer=str(file)).fingerprint == first.fingerprint
 
 
-def test_another_text_or_tokenizer_is_not_found(file, texts, tmp_path, monkeypatch):
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+def test_another_text_or_tokenizer_is_not_found(file, texts, own_cache, monkeypatch):
+    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
     text_data(texts, length=16, tokenizer=str(file))
     texts.write_text(texts.read_text().replace("tale", "tail"))
     other = text_data(texts, length=16, tokenizer=str(file))
@@ -172,16 +167,15 @@ def test_another_text_or_tokenizer_is_not_found(file, texts, tmp_path, monkeypat
     saved["added_tokens"][0]["content"] = "</s>"
     file.write_text(json.dumps(saved))
     text_data(texts, length=16, tokenizer=str(file))
-    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 3
+    assert len(list((own_cache / "tokens").iterdir())) == 3
 
 
-def test_a_cache_that_cannot_be_written_is_reported(file, texts, tmp_path, monkeypatch, caplog):
+def test_a_cache_that_cannot_be_written_is_reported(file, texts, tmp_path, monkeypatch, notices):
     (tmp_path / "cache").write_text("a file stands here")
     monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
-    with caplog.at_level(logging.INFO, "jdp"):
-        assert text_data(texts, length=16, tokenizer=str(file)).vocab_size == 300
-    assert "tokens are not kept" in caplog.text
+    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
+    assert text_data(texts, length=16, tokenizer=str(file)).vocab_size == 300
+    assert "tokens are not kept" in notices.text
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------
@@ -206,9 +200,8 @@ def test_a_file_that_is_no_tokenizer(tmp_path, texts, name, content, message):
 def test_a_tokenizer_that_closes_nothing(tmp_path, file):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.save(str(tmp_path / "words.json"))
-    with pytest.raises(
-        ValueError, match=r"closes documents; given .*words.json: none of <\|endoftext\|>, .* is in its"
-    ):
+    said = r"closes documents; given .*words.json: none of <\|endoftext\|>, .* is in its"
+    with pytest.raises(ValueError, match=said):
         open_tokenizer(str(tmp_path / "words.json"))
     (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(ValueError, match=r"tokenizer_config.json names <end>, which is not in its vocabulary"):

@@ -2,46 +2,27 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from tiny_experiment import SMALL
 
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import (
-    ExperimentError,
-    check_for_devices,
-    describe,
-    from_table,
-    load,
-    to_toml,
-)
+from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
 from jdp.experiment.schema.experiment import USED_BY, Experiment, Optimizer
 from jdp.models import GPTConfig
 from jdp.models.configs.sizes import SIZES
 
-SMALL = """
-name = "small"
-[model]
-name = "gpt-nano"
-[data]
-length = 32
-[train]
-steps = 50
-batch_size = 16
-"""
-
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return path
 
 
-def experiment(**tables: object) -> Experiment:
+def experiment(**tables):
     base: dict[str, object] = {
         "name": "x",
         "model": {"name": "gpt-nano"},
@@ -54,19 +35,28 @@ def experiment(**tables: object) -> Experiment:
     return from_table(base)
 
 
-def refusal(path: Path, **overrides: str) -> str:
+def refusal(path, **overrides):
     with pytest.raises(ExperimentError) as caught:
         load(path, {key.replace("__", "."): value for key, value in overrides.items()})
     return str(caught.value)
 
 
+def in_model(text):
+    return SMALL.replace("[data]", f"{text}\n[data]")
+
+
+def in_data(text):
+    return SMALL.replace("[train]", f"{text}\n[train]")
+
+
+def pictures(model, data):
+    return SMALL.replace("gpt-nano", model).replace("length = 32", data)
+
+
 WRONG_FILES = {
     "unknown key": ('stratgy = "ddp"\n' + SMALL, "stratgy is not a key of the top level; did you mean strategy?"),
     "unknown nested key": (SMALL + "stepz = 3", "train.stepz is not a key of [train]; did you mean train.steps?"),
-    "unknown model field": (
-        SMALL.replace("[data]", "widht = 64\n[data]"),
-        "model.widht is not a key of [model]; did you mean model.width?",
-    ),
+    "unknown model field": (in_model("widht = 64"), "model.widht is not a key of [model]; did you mean model.width?"),
     "unknown table": (SMALL + "[trian]\nsteps = 3", "trian is not a key of the top level; did you mean train?"),
     "key of another table": ("lr = 1.0\n" + SMALL, "lr is not a key of the top level; did you mean optimizer.lr?"),
     "another library's word": ('strategy = "fsdp"\n' + SMALL, 'zero3; given "fsdp"; here that is zero3'),
@@ -84,7 +74,7 @@ WRONG_FILES = {
     "fraction": (SMALL.replace("= 16", "= 16.0"), "given 16.0: write batch_size = 16"),
     "number is no text": (SMALL.replace('"small"', "3"), 'name must be text; given 3: write name = "3", in quotes'),
     "text is no bool": (
-        SMALL.replace("[train]", 'shuffle = "False"\n[train]'),
+        in_data('shuffle = "False"'),
         'must be true or false; given "False", which is text: write shuffle = false, without quotes',
     ),
     "float as text": (SMALL + '[optimizer]\nlr = "1e-3"', "write lr = 1e-3, without quotes"),
@@ -106,13 +96,13 @@ WRONG_FILES = {
         "mesh: Mesh axes are positive sizes, at most one of them -1 (what is left); given data=-1 × model=-1",
     ),
     "axis without a name": (SMALL + "[mesh]\n'a b' = 2", "mesh: Mesh axes are named like variables"),
-    "a config's own rule": (SMALL.replace("[data]", "width = 63\n[data]"), "model: heads must divide width; given"),
+    "a config's own rule": (in_model("width = 63"), "model: heads must divide width; given"),
     "array item": (
         SMALL.replace('"gpt-nano"', '"mlp"\nhidden = [4, "5"]'),
         'model.hidden[1] must be a whole number; given "5", which is text',
     ),
     "patterns": (SMALL + "wrt = [3]", 'train.wrt must be a path pattern, such as "*/lora_*"'),
-    "source": (SMALL.replace("[train]", "source = 3\n[train]"), 'data.source must be "stdlib", a path or glob'),
+    "source": (in_data("source = 3"), 'data.source must be "stdlib", a path or glob'),
     "longer than the context": (
         SMALL.replace("= 32", "= 1000"),
         "data.length must be at most model.context = 256; given 1000",
@@ -136,24 +126,24 @@ WRONG_FILES = {
     "unknown key of an eval set": (SMALL + "[eval.wiki]\nsorce = 'x'\nsource = 'y'", "did you mean eval.wiki.source?"),
     "name of an eval set": (SMALL + "[eval.'a b']\nsource = 'x'", "eval has a data set named 'a b': a name is letters"),
     "source and mixture": (
-        SMALL.replace("[train]", 'source = "a"\nmixture = {a = {source = "b"}}\n[train]'),
+        in_data('source = "a"\nmixture = {a = {source = "b"}}'),
         "data.source and [data.mixture.NAME] exclude each other",
     ),
     "weight of an ingredient": (
-        SMALL.replace("[train]", 'mixture = {a = {source = "b", weight = 0.0}}\n[train]'),
+        in_data('mixture = {a = {source = "b", weight = 0.0}}'),
         "data.mixture.a.weight must be more than 0.0; given 0.0",
     ),
     "text for a vision model": (
-        SMALL.replace("gpt-nano", "resnet-18").replace("length = 32", 'source = "stdlib"'),
+        pictures("resnet-18", 'source = "stdlib"'),
         "a ResNet or ViT learns images; given 'stdlib', which is not images: write source = \"digits\"",
     ),
     "pictures for a GPT": (SMALL.replace("length = 32", 'source = "digits"'), "a GPT learns text; given 'digits'"),
     "length of pictures": (
-        SMALL.replace("gpt-nano", "vit-digits").replace("length = 32", 'length = 32\nsource = "digits"'),
+        pictures("vit-digits", 'length = 32\nsource = "digits"'),
         "data.length is not used by model.name = 'vit-digits'",
     ),
     "sample of a classifier": (
-        SMALL.replace("gpt-nano", "mlp").replace("length = 32", 'source = "digits"') + "[sample]\nlength = 3",
+        pictures("mlp", 'source = "digits"') + "[sample]\nlength = 3",
         "[sample] is text written by a GPT; model.name = 'mlp' writes none",
     ),
     "key the schedule ignores": (SMALL + "[optimizer]\nfinal_lr_fraction = 0.1", "not used by the constant schedule"),
@@ -163,7 +153,7 @@ WRONG_FILES = {
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG_FILES.values(), ids=WRONG_FILES)
-def test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix(tmp_path: Path, text: str, expected: str):
+def test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix(tmp_path, text, expected):
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     message = refusal(path)
@@ -186,27 +176,21 @@ WRONG_OVERRIDES = {
 
 
 @pytest.mark.parametrize(("key", "text", "expected"), WRONG_OVERRIDES.values(), ids=WRONG_OVERRIDES)
-def test_a_wrong_override_is_refused_and_named_as_typed(file: Path, key: str, text: str, expected: str):
-    with pytest.raises(ExperimentError) as caught:
-        load(file, {key: text})
-    assert expected in str(caught.value) and "\n" not in str(caught.value)
+def test_a_wrong_override_is_refused_and_named_as_typed(file, key, text, expected):
+    message = refusal(file, **{key: text})
+    assert expected in message and "\n" not in message
 
 
-def test_all_problems_are_listed_at_once_one_a_line(tmp_path: Path):
+def test_all_problems_are_listed_at_once_one_a_line(tmp_path):
     path = tmp_path / "wrong.toml"
     path.write_text('strategy = "zero4"\nseed = true\n' + SMALL.replace("= 50", '= "50"') + "stepz = 1\n")
     header, *lines = refusal(path, train__log_every="x").splitlines()
     assert header == f"{path}: 5 problems"
-    assert sorted(line.split()[0] for line in lines) == [
-        "--train.log_every",
-        "seed",
-        "strategy",
-        "train.steps",
-        "train.stepz",
-    ]
+    named = ["--train.log_every", "seed", "strategy", "train.steps", "train.stepz"]
+    assert sorted(line.split()[0] for line in lines) == named
 
 
-def test_a_file_that_cannot_be_read_is_refused_with_the_files_nearby(file: Path):
+def test_a_file_that_cannot_be_read_is_refused_with_the_files_nearby(file):
     folder = file.parent
     missing = refusal(folder / "smal.toml")
     assert missing == f"{folder / 'smal.toml'}: there is no such file; did you mean {file}?"
@@ -216,21 +200,10 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_files_nearby(file: Path)
     assert "is not text in UTF-8" in refusal(folder / "binary.toml")
 
 
-def test_overrides_are_toml_values_where_they_fit_and_text_where_not(file: Path):
-    changed = load(
-        file,
-        {
-            "name": "2024",
-            "mesh.data": "-1",
-            "mesh.model": "2",
-            "train.steps": "7",
-            "optimizer.lr": "1",
-            "optimizer.clip_norm": "0.5",
-            "model.width": "64",
-            "data.shuffle": "false",
-            "sample.prompt": "true",
-        },
-    )
+def test_overrides_are_toml_values_where_they_fit_and_text_where_not(file):
+    overrides = {"name": "2024", "mesh.data": "-1", "mesh.model": "2", "train.steps": "7", "optimizer.lr": "1"}
+    overrides |= {"optimizer.clip_norm": "0.5", "model.width": "64", "data.shuffle": "false", "sample.prompt": "true"}
+    changed = load(file, overrides)
     assert (changed.name, changed.train.steps, changed.data.shuffle) == ("2024", 7, False)
     assert changed.mesh == {"data": -1, "model": 2}
     assert (changed.optimizer.lr, type(changed.optimizer.lr)) == (1.0, float)
@@ -239,7 +212,7 @@ def test_overrides_are_toml_values_where_they_fit_and_text_where_not(file: Path)
     assert changed.train.batch_size == 16, "what was not overridden stays"
 
 
-def test_a_word_is_not_replaced_by_a_key_of_a_table(file: Path):
+def test_a_word_is_not_replaced_by_a_key_of_a_table(file):
     """Not one that stands for an empty table; and a whole table replaces a word, as it says so."""
     one = {"compiler__xla_gpu_x": "true"}
     said = 'compiler.xla_gpu_x is a key of a table; given compiler = "overlap", which it would replace: remove one'
@@ -259,7 +232,7 @@ def test_cudnn_attention_is_refused_without_gpus_before_anything_is_made():
         _ = cudnn.config
 
 
-def test_none_clears_a_key_that_may_be_empty(file: Path):
+def test_none_clears_a_key_that_may_be_empty(file):
     file.write_text(SMALL + "[optimizer]\nclip_norm = 1.0\n")
     assert load(file).optimizer.clip_norm == 1.0
     assert load(file, {"optimizer.clip_norm": "none"}).optimizer.clip_norm is None
@@ -269,7 +242,7 @@ TRICKY = {"prompt": 'quote " backslash \\ newline \n tab \t delete \x7f null \0 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_to_toml_writes_every_key_and_reads_back_equal(tmp_path: Path, size: str):
+def test_to_toml_writes_every_key_and_reads_back_equal(tmp_path, size):
     written = experiment(
         model={"name": size, **({} if size.startswith("resnet") else {"dropout": 0.25})},
         mesh={"replica": 2, "data": -1},
@@ -291,7 +264,7 @@ def test_to_toml_writes_every_key_and_reads_back_equal(tmp_path: Path, size: str
         assert f"\n{key} = " in f"\n{to_toml(written)}", key
 
 
-def test_a_mixture_takes_the_place_of_the_source_and_reads_back_equal(tmp_path: Path):
+def test_a_mixture_takes_the_place_of_the_source_and_reads_back_equal(tmp_path):
     parts = {"code": {"source": "stdlib", "weight": 3.0}, "prose": {"source": ["/a.txt"], "field": "body"}}
     written = experiment(data={"mixture": parts})
     assert written.data.source is None and written.data.sources == ("stdlib", "/a.txt")
@@ -301,7 +274,7 @@ def test_a_mixture_takes_the_place_of_the_source_and_reads_back_equal(tmp_path: 
     assert load(path, {"data.mixture.code.weight": "1.5"}).data.mixture["code"].weight == 1.5
 
 
-def leaf_keys(model: BaseModel) -> Iterator[str]:
+def leaf_keys(model):
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
@@ -318,11 +291,8 @@ def test_the_length_left_out_is_the_models_context():
 def test_the_mesh_always_has_a_data_axis_outside_the_models_axes():
     assert experiment().mesh == {"data": -1}
     assert list(experiment(mesh={"model": 2}).mesh.items()) == [("data", -1), ("model", 2)]
-    assert list(experiment(mesh={"replica": 2, "model": 2}).mesh.items()) == [
-        ("replica", 2),
-        ("data", -1),
-        ("model", 2),
-    ]
+    both = experiment(mesh={"replica": 2, "model": 2}).mesh
+    assert list(both.items()) == [("replica", 2), ("data", -1), ("model", 2)]
     assert experiment(mesh={"model": -1}).mesh == {"data": 1, "model": -1}
     assert list(experiment(mesh={"model": 2, "data": 4}).mesh) == ["model", "data"], "written by hand: kept"
 
@@ -335,20 +305,17 @@ def test_an_experiment_cannot_be_changed():
         fixed.train.steps = 3
 
 
-def test_sources_start_at_the_file_and_overrides_at_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sources_start_at_the_file_and_overrides_at_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     path = tmp_path / "small.toml"
-    path.write_text(SMALL.replace("[train]", 'source = ["a.txt", "/b.txt"]\n[train]'))
+    path.write_text(in_data('source = ["a.txt", "/b.txt"]'))
     assert load(path).data.source == (str(tmp_path / "a.txt"), "/b.txt")
     assert load("../small.toml").data.source[1] == "/b.txt"
-    assert load(path, {"data.source": "a.txt"}).data.source == str(tmp_path / "here" / "a.txt")
-    assert load(path, {"data.source": "2024"}).data.source == str(tmp_path / "here" / "2024")
-    assert load(path, {"data.source": "stdlib"}).data.source == "stdlib"
-    assert load(path, {"data.source": "hf:owner/name"}).data.source == "hf:owner/name"
-    assert load(path, {"data.source": "hf:./name"}).data.source == f"hf:{tmp_path / 'here' / 'name'}"
+    here = {name: str(tmp_path / "here" / name) for name in ("a.txt", "2024")}
+    hub = {"hf:owner/name": "hf:owner/name", "hf:./name": f"hf:{tmp_path / 'here' / 'name'}"}
+    for given, found in (here | hub | {"stdlib": "stdlib"}).items():
+        assert load(path, {"data.source": given}).data.source == found
     path.write_text(
         SMALL.replace("[train]", 'tokenizer = "t.json"\nmixture.a.source = ["a"]\n[train]\ninit_from = "runs/b"')
         + '[eval.wiki]\nsource = "w.txt"\n'
@@ -387,7 +354,7 @@ def test_check_for_devices_fills_in_the_mesh():
         ),
     ],
 )
-def test_check_for_devices_shows_the_whole_equation(tables: dict[str, object], devices: int, expected: str):
+def test_check_for_devices_shows_the_whole_equation(tables, devices, expected):
     with pytest.raises(ExperimentError) as caught:
         check_for_devices(experiment(**tables), devices)
     assert expected in str(caught.value)

@@ -1,7 +1,6 @@
 """[optimizer]: the learning rate over the run, and the update rule that optax makes of the file."""
 
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,15 @@ import pytest
 
 from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer, peak_rate
-from jdp.experiment.schema.experiment import USED_BY, Experiment
+from jdp.experiment.schema.experiment import USED_BY
 
 
-def experiment(*, optimizer: dict[str, object], steps: int = 50, batch_size: int = 16) -> Experiment:
+def experiment(*, optimizer, steps=50, batch_size=16):
     train = {"steps": steps, "batch_size": batch_size}
     return from_table({"name": "x", "model": {"name": "gpt-nano"}, "train": train, "optimizer": optimizer})
 
 
-def rates(**settings: object) -> list[float]:
+def rates(**settings):
     schedule = learning_rate(experiment(steps=10, optimizer={"lr": 1.0, **settings}))
     return [float(np.asarray(schedule(count))) for count in range(11)]
 
@@ -38,7 +37,7 @@ def test_the_learning_rate_falls_to_its_fraction_at_the_last_step():
     np.testing.assert_allclose(cosine, expected, rtol=1e-5)
 
 
-def one_update(params: object, grads: object, **settings: object) -> typing.Any:
+def one_update(params, grads, **settings):
     tx = optimizer(experiment(optimizer={"lr": 0.1, **settings}))
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     return updates
@@ -49,7 +48,7 @@ LARGE_STEPS = {"lars": 50.0, "adagrad": 0.3, "rmsprop": 0.01}
 
 
 @pytest.mark.parametrize("name", USED_BY)
-def test_every_optimizer_descends(name: str):
+def test_every_optimizer_descends(name):
     tx = optimizer(experiment(optimizer={"name": name, "lr": LARGE_STEPS.get(name, 0.05)}))
     params = {"w": jnp.array([1.0, -2.0])}
     state = tx.init(params)
@@ -60,7 +59,7 @@ def test_every_optimizer_descends(name: str):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
-def test_weight_decay_leaves_out_biases_and_scales_even_when_layers_are_stacked(name: str):
+def test_weight_decay_leaves_out_biases_and_scales_even_when_layers_are_stacked(name):
     params = {
         "layers": {
             "norm": {"scale": jnp.ones((3, 4))},
@@ -122,7 +121,7 @@ def test_the_rate_is_scaled_to_the_batch_and_the_schedule_runs_over_that():
         ({"trust_coefficient": 0.1}, "optimizer.trust_coefficient is not used by adamw, only by lars"),
     ],
 )
-def test_a_key_that_would_do_nothing_is_refused(settings: dict[str, object], expected: str):
+def test_a_key_that_would_do_nothing_is_refused(settings, expected):
     with pytest.raises(ExperimentError) as caught:
         experiment(optimizer=settings)
     assert expected in str(caught.value)

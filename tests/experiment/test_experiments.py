@@ -20,14 +20,18 @@ Triton's kernel for a softmax, XLA looks for the best tiles of whatever may be f
 CASES = {"gpt2_124m": "h100:1x8", "llama_8b_zero3": "h100:8x8"}
 
 
+def assembled(name, described):
+    """Return the described devices, and the experiment's assembly and abstract state on them."""
+    chip, experiment = target(described), load(EXPERIMENTS / f"{name}.toml")
+    check_for_devices(experiment, len(chip.devices))
+    assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
+    return chip, assembly, assembly.abstract_state()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_compiles_for_its_gpus_and_fits(name):
     """Arguments and temporaries below the device's memory; nothing but scalars is all-reduced under ZeRO."""
-    chip = target(CASES[name])
-    experiment = load(EXPERIMENTS / f"{name}.toml")
-    check_for_devices(experiment, len(chip.devices))
-    assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
-    state = assembly.abstract_state()
+    chip, assembly, state = assembled(name, CASES[name])
     compiled = assembly.train_step.compile(state, assembly.abstract_batch(), **QUICK)
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -50,30 +54,21 @@ def test_fits_its_devices(name):
 
     Compiling these takes minutes; `jdp plan` in their lab notes did. ddp holds all of a replica, zero a part.
     """
-    chip = target(TARGETS[name])
-    experiment = load(EXPERIMENTS / f"{name}.toml")
-    check_for_devices(experiment, len(chip.devices))
-    assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
-    state = assembly.abstract_state()
+    _, assembly, state = assembled(name, TARGETS[name])
     after, metrics = jax.eval_shape(assembly.train_step, state, assembly.abstract_batch())
     assert {"loss", "grad_norm", "weight"} <= metrics.keys()
     assert jax.tree.structure(after) == jax.tree.structure(state)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    at_rest = sum(
-        placement.bytes_per_device for placement in assembly.plan.placements(state) if "opt_state" not in placement.path
-    )
+    kept = [placement for placement in assembly.plan.placements(state) if "opt_state" not in placement.path]
+    at_rest = sum(placement.bytes_per_device for placement in kept)
     shards = math.prod(size for axis, size in assembly.mesh.shape.items() if axis != "replica")
     assert at_rest < 1.1 * 4 * size / shards + 50_000, "small leaves and norms stay whole"
 
 
 def test_what_is_tensor_parallel_is_split_in_pairs():
     """A matrix that is split by columns is followed by one split by rows: one all-reduce a pair (arXiv:1909.08053)."""
-    chip = target("h100:8x8")
-    experiment = load(EXPERIMENTS / "tensor_parallel.toml")
-    assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
-    compute_specs = {
-        placement.path: placement.compute for placement in assembly.plan.placements(assembly.abstract_state())
-    }
+    _, assembly, state = assembled("tensor_parallel", "h100:8x8")
+    compute_specs = {placement.path: placement.compute for placement in assembly.plan.placements(state)}
     for first, second in (("attention/query", "attention/output"), ("mlp/up", "mlp/down")):
         assert compute_specs[f"params/layers/{first}/kernel"][2] == "model"
         assert compute_specs[f"params/layers/{second}/kernel"][1] == "model"

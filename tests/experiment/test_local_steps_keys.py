@@ -4,30 +4,19 @@ import jax.numpy as jnp
 import pytest
 
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import ExperimentError, load
+from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.optimizer import optimizer
 
-DIGITS = """
-name = "local"
-[model]
-name = "mlp"
-[data]
-source = "digits"
-[train]
-steps = 10
-batch_size = 64
-"""
+
+def digits(local_steps, **tables):
+    table = {"name": "local", "model": {"name": "mlp"}, "data": {"source": "digits"}, "local_steps": local_steps}
+    return from_table(table | {"train": {"steps": 10, "batch_size": 64}} | tables)
 
 
-def loaded(tmp_path, text):
-    (tmp_path / "local.toml").write_text(text + DIGITS)
-    return load(tmp_path / "local.toml")
-
-
-def test_a_round_reaches_the_step_and_the_rate_falls_by_rounds(tmp_path):
-    text = "mesh = {replica = 2, data = 4}\n"
-    text += "optimizer = {name = 'sgd', momentum = 0, lr = 1.0, weight_decay = 0, schedule = 'linear'}\n"
-    experiment = loaded(tmp_path, text + "local_steps = {steps = 4, lr = 0.7, momentum = 0.9}\n")
+def test_a_round_reaches_the_step_and_the_rate_falls_by_rounds():
+    falling = {"name": "sgd", "momentum": 0, "lr": 1.0, "weight_decay": 0, "schedule": "linear"}
+    round_of_four = {"steps": 4, "lr": 0.7, "momentum": 0.9}
+    experiment = digits(round_of_four, mesh={"replica": 2, "data": 4}, optimizer=falling)
     step = Assembly.on_devices(experiment).train_step
     assert (step.local_steps.steps, step.local_steps.lr, step.local_steps.momentum) == (4, 0.7, 0.9)
     tx = optimizer(experiment)
@@ -38,17 +27,20 @@ def test_a_round_reaches_the_step_and_the_rate_falls_by_rounds(tmp_path):
     assert moved[0] == moved[3] != moved[4] == moved[7] != moved[8]
 
 
+TWICE = {"mesh": {"replica": 2}}
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("local_steps", "tables", "words"),
     [
-        ("local_steps = {steps = 4}", "mesh.replica"),
-        ("local_steps = {steps = 0}\nmesh = {replica = 2}", "local_steps.steps"),
-        ("local_steps = {lr = 0.7}", "local_steps.steps is none"),
-        ("local_steps = {steps = 4}\nmesh = {replica = 2}\nwire = {gradients = 'int8'}", "do not go together"),
-        ("local_steps = {steps = 4}\nmesh = {replica = 2}\npartitioning = 'auto'", "partitioning"),
-        ("local_steps = {steps = 4, momentum = 1.0}\nmesh = {replica = 2}", "local_steps.momentum"),
+        ({"steps": 4}, {}, "mesh.replica"),
+        ({"steps": 0}, TWICE, "local_steps.steps"),
+        ({"lr": 0.7}, {}, "local_steps.steps is none"),
+        ({"steps": 4}, TWICE | {"wire": {"gradients": "int8"}}, "do not go together"),
+        ({"steps": 4}, TWICE | {"partitioning": "auto"}, "partitioning"),
+        ({"steps": 4, "momentum": 1.0}, TWICE, "local_steps.momentum"),
     ],
 )
-def test_what_does_not_fit_is_one_error(tmp_path, text, words):
+def test_what_does_not_fit_is_one_error(local_steps, tables, words):
     with pytest.raises(ExperimentError, match=words):
-        loaded(tmp_path, text + "\n")
+        digits(local_steps, **tables)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_experiment import SMALL
 
 from jdp.cli import main as cli
 from jdp.experiment.assembly import Assembly
@@ -18,35 +19,29 @@ from jdp.models.lower_bounds import parameter_lower_bound
 MOST_CHARACTERS = 1000
 """Of a message, besides the path of the file: what fits on a screen."""
 
-SMALL = """name = "small"
-[model]
-name = "gpt-nano"
-[data]
-length = 32
-[train]
-steps = 50
-batch_size = 16
-"""
 
-
-def top(text: str) -> str:
+def top(text):
     return f"{text}\n{SMALL}"
 
 
-def end(text: str) -> str:
+def end(text):
     return f"{SMALL}{text}\n"
 
 
-def model(text: str) -> str:
+def model(text):
     return SMALL.replace('"gpt-nano"\n', f'"gpt-nano"\n{text}\n')
 
 
-def data(text: str) -> str:
+def data(text):
     return SMALL.replace("length = 32\n", f"length = 32\n{text}\n")
 
 
-def name(text: str) -> str:
+def name(text):
     return SMALL.replace('"small"', text)
+
+
+def pictures(source, *, model='"vit-digits"'):
+    return SMALL.replace('"gpt-nano"', model).replace("length = 32", f"source = {source}")
 
 
 LONG = "x" * 1_000_000
@@ -140,7 +135,7 @@ MALFORMED: dict[str, str | bytes] = {
     "source of 1 MB": data(f'source = "{LONG}"'),
     "sources of 1 MB": data(f'source = ["{LONG}", "{LONG}"]'),
     "tokenizer of 1 MB": data(f'tokenizer = "{LONG}"'),
-    "pictures of 1 MB": SMALL.replace("gpt-nano", "vit-digits").replace("length = 32", f'source = "{LONG}"'),
+    "pictures of 1 MB": pictures(f'"{LONG}"'),
     # numbers
     "number of 10,000 digits": end("log_every = " + "9" * 10_000),
     "steps of 10,000 digits": SMALL.replace("= 50", "= " + "9" * 10_000),
@@ -216,13 +211,9 @@ MALFORMED: dict[str, str | bytes] = {
     "source that is a device": data('source = "/dev/null"'),
     "source below a file": data('source = "/etc/passwd/x.txt"'),
     "hub source with a NUL": data('source = "hf:./\\u0000"'),
-    "pictures with a NUL": SMALL.replace("gpt-nano", "vit-digits").replace("length = 32", r'source = "a\u0000b"'),
-    "pictures of a user who is not": SMALL.replace("gpt-nano", "vit-digits").replace(
-        "length = 32", "source='~nobody-/x'"
-    ),
-    "pictures whose path is too long": SMALL.replace("gpt-nano", "vit-digits").replace(
-        "length = 32", f"source = '{'y' * 5000}'"
-    ),
+    "pictures with a NUL": pictures(r'"a\u0000b"'),
+    "pictures of a user who is not": pictures("'~nobody-/x'"),
+    "pictures whose path is too long": pictures(f"'{'y' * 5000}'"),
     "model of a user who is not": SMALL.replace("gpt-nano", "hf:~nosuchuser/x"),
     "model with a NUL": SMALL.replace("gpt-nano", r"hf:a\u0000b"),
     "model whose path is too long": SMALL.replace("gpt-nano", f"hf:{'y' * 5000}"),
@@ -236,34 +227,22 @@ MALFORMED: dict[str, str | bytes] = {
     "1e18 layers": model("layers = 1_000_000_000_000_000_000"),
     "width of 1e12": model("width = 1_000_000_000_000"),
     "context of 1e12": model("context = 1_000_000_000_000\npositions = 'learned'"),
-    "MLP of width 1e12": SMALL.replace('"gpt-nano"', '"mlp"\nhidden = [1_000_000_000_000]').replace(
-        "length = 32", 'source = "digits"'
-    ),
-    "ResNet of 1e7 blocks": SMALL.replace('"gpt-nano"', '"resnet-digits"\nblocks = [10_000_000, 2]').replace(
-        "length = 32", 'source = "digits"'
-    ),
-    "ResNet of 300 stages": SMALL.replace('"gpt-nano"', f'"resnet-digits"\nblocks = {[1] * 300}').replace(
-        "length = 32", 'source = "digits"'
-    ),
-    "pictures of 1e9 pixels": SMALL.replace('"gpt-nano"', '"vit-digits"\nimage_size = 1_000_000_000').replace(
-        "length = 32", 'source = "digits"'
-    ),
-    "ViT of 1e7 layers": SMALL.replace('"gpt-nano"', '"vit-digits"\nlayers = 10_000_000').replace(
-        "length = 32", 'source = "digits"'
-    ),
+    "MLP of width 1e12": pictures('"digits"', model='"mlp"\nhidden = [1_000_000_000_000]'),
+    "ResNet of 1e7 blocks": pictures('"digits"', model='"resnet-digits"\nblocks = [10_000_000, 2]'),
+    "ResNet of 300 stages": pictures('"digits"', model=f'"resnet-digits"\nblocks = {[1] * 300}'),
+    "pictures of 1e9 pixels": pictures('"digits"', model='"vit-digits"\nimage_size = 1_000_000_000'),
+    "ViT of 1e7 layers": pictures('"digits"', model='"vit-digits"\nlayers = 10_000_000'),
 }
 
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_file_is_refused_in_few_words(
-    tmp_path: Path, content: str | bytes, capfd: pytest.CaptureFixture[str]
-):
+def test_a_malformed_file_is_refused_in_few_words(tmp_path, content, capfd):
     path = tmp_path / "wrong.toml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(path, tmp_path, capfd)
 
 
-def refused(path: Path, folder: Path, capfd: pytest.CaptureFixture[str], *more: str) -> None:
+def refused(path, folder, capfd, *more):
     """Run `jdp train` on the file; what it says must be an error, short, and of printable characters."""
     runs = folder / "runs"
     code = cli.main(["train", str(path), "--run-dir", str(runs), *more])
@@ -291,9 +270,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("content", [*CONFIGS.values(), None], ids=[*CONFIGS, "pipe"])
-def test_a_malformed_config_of_hugging_face_is_refused_in_few_words(
-    tmp_path: Path, content: bytes | None, capfd: pytest.CaptureFixture[str]
-):
+def test_a_malformed_config_of_hugging_face_is_refused_in_few_words(tmp_path, content, capfd):
     path, config = tmp_path / "wrong.toml", tmp_path / "config.json"
     path.write_text(SMALL.replace("gpt-nano", f"hf:{tmp_path}"))
     if content is None:
@@ -303,50 +280,30 @@ def test_a_malformed_config_of_hugging_face_is_refused_in_few_words(
     refused(path, tmp_path, capfd)
 
 
-def directory(path: Path) -> None:
-    path.mkdir()
-
-
-def unreadable(path: Path) -> None:
+def unreadable(path):
     path.write_text(SMALL)
     path.chmod(0)
 
 
-def dangling(path: Path) -> None:
-    path.symlink_to(path.with_name("nowhere"))
-
-
-def circle(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def null(path: Path) -> None:
-    path.symlink_to("/dev/null")
-
-
-def huge(path: Path) -> None:
+def huge(path):
     with path.open("wb") as file:
         file.truncate(2**40)
 
 
-NOT_FILES = {
-    "directory": directory,
+NOT_FILES: dict[str, Callable[[Path], None]] = {
+    "directory": Path.mkdir,
     "unreadable": unreadable,
-    "dangling": dangling,
-    "circle": circle,
+    "dangling": lambda path: path.symlink_to(path.with_name("nowhere")),
+    "circle": lambda path: path.symlink_to(path),
     "FIFO": os.mkfifo,
-    "device": device,
-    "null": null,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "null": lambda path: path.symlink_to("/dev/null"),
     "file of a terabyte": huge,
 }
 
 
 @pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
-def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None], capfd: pytest.CaptureFixture[str]):
+def test_what_is_no_file_is_refused(tmp_path, make, capfd):
     path = tmp_path / "wrong.toml"
     make(path)
     if make is unreadable and os.access(path, os.R_OK):
@@ -364,11 +321,11 @@ NO_NAMES = {
 
 
 @pytest.mark.parametrize("given", NO_NAMES.values(), ids=NO_NAMES)
-def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path, given: str, capfd: pytest.CaptureFixture[str]):
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, given, capfd):
     refused(Path(given), tmp_path, capfd)
 
 
-def test_a_file_with_the_mark_of_an_editor_of_windows_is_read(tmp_path: Path):
+def test_a_file_with_the_mark_of_an_editor_of_windows_is_read(tmp_path):
     path = tmp_path / "right.toml"
     path.write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
     assert load(path).train.steps == 50
@@ -391,34 +348,30 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize(("key", "text"), OVERRIDES.values(), ids=OVERRIDES)
-def test_a_malformed_override_is_refused_in_few_words(
-    tmp_path: Path, key: str, text: str, capfd: pytest.CaptureFixture[str]
-):
+def test_a_malformed_override_is_refused_in_few_words(tmp_path, key, text, capfd):
     path = tmp_path / "right.toml"
     path.write_text(SMALL)
     refused(path, tmp_path, capfd, f"--{key}={text}")
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_model_has_at_least_is_counted_without_tracing_it(size: str):
+def test_what_a_model_has_at_least_is_counted_without_tracing_it(size):
     """The matrices: a fifth of a small ResNet are first blocks and norms, which are left out."""
     assert 0.8 <= parameter_lower_bound(SIZES[size]) / parameter_count(SIZES[size]) <= 1
 
 
-def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path, monkeypatch):
     """820,352 parameters in fp32, and AdamW's two moments; on 8 devices that share the memory."""
     experiment = from_table({**tomllib.loads(SMALL), "name": "x"})
     assembly = Assembly.on_devices(experiment)
     weights, state = 4 * 820_352 * 8, 12 * 820_352 * 8
 
-    def with_memory(size: float) -> None:
+    def with_memory(size):
         monkeypatch.setattr(memory_check, "memory_bytes", lambda: size)
         assembly.check_memory()
 
-    for size, said in (
-        (weights * 0.9, "its weights must"),
-        (state * 0.99, "its weights and the optimizer's state must"),
-    ):
+    both = "its weights and the optimizer's state must"
+    for size, said in ((weights * 0.9, "its weights must"), (state * 0.99, both)):
         with pytest.raises(ValueError, match=f"{said} fit into the devices' memory"):
             with_memory(size)
     with_memory(state * 1.01)

@@ -1,37 +1,25 @@
 """[wire] of an experiment file: what is refused, in one error; and a run with int8 gradients, stopped and resumed."""
 
 import shutil
-import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import points_text, write_points
+from own_process import python
+from runs import rows, stopped_at
+from tiny_experiment import points_text, tables, write_points
 
 from jdp.base import notices
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load, to_toml
-from jdp.run import signals
-from jdp.run.outputs.metrics import read
 
-TRAIN = """
-[train]
-steps = 4
-batch_size = 16
-log_every = 1
-checkpoint_every = 100
-
-[optimizer]
-name = "sgd"
-lr = 0.1
-"""
-POINTS = points_text(TRAIN, hidden=256)
+TRAIN = {"steps": 4, "batch_size": 16, "log_every": 1, "checkpoint_every": 100}
+POINTS = points_text(tables(train=TRAIN, optimizer={"name": "sgd", "lr": 0.1}), hidden=256)
 BLOCK = ("--wire.block", "8")
 INT8 = ("--wire.gradients", "int8", *BLOCK)
+TOPK = ("--wire.gradients", "topk")
 
 BUCKETS = '--wire.buckets must be a number of bytes, 1 to 1099511627776, or "auto"'
 WRONG = {
@@ -40,12 +28,9 @@ WRONG = {
     "buckets of half a byte": (["--wire.buckets", "0.5"], BUCKETS + "; given 0.5"),
     "word for buckets": (["--wire.buckets", "big"], BUCKETS + '; given "big"'),
     "rank 0": (["--wire.gradients", "powersgd", "--wire.rank", "0"], "--wire.rank must be"),
-    "fraction above 1": (["--wire.gradients", "topk", "--wire.fraction", "1.5"], "--wire.fraction must be"),
-    "fraction 0": (["--wire.gradients", "topk", "--wire.fraction", "0"], "--wire.fraction must be"),
-    "fraction nan": (
-        ["--wire.gradients", "topk", "--wire.fraction", "nan"],
-        "--wire.fraction: it should be a finite number",
-    ),
+    "fraction above 1": ([*TOPK, "--wire.fraction", "1.5"], "--wire.fraction must be"),
+    "fraction 0": ([*TOPK, "--wire.fraction", "0"], "--wire.fraction must be"),
+    "fraction nan": ([*TOPK, "--wire.fraction", "nan"], "--wire.fraction: it should be a finite number"),
     "block of 4": (["--wire.block", "4"], "--wire.block must be"),
     "int7": (["--wire.gradients", "int7"], 'given "int7"; did you mean int8?'),
     "weights in fp8": (["--wire.weights", "fp8"], '--wire.weights must be int8, the only one there is; given "fp8"'),
@@ -54,10 +39,10 @@ WRONG = {
     "a word for the table": (["--wire", "int8"], "--wire must be"),
     "auto": (["--wire.gradients", "int8", "--partitioning", "auto"], '[wire] is for partitioning = "manual"'),
     "buckets under auto": (["--wire.buckets", "auto", "--partitioning", "auto"], 'given "auto": remove that key'),
-    "topk under zero3": (["--wire.gradients", "topk", "--strategy", "zero3"], "zero3 has none: take zero2"),
+    "topk under zero3": ([*TOPK, "--strategy", "zero3"], "zero3 has none: take zero2"),
     "powersgd under zero3": (["--wire.gradients", "powersgd", "--strategy", "zero3"], "zero3 has none: take zero2"),
     "topk without feedback": (
-        ["--wire.gradients", "topk", "--wire.error_feedback", "false"],
+        [*TOPK, "--wire.error_feedback", "false"],
         'wire.gradients = "topk" needs wire.error_feedback = true; given false: remove that key',
     ),
     "rank of int8": ([*INT8, "--wire.rank", "2"], 'wire.rank is a setting of wire.gradients = "powersgd"'),
@@ -82,7 +67,7 @@ def train(file, runs, *arguments):
 
 
 def losses(folder):
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in read(folder / "metrics.jsonl") if "loss" in row}
+    return rows(folder, "loss", "grad_norm")
 
 
 def state_at(file, folder, step):
@@ -99,16 +84,10 @@ def stopped(tmp_path_factory):
     """An experiment file, and the folder of its run with int8 gradients, which a signal stopped after two steps."""
     folder = tmp_path_factory.mktemp("stopped")
     file = write_points(folder, POINTS)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(signals.StopRequest, "at_step", _stop_at_two)
+    with stopped_at(2):
         code, run = train(file, folder / "runs", *INT8)
     assert code == 130 and max(losses(run)) == 2
     return file, run
-
-
-def _stop_at_two(self, now):
-    self.signal = signal.SIGINT if now == 2 else None
-    return self.signal is not None
 
 
 def resumed(stopped, runs, *arguments):
@@ -142,10 +121,8 @@ def test_resumed_on_other_devices_it_shares_out_what_was_lost(stopped, tmp_path)
     """As a process of its own: the number of devices is one for the life of a process."""
     file, run = stopped
     shutil.copytree(run.parent, tmp_path / "runs")
-    words = ["train", str(file), "--run-dir", str(tmp_path / "runs"), "--strategy", "zero1", "--devices", "4", *INT8]
-    done = subprocess.run(
-        [sys.executable, "-m", "jdp", *words], capture_output=True, text=True, timeout=300, check=False
-    )
+    words = ["train", file, "--run-dir", tmp_path / "runs", "--strategy", "zero1", "--devices", "4", *INT8]
+    done = python("-m", "jdp", *words)
     assert done.returncode == 0, done.stderr
     assert "what encoding lost on 8 devices is shared out over 4, its sum unchanged" in done.stderr
     assert max(losses(tmp_path / "runs" / "points")) == 4

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp.core.step_settings import StepSettings
 from jdp.core.wire import collectives as wire_collectives
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import parse
@@ -50,20 +51,20 @@ ROWS = [  # strategy, K, precision, axes, {kind: payload bytes}, wire bytes a de
 @pytest.mark.parametrize(("strategy", "k", "precision", "axes", "payload", "wire"), ROWS)
 def test_theory_is_the_designs_row(strategy, k, precision, axes, payload, wire):
     plan = jdp.Plan(jdp.make_mesh(**axes, data=-1), strategy)
-    promised = theory(plan, PARAMS, accumulate=k, precision=jdp.Precision.of(precision))
+    promised = theory(plan, PARAMS, StepSettings(accumulate=k, precision=jdp.Precision.of(precision)))
     assert (promised.parameters, promised.payload_bytes, promised.wire_bytes) == (9224, payload, wire)
 
 
 def test_theory_counts_what_is_local_to_the_models_own_axes():
     plan = jdp.Plan(jdp.make_mesh(data=4, model=2), "zero1", rules=[("w", P(None, "model"))])
-    promised = theory(plan, PARAMS, accumulate=1, precision=jdp.Precision())
+    promised = theory(plan, PARAMS, StepSettings())
     assert promised.parameters == 64 * 64 + 128 * 8 + 8
     assert promised.payload_bytes == {"reduce-scatter": 4 * 5128, "all-gather": 4 * 5128}
 
 
 def test_one_device_promises_nothing():
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "zero3")
-    assert theory(plan, PARAMS, accumulate=4, precision=jdp.Precision()).wire_bytes == 0
+    assert theory(plan, PARAMS, StepSettings(accumulate=4)).wire_bytes == 0
 
 
 # Axes
@@ -92,7 +93,7 @@ def test_part_of_an_axis_is_that_axis():
 # The verdict
 
 EVERYONE = (tuple(range(8)),)
-PROMISED = theory(jdp.Plan(jdp.make_mesh(), "zero1"), PARAMS, accumulate=1, precision=jdp.Precision())
+PROMISED = theory(jdp.Plan(jdp.make_mesh(), "zero1"), PARAMS, StepSettings())
 
 
 def collective(kind, payload, over_batch=True):

@@ -393,6 +393,6 @@ def test_strategies_that_are_planned_together_share_what_is_read_off_their_loss(
                 is_zero3 = way.step.plan.strategy == "zero3"  # which gathers inside of the loss
                 assert sorted(traced) == ([4, 32, 32] if number == 0 else [4, 32] if is_zero3 else [])
                 traced.clear()
-        ways = [replace(way, step=replace(way.step)) for way in ways]  # traced anew
+        ways = [replace(way, step=way.step.changed()) for way in ways]  # traced anew
     ways[0].lower()
     assert sorted(traced) == [4, 32], "alone, every step traces its loss itself"

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.core.sharding.batch_divisor import batch_unit
+from jdp.core.sharding.axes import batch_unit
 from jdp.foresight.candidates.max_batch import largest_batch
 from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, round_up_rows
 from jdp.foresight.targets.resolve import Target, target

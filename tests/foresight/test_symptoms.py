@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp.base.formatting import listed
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.traffic.origin import list_paths
 from jdp.foresight.traffic.symptoms import path_of_name
 from jdp.foresight.verify import verify
 
@@ -130,4 +130,4 @@ def test_state_that_cannot_be_updated_in_place(on):
 def test_names_as_paths():
     assert path_of_name("state.params['layers'][0]['kernel']") == "params/layers/0/kernel"
     assert path_of_name("state.opt_state[0].mu['w']") == "opt_state/0/mu/w"
-    assert list_paths(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

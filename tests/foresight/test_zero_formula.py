@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp.core.step_settings import StepSettings
 from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 from jdp.foresight.traffic.theory import theory
 from jdp.models import MLPConfig, build
@@ -100,7 +101,9 @@ def test_refusals(arguments, message):
 def test_bytes_sent_are_those_of_the_contract(name, accumulate):
     plan = jdp.Plan(jdp.make_mesh(data=8), name, min_shard_size=1)
     precision = jdp.Precision(compute="bf16")
-    row = theory(plan, {"w": jax.ShapeDtypeStruct((64, 32), "float32")}, accumulate=accumulate, precision=precision)
+    row = theory(
+        plan, {"w": jax.ShapeDtypeStruct((64, 32), "float32")}, StepSettings(accumulate=accumulate, precision=precision)
+    )
     assert sent_bytes(2048, 8, name, grads=4, accumulate=accumulate) == row.wire_bytes
 
 

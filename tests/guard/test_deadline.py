@@ -1,20 +1,15 @@
 """The deadline: how long, who is named, and that it ends a process whose main thread cannot."""
 
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from own_process import python
 
 import jdp
 from jdp.guard import deadline as module
 from jdp.guard.deadline import Deadline, set_xla_timeout
 from jdp.guard.who_is_behind import DEVICES, Position, whereabouts
-
-ROOT = Path(__file__).parents[2]
 
 
 def at(step, doing=DEVICES, when=100.0):
@@ -45,9 +40,8 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("case", WORDS)
-def test_who_is_behind(case):
-    answers, words, behind = WORDS[case]
+@pytest.mark.parametrize(("answers", "words", "behind"), WORDS.values(), ids=WORDS)
+def test_who_is_behind(answers, words, behind):
     assert whereabouts(len(answers), answers, {}, now=101.0) == (words, behind)
 
 
@@ -96,8 +90,7 @@ with jdp.Deadline(1, 60) as deadline:
 
 def test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75(tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
-    command, environment = [sys.executable, str(tmp_path / "hangs.py")], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = python(tmp_path / "hangs.py", timeout=60)
     assert done.returncode == 75, done.stderr
     assert re.search(r"deadline: After step 2, its next step did not end in 1 seconds\. Stacks of all", done.stderr)
     assert 'hangs.py", line 11 in <module>' in done.stderr

@@ -132,9 +132,8 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("case", SLOW)
-def test_what_makes_it_slow(tmp_path, case):
-    parts, words = SLOW[case]
+@pytest.mark.parametrize(("parts", "words"), SLOW.values(), ids=SLOW)
+def test_what_makes_it_slow(tmp_path, parts, words):
     found = asked(tmp_path, loop(0), loop(1, **parts), alive=(0, 1), now=1030.0)
     assert any(line.startswith(words) for line in found.words), found.words
 

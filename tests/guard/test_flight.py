@@ -1,21 +1,16 @@
 """The flight recorder: bounded, whole after any end, and cheap."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from own_process import python
 
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight_recorder import Flight, read, read_ranks
 from jdp.guard.time_account import account
 from jdp.guard.watch import Watch, born
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_file_is_set_aside_when_it_has_grown_and_nothing_of_the_account_is_lost(tmp_path):
@@ -69,10 +64,7 @@ def test_what_was_recorded_outlives_sigkill(tmp_path):
         "for step in range(50): flight.event('step', step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, timeout=60
-    )
-    assert done.returncode == -signal.SIGKILL
+    assert python("-c", code, timeout=60).returncode == -signal.SIGKILL
     assert [event["step"] for event in read(tmp_path / "rank-00000.jsonl")] == list(range(50))
 
 

@@ -1,9 +1,9 @@
 """What saves and restarts took, read from events; from a real run in `tests/run/test_measured_times.py`."""
 
 import pytest
-from tiny_experiment import write_tiny
+from runs import refused
+from tiny_experiment import tables, write_tiny
 
-from jdp.cli.main import main
 from jdp.guard.save_times import Measured, measured
 
 START = {"event": "start", "time": 12.0, "began": 10.0}
@@ -33,7 +33,6 @@ def test_medians_of_what_there_is(events, expected):
 
 
 def test_a_run_without_recorders_is_one_error(tmp_path, capfd):
-    file = write_tiny(tmp_path, "[train]\nsteps = 4\nbatch_size = 8\n")
-    assert main(["plan", str(file), "--target", "cpu:8", "--mtbf", "9h", "--measured", str(tmp_path)]) == 2
-    said = capfd.readouterr().err
+    file = write_tiny(tmp_path, tables(train={"steps": 4, "batch_size": 8}))
+    said = refused(capfd, "plan", file, "--target", "cpu:8", "--mtbf", "9h", "--measured", tmp_path)
     assert said.startswith("error: --measured takes a run that has a flight recorder") and said.count("\n") == 1

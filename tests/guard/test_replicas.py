@@ -49,9 +49,8 @@ def test_replicas_are_equal_after_the_start_and_every_leaf_that_is_replicated_is
 def test_any_flipped_bit_is_found_and_its_device_and_leaf_are_named(word, bit):
     state, device = state_of(plan_of()), jax.devices()[5]
     wrong = with_param(state, "kernel", flipped(state.params["kernel"], device, word=word, bit=bit))
-    with pytest.raises(
-        CorruptState, match=r"device 5 \(cpu, number 5 of process 0\) differs from .* in params/kernel: "
-    ) as error:
+    said = r"device 5 \(cpu, number 5 of process 0\) differs from .* in params/kernel: "
+    with pytest.raises(CorruptState, match=said) as error:
         check_replicas(wrong)
     (difference,) = error.value.differences
     assert difference.path == "params/kernel" and difference.devices == (device,) and len(difference.agreeing) == 7

@@ -1,19 +1,18 @@
 """`jdp doctor` finds real faults: each is made here, as far as this machine allows, and found in words that mend it."""
 
 import json
-import os
 import resource
 import socket
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from full_disk import small_disk
+from own_process import environment
 
 from jdp.core.cluster.schedulers import Cluster
 from jdp.launch.doctor.disk import examine_disk, existing
@@ -22,21 +21,19 @@ from jdp.launch.doctor.limits import examine_limits
 from jdp.launch.doctor.network import call_roll, examine_names, examine_port
 from jdp.launch.doctor.versions import examine_versions
 
-ROOT = Path(__file__).parents[2]
 LIMITS = "import json; from jdp.launch.doctor.limits import examine_limits as e; print(json.dumps([*map(vars, e())]))"
 
 
-def named(findings: list[Finding], check: str) -> Finding:
+def named(findings, check):
     (found,) = (finding for finding in findings if finding.check == check)
     return found
 
 
-def shell(*words: str, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+def shell(*words, timeout=60):
+    return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def limits_after(command: str) -> list[Finding]:
+def limits_after(command):
     """What is found of the limits in a process that a shell starts after `command`."""
     done = shell("bash", "-c", f'{command}; exec "$0" -c "$1"', sys.executable, LIMITS)
     assert done.returncode == 0, done.stderr
@@ -56,7 +53,7 @@ def test_limits_of_the_shell():
 
 
 @pytest.mark.parametrize(("files", "status"), [(64, "wrong"), (1023, "wrong"), (1024, "ok")])
-def test_a_limit_that_this_user_may_raise(files: int, status: str):
+def test_a_limit_that_this_user_may_raise(files, status):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     try:
@@ -68,7 +65,7 @@ def test_a_limit_that_this_user_may_raise(files: int, status: str):
 
 
 @contextmanager
-def control_group(controller: str, limits: dict[str, str]) -> Generator[Path]:
+def control_group(controller, limits):
     """A control group two below the topmost, in whichever version this machine has; the limit is on the upper one."""
     old = Path(f"/sys/fs/cgroup/{controller}")
     top = old if old.is_dir() else Path("/sys/fs/cgroup")
@@ -105,14 +102,14 @@ def test_a_control_group_above_that_limits_memory():
     assert found.status == "wrong" and found.found.endswith("of 512 MiB")
 
 
-def test_little_shared_memory(tmp_path: Path):
+def test_little_shared_memory(tmp_path):
     with small_disk(tmp_path / "shm", "64m"):  # what docker gives
         found = named(examine_limits(tmp_path / "shm"), "shared memory")
     assert found.status in ("note", "wrong"), "wrong where GPUs need it"
     assert found.found.startswith("64 MiB free of 64 MiB") and "--shm-size" in found.mend
 
 
-def test_a_full_disk(tmp_path: Path):
+def test_a_full_disk(tmp_path):
     with small_disk(tmp_path / "disk", "2m"):
         (tmp_path / "disk" / "large").write_bytes(bytes(2**21))
         findings = examine_disk(tmp_path / "disk" / "new" / "runs")
@@ -121,7 +118,7 @@ def test_a_full_disk(tmp_path: Path):
     assert named(findings, "writing").found.endswith("cannot be written: No space left on device")
 
 
-def test_a_disk_without_inodes(tmp_path: Path):
+def test_a_disk_without_inodes(tmp_path):
     with small_disk(tmp_path / "disk", "100m", inodes=3):
         for number in range(2):
             (tmp_path / "disk" / f"{number}").touch()
@@ -130,13 +127,13 @@ def test_a_disk_without_inodes(tmp_path: Path):
     assert named(findings, "writing").status == "wrong"
 
 
-def test_a_disk_that_is_read_only(tmp_path: Path):
+def test_a_disk_that_is_read_only(tmp_path):
     with small_disk(tmp_path / "disk", "10m") as remount:
         remount("ro")
         assert named(examine_disk(tmp_path / "disk"), "writing").found.endswith("Read-only file system")
 
 
-def test_looking_at_a_disk_leaves_nothing(tmp_path: Path):
+def test_looking_at_a_disk_leaves_nothing(tmp_path):
     assert named(examine_disk(tmp_path / "runs"), "writing").status == "ok"
     assert list(tmp_path.iterdir()) == []
     assert existing(tmp_path / "a" / "b") == tmp_path
@@ -144,7 +141,7 @@ def test_looking_at_a_disk_leaves_nothing(tmp_path: Path):
     assert named(examine_disk(tmp_path / "runs"), "writing").mend == "choose another --run-dir"
 
 
-def installed(folder: Path, name: str, version: str, requires: str = "") -> None:
+def installed(folder, name, version, requires=""):
     """What pip leaves of a package, found before those that are installed."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
@@ -160,9 +157,7 @@ def installed(folder: Path, name: str, version: str, requires: str = "") -> None
         ("jax-cuda13-plugin", "0.9.9", "jax-cuda13-plugin is 0.9.9, and jaxlib", "pip install 'jax[cuda13]=="),
     ],
 )
-def test_versions_that_do_not_match(
-    name: str, version: str, found: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_versions_that_do_not_match(name, version, found, mend, tmp_path, monkeypatch):
     installed(tmp_path, "jdp", "1", "Requires-Dist: jax<0.13,>=0.10\nRequires-Dist: optax>=0.2.8,<0.3\n")
     assert [each.status for each in examine_versions()] == ["ok"]
     monkeypatch.syspath_prepend(tmp_path)
@@ -171,7 +166,7 @@ def test_versions_that_do_not_match(
     assert finding.status == "wrong" and finding.found.startswith(found) and finding.mend.startswith(mend)
 
 
-def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_package_that_is_missing(tmp_path, monkeypatch):
     installed(tmp_path, "jdp", "1", "Requires-Dist: no-such-package>=3\nRequires-Dist: torch>9; extra == 'torch'\n")
     monkeypatch.syspath_prepend(tmp_path)
     (finding,) = examine_versions()
@@ -210,16 +205,16 @@ def test_loopback_is_there():
     assert examine_port().status == "ok"
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
-def roll(processes: list[int], count: int, port: int, seconds: float) -> dict[int, Finding]:
+def roll(processes, count, port, seconds):
     """Call the roll of these processes, each in a thread."""
     found: dict[int, Finding] = {}
 
-    def one(process: int) -> None:
+    def one(process):
         found[process] = call_roll(Cluster("test", f"127.0.0.1:{port}", count, process), seconds)
 
     threads = [threading.Thread(target=one, args=(process,)) for process in processes]
@@ -252,7 +247,7 @@ def test_process_0_does_not_come():
 def test_the_port_is_taken():
     """By a program that takes connections and says nothing that process 1 waits for."""
 
-    def answer() -> None:
+    def answer():
         connection, _ = server.accept()
         with connection:
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")

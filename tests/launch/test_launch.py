@@ -8,28 +8,29 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from own_process import ROOT, python, start_python
 
 from jdp.base import machine
+from jdp.cli import launch as command
+from jdp.cli import main as cli
 from jdp.launch import launch, processes, supervisor
 
-ROOT = Path(__file__).parents[2]
 WHO = "import os, signal, sys, time; rank = int(os.environ['JDP_PROCESS_ID'])\n"
 
 
-def program(tmp_path: Path, text: str) -> list[str]:
+def program(tmp_path, text):
     path = tmp_path / "program.py"
     path.write_text(WHO + text)
     return [sys.executable, str(path)]
 
 
-def lines_of(rank: int, output: str) -> list[str]:
+def lines_of(rank, output):
     return [line.removeprefix(f"[{rank}] ") for line in output.splitlines() if line.startswith(f"[{rank}] ")]
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     """Whether a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -37,14 +38,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int], seconds: float = 10) -> bool:
+def gone(pids, seconds=10):
     deadline = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(map(alive, pids))
 
 
-def pids_written(tmp_path: Path, count: int, seconds: float = 20) -> list[int]:
+def pids_written(tmp_path, count, seconds=20):
     """Process numbers that programs wrote as files named pid.*, once all are there."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -65,7 +66,7 @@ def wait_for(name):
 WRITE_PID = "open(f'{sys.argv[1]}/pid.{rank}', 'w').write(f'{os.getpid()}\\n')\n"
 
 
-def test_each_line_bears_its_process_and_stays_in_the_order_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_each_line_bears_its_process_and_stays_in_the_order_written(tmp_path, capfd):
     text = """
 for i in range(20):
     print("out", i)
@@ -81,7 +82,7 @@ os.write(1, b"caf\\xe9, and no newline")
     assert not shown.err
 
 
-def test_lines_arrive_while_the_processes_run(tmp_path: Path):
+def test_lines_arrive_while_the_processes_run(tmp_path):
     text = WAIT + "print('first'); wait_for('read')"
     command = [*program(tmp_path, text), str(tmp_path)]
     code = f"from jdp.launch import launch; launch({command!r}, 1)"
@@ -95,7 +96,7 @@ def test_lines_arrive_while_the_processes_run(tmp_path: Path):
         assert process.wait() == 0, "the line came before its process ended"
 
 
-def test_clean_stdout_is_the_first_processs_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_clean_stdout_is_the_first_processs_own(tmp_path, capfd):
     text = "print('{\"rank\": %d}' % rank); print('note', file=sys.stderr)"
     assert launch(program(tmp_path, text), 2, clean_stdout=True) == 0
     shown = capfd.readouterr()
@@ -103,13 +104,13 @@ def test_clean_stdout_is_the_first_processs_own(tmp_path: Path, capfd: pytest.Ca
     assert lines_of(0, shown.err) == ["note"] and lines_of(1, shown.err) == ['{"rank": 1}', "note"]
 
 
-def test_gloos_chatter_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_gloos_chatter_is_left_out(tmp_path, capfd):
     text = "gloo = '[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1'\n"
     assert launch(program(tmp_path, text + "print(gloo); print(); print('loss 3', gloo)"), 1) == 0
     assert capfd.readouterr().out == "[0] \n[0] loss 3 \n"
 
 
-def test_processes_learn_who_they_are(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_processes_learn_who_they_are(tmp_path, capfd):
     names = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
     text = f"print(*(os.environ.get(name) for name in {names}))"
     assert launch(program(tmp_path, text), 2, devices_per_process=3, environment=no_gpus()) == 0
@@ -120,11 +121,11 @@ def test_processes_learn_who_they_are(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert first == f"{address} 2 0 cpu 3" and second == f"{address} 2 1 cpu 3"
 
 
-def no_gpus() -> dict[str, str]:
+def no_gpus():
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_gpus_are_dealt_out(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_dealt_out(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(machine, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     environment |= {"CUDA_VISIBLE_DEVICES": "4,5,6,7,9"}
@@ -139,9 +140,7 @@ def test_gpus_are_dealt_out(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
         launch(command, 2, devices_per_process=3, environment=environment)
 
 
-def test_a_cuda_plugin_without_a_gpu_is_not_started_in_the_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_cuda_plugin_without_a_gpu_is_not_started_in_the_processes(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(machine, "has_nvidia", lambda: False)
     monkeypatch.setattr(machine, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
     environment = {name: value for name, value in no_gpus().items() if name != "JAX_PLATFORMS"}
@@ -154,9 +153,7 @@ def test_no_process_at_all_is_a_mistake():
         launch([sys.executable, "-c", ""], 0)
 
 
-def test_the_first_failure_ends_all_and_is_reported_with_its_last_words(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_the_first_failure_ends_all_and_is_reported_with_its_last_words(tmp_path, capfd):
     text = WAIT + WRITE_PID + "if rank == 1: wait_for('pid.0'); raise RuntimeError('the cause')\nwait_for('nothing')"
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 1
     report = capfd.readouterr().err
@@ -166,12 +163,12 @@ def test_the_first_failure_ends_all_and_is_reported_with_its_last_words(
     assert gone(pids_written(tmp_path, 2))
 
 
-def test_a_process_that_wrote_nothing_is_said_to_have_written_nothing(capfd: pytest.CaptureFixture[str]):
+def test_a_process_that_wrote_nothing_is_said_to_have_written_nothing(capfd):
     assert launch(["false"], 1) == 1
     assert capfd.readouterr().err.endswith("with exit code 1. Its last output:\n    (nothing)\n")
 
 
-def test_an_abort_is_not_the_cause_when_its_peer_fails_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_an_abort_is_not_the_cause_when_its_peer_fails_too(tmp_path, capfd):
     text = (
         WAIT
         + WRITE_PID
@@ -189,9 +186,7 @@ except ProcessLookupError:  # the launcher has seen its end
     assert "process 1 of 2 ended with exit code 7" in capfd.readouterr().err
 
 
-def test_an_abort_alone_is_reported_as_what_it_is(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_abort_alone_is_reported_as_what_it_is(tmp_path, capfd, monkeypatch):
     """The other one is up and waits: were it still starting, what ends it could be its own error."""
     monkeypatch.setattr(processes, "SETTLE_SECONDS", 0.2)
     text = WAIT + WRITE_PID + "if rank == 0: wait_for('pid.1'); os.abort()\ntime.sleep(60)"
@@ -201,16 +196,14 @@ def test_an_abort_alone_is_reported_as_what_it_is(
     assert "no process failed in another way; process 1 had not ended, and may hang)" in report
 
 
-def test_a_process_that_is_killed_is_named_with_the_signal(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_process_that_is_killed_is_named_with_the_signal(tmp_path, capfd):
     text = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     assert launch(program(tmp_path, text), 2) == 128 + signal.SIGKILL
     assert "process 1 of 2 ended with signal 9 (SIGKILL)" in capfd.readouterr().err
 
 
 @pytest.mark.faults
-def test_a_process_that_will_not_end_after_anothers_failure_is_killed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_process_that_will_not_end_after_anothers_failure_is_killed(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.5)
     text = """
 signal.signal(signal.SIGTERM, lambda *_: print("no"))
@@ -225,7 +218,7 @@ while True: time.sleep(1)
 
 
 @pytest.mark.faults
-def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_what_a_process_leaves_behind_ends_with_it(tmp_path, capfd):
     text = """
 import subprocess
 ended = f"{sys.argv[1]}/ended"
@@ -237,16 +230,14 @@ open(f"{sys.argv[1]}/pid.{rank}", "w").write(f"{child.pid}\\n")
     assert gone(pids_written(tmp_path, 1))
 
 
-def start_launcher(tmp_path: Path, text: str, grace: float = 20) -> "subprocess.Popen[str]":
+def start_launcher(tmp_path, text, grace=20):
     command = [*program(tmp_path, text), str(tmp_path)]
     code = f"import sys; from jdp.launch import launch; sys.exit(launch({command!r}, 2, grace_seconds={grace}))"
-    return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return start_python("-c", code)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on_once_and_the_processes_end_as_they_choose(tmp_path: Path, number: signal.Signals):
+def test_signals_are_passed_on_once_and_the_processes_end_as_they_choose(tmp_path, number):
     text = """
 got = []
 signal.signal(signal.SIGINT, lambda number, _: got.append(number))
@@ -268,7 +259,7 @@ sys.exit(75)
     assert gone(pids)
 
 
-def test_processes_that_do_not_end_on_a_signal_are_killed_after_the_grace_period(tmp_path: Path):
+def test_processes_that_do_not_end_on_a_signal_are_killed_after_the_grace_period(tmp_path):
     text = "signal.signal(signal.SIGTERM, lambda *_: print('not yet'))\n" + WRITE_PID + "while True: time.sleep(1)"
     with start_launcher(tmp_path, text, grace=0.5) as launcher:
         pids = pids_written(tmp_path, 2)
@@ -278,7 +269,7 @@ def test_processes_that_do_not_end_on_a_signal_are_killed_after_the_grace_period
     assert gone(pids)
 
 
-def test_a_second_signal_kills(tmp_path: Path):
+def test_a_second_signal_kills(tmp_path):
     text = "signal.signal(signal.SIGINT, lambda *_: print('not yet'))\n" + WRITE_PID + "while True: time.sleep(1)"
     with start_launcher(tmp_path, text) as launcher:
         pids = pids_written(tmp_path, 2)
@@ -292,7 +283,7 @@ def test_a_second_signal_kills(tmp_path: Path):
 
 @pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path):
+def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
     with start_launcher(tmp_path, WRITE_PID + "time.sleep(60)") as launcher:
         pids = pids_written(tmp_path, 2)
         launcher.kill()
@@ -310,16 +301,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_can_be_launched(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+def test_what_can_be_launched(kind, tmp_path, monkeypatch, capfd):
     """With arguments of its own, one of which is jdp's too and one of which is the mark between the two."""
-    from jdp.cli.launch import run
-
     (tmp_path / "package").mkdir()
     for path in (tmp_path / "program.py", tmp_path / "package" / "inner.py"):
         path.write_text(WHO + "print(sys.argv[1:])")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert run(["-n", "2", "--", *KINDS[kind], "--run-dir=x", "--", "-n"]) == 0
+    assert command.run(["-n", "2", "--", *KINDS[kind], "--run-dir=x", "--", "-n"]) == 0
     output = capfd.readouterr().out
     for rank in (0, 1):
         assert lines_of(rank, output) == ["['--run-dir=x', '--', '-n']"]
@@ -336,20 +325,15 @@ NOT_THERE = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_THERE)
-def test_what_is_not_there_is_said_once_and_in_words(case: str, capfd: pytest.CaptureFixture[str]):
-    from jdp.cli import main as cli
-
-    command, words = NOT_THERE[case]
+@pytest.mark.parametrize(("command", "words"), NOT_THERE.values(), ids=NOT_THERE)
+def test_what_is_not_there_is_said_once_and_in_words(command, words, capfd):
     assert cli.main(["launch", "-n", "2", "--", *command]) == 2
     shown = capfd.readouterr()
     assert shown.err.startswith("error: ") and words in shown.err and shown.err.count("\n") == 1
     assert shown.out == ""
 
 
-def test_the_run_folder_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from jdp.cli import launch as command
-
+def test_the_run_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
     seen: list[list[str]] = []
     monkeypatch.setattr(supervisor, "launch", lambda whole, *_, **__: seen.append(whole) or 0)
     monkeypatch.setattr(command, "_check_before_launch", lambda *_: SimpleNamespace(devices=None, name="x"))
@@ -358,17 +342,10 @@ def test_the_run_folder_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: p
     assert seen[0][4:] == [f"{tmp_path}/x.toml", f"--run-dir={tmp_path}/runs"]
 
 
-def test_the_launched_commands_exit_code_is_the_commands(tmp_path: Path):
+def test_the_launched_commands_exit_code_is_the_commands(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(WHO + "print(sys.argv[1:]); time.sleep(rank); sys.exit(5 * rank)")
-    done = subprocess.run(
-        [sys.executable, "-m", "jdp", "launch", "-n", "2", "--", str(path), "--json", "-x"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-m", "jdp", "launch", "-n", "2", "--", path, "--json", "-x", timeout=60)
     assert done.returncode == 5
     assert done.stdout == "['--json', '-x']\n", "the program asked for --json: its stdout alone"
     assert lines_of(1, done.stderr) == ["['--json', '-x']"]

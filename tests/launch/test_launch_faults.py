@@ -4,7 +4,6 @@ The run that is compared with is the same one, undisturbed: its losses and its l
 """
 
 import json
-import os
 import re
 import signal
 import socket
@@ -12,93 +11,72 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import points_text, train_here, write_points
+from own_process import environment, start_python
+from runs import rows
+from tiny_experiment import points_text, tables, train_here, write_points
 
 from jdp.checkpoint import Checkpoints
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.launch import launch, supervisor
-from jdp.run.outputs.metrics import read
 
 pytestmark = pytest.mark.faults
-ROOT = Path(__file__).parents[2]
 STEPS = 12
 
-POINTS = points_text(
-    f"""
-[optimizer]
-name = "sgd"
-momentum = 0.9
-lr = 0.01
-[train]
-steps = {STEPS}
-batch_size = 16
-log_every = 1
-checkpoint_every = 2
-""",
-    hidden=512,  # or nothing would be large enough to be sharded
-    top='strategy = "zero1"\n',
+TABLES = tables(
+    optimizer={"name": "sgd", "momentum": 0.9, "lr": 0.01},
+    train={"steps": STEPS, "batch_size": 16, "log_every": 1, "checkpoint_every": 2},
 )
+POINTS = points_text(TABLES, hidden=512, top='strategy = "zero1"\n')
+"""With 512 hidden units: less would not be large enough to be sharded."""
+Course = tuple[dict[int, float], list[bytes]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A folder with an experiment that takes milliseconds a step."""
     made = tmp_path_factory.mktemp("faults")
     write_points(made, POINTS)
     return made
 
 
-def train(folder: Path, name: str, faults: dict[str, str], **options: Any) -> int:
+def train(folder, name, faults, **options):
     """Train as two processes of one device each, with faults; return the exit code of the launcher."""
     text = json.dumps({"folder": str(folder), **faults})
     command = [sys.executable, str(Path(__file__).with_name("faulty.py")), text, "train", str(folder / "points.toml")]
     command += [f"--name={name}", f"--run-dir={folder}/runs"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return launch(
-        command,
-        2,
-        devices_per_process=1,
-        environment=environment,
-        reports_progress=True,
-        log_dir=folder / name,
-        **options,
-    )
+    options |= {"devices_per_process": 1, "reports_progress": True, "log_dir": folder / name}
+    return launch(command, 2, environment=environment(), **options)
 
 
-def course(folder: Path, name: str) -> tuple[dict[int, float], list[bytes]]:
+def course(folder, name):
     """The losses of a run, by step, and the bytes of its last state."""
     run = folder / "runs" / name
-    losses = {row["step"]: row["loss"] for row in read(run / "metrics.jsonl") if "loss" in row}
     with Checkpoints(run / "checkpoints") as saved:
         assert saved.latest == STEPS
         state, _ = saved.restore(Assembly.on_devices(load(folder / "points.toml", {"mesh.data": "8"})).abstract_state())
-    return losses, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state, state.step))]
+    return rows(run, "loss"), [
+        np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state, state.step))
+    ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> tuple[dict[int, float], list[bytes]]:
+def undisturbed(folder):
     """Of one process with two devices, which is this one: it computes the same bits."""
     train_here(folder / "points.toml", folder / "runs", {"name": "undisturbed"}, devices=2)
     return course(folder, "undisturbed")
 
 
-def written(folder: Path, who: str) -> float:
+def written(folder, who):
     """When a fault happened."""
     return float((folder / who).read_text())
 
 
-def test_two_kills_in_one_run_cost_nothing_but_time(
-    folder: Path,
-    undisturbed: tuple[dict[int, float], list[bytes]],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_two_kills_in_one_run_cost_nothing_but_time(folder, undisturbed, capfd, monkeypatch):
     """Worker, then process 0. The launcher looks every 0.05 s whether a process has ended."""
     noticed: list[float] = []
     real = supervisor.report
@@ -121,18 +99,17 @@ def test_two_kills_in_one_run_cost_nothing_but_time(
     assert (folder / "killed" / "rank-00000.log").read_text().endswith("process 0 ended with exit code 0\n")
 
 
-def test_a_run_goes_on_without_a_node_that_is_lost(folder: Path, undisturbed: tuple[dict[int, float], list[bytes]]):
+def test_a_run_goes_on_without_a_node_that_is_lost(folder, undisturbed):
     """Two nodes of one process: the same batches in the same order on one device; the same losses but for rounding."""
     text = json.dumps({"folder": str(folder), "0:1:7": "kill the node"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-m", "jdp", "launch", "-n=1", "--devices-per-process=1", "--nodes=2"]
+    command = ["-m", "jdp", "launch", "-n=1", "--devices-per-process=1", "--nodes=2"]
     command += [f"--coordinator=127.0.0.1:{port}", "--min-nodes=1", "--rejoin-seconds=5", "--max-restarts=1"]
     program = ["--", str(Path(__file__).with_name("faulty.py")), text, "train", str(folder / "points.toml")]
     program += ["--name=lost", f"--run-dir={folder}/runs"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    first, lost = (subprocess.Popen([*command, f"--node-rank={rank}", *program], **pipes) for rank in (0, 1))
+    nodes = ([*command, f"--node-rank={rank}", *program] for rank in (0, 1))
+    first, lost = (start_python(*node, stderr=subprocess.STDOUT) for node in nodes)
     out, _ = first.communicate(timeout=200)
     lost.communicate(timeout=10)
     assert first.returncode == 0 and lost.returncode == -signal.SIGKILL, out
@@ -160,14 +137,14 @@ for step in range(4):
 """
 
 
-def test_a_process_that_leaves_in_the_middle_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_process_that_leaves_in_the_middle_is_named(tmp_path, capfd):
     """With 0, and without a word: to a supervisor it looks like success, until the others miss it.
 
     `tests/core/test_initialize.py` has scripts of one's own that raise, leave a loop early, and end well.
     """
     (tmp_path / "script.py").write_text(OWN_SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "when")]
-    code = launch(command, 2, devices_per_process=1, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+    code = launch(command, 2, devices_per_process=1, environment=environment())
     err = capfd.readouterr().err
     assert code and time.monotonic() - written(tmp_path, "when") < 60
     assert "(process 1 had left before it, with exit code 0: all must take the same steps)" in err
@@ -201,16 +178,12 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("case", MISMATCHES)
-def test_processes_that_were_not_started_alike_say_so_and_leave(
-    case: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+@pytest.mark.parametrize(("program", "words"), MISMATCHES.values(), ids=MISMATCHES)
+def test_processes_that_were_not_started_alike_say_so_and_leave(program, words, folder, tmp_path, capfd):
     """Measured on loaded cores: 3 to 9 s from the start of the launcher, 25 s once; most of it is importing JAX."""
-    program, words = MISMATCHES[case]
     (tmp_path / "program.py").write_text(JOIN + program)
     command = [sys.executable, str(tmp_path / "program.py"), str(folder / "points.toml")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    assert launch(command, 2, devices_per_process=1, environment=environment, max_restarts=3) == 78
+    assert launch(command, 2, devices_per_process=1, environment=environment(), max_restarts=3) == 78
     out, err = capfd.readouterr()
     said = {line[:3]: line[line.index(words) :] for line in out.splitlines() if words in line}
     assert said.keys() == {"[0]", "[1]"} and said["[0]"] == said["[1]"], out

@@ -3,23 +3,21 @@
 Programs without JAX, so that a start takes no time; `test_launch_faults.py` has an experiment.
 """
 
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from own_process import start_python
 
 from jdp.cli.launch import Options, _under_slurm
 from jdp.launch import Nodes, launch
 from jdp.launch.messages import split_address
 
-ROOT = Path(__file__).parents[2]
 WHO = """import os, signal, sys, time
 rank, count, restarts = (int(os.environ[f"JDP_{name}"]) for name in ("PROCESS_ID", "NUM_PROCESSES", "RESTARTS"))
 def wait_for(name):
@@ -31,32 +29,23 @@ Start = Callable[..., "Process[str]"]
 
 
 @pytest.fixture
-def address() -> str:
+def address():
     """A port of this machine that is free just now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 @pytest.fixture
-def start(tmp_path: Path, address: str) -> Generator[Start]:
+def start(tmp_path, address):
     """Starts the supervisor of a node: start(rank, text, "--max-restarts=1", …, nodes=2)."""
     started: list[Process[str]] = []
 
-    def start(rank: int, text: str, *options: str, nodes: int = 2, processes: int = 2) -> "Process[str]":
+    def start(rank, text, *options, nodes=2, processes=2):
         file = tmp_path / f"program{rank}.py" if "--own" in options else tmp_path / "program.py"
         file.write_text(WHO + text)
-        command = [sys.executable, "-m", "jdp", "launch", f"-n={processes}", f"--nodes={nodes}", f"--node-rank={rank}"]
+        command = ["-m", "jdp", "launch", f"-n={processes}", f"--nodes={nodes}", f"--node-rank={rank}"]
         command += [f"--coordinator={address}", *(option for option in options if option != "--own")]
-        started.append(
-            Process(
-                [*command, "--", str(file), str(tmp_path)],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-            )
-        )
+        started.append(start_python(*command, "--", file, tmp_path))
         return started[-1]
 
     yield start
@@ -65,14 +54,14 @@ def start(tmp_path: Path, address: str) -> Generator[Start]:
         process.communicate()
 
 
-def ends(process: "Process[str]", code: int) -> tuple[str, str]:
+def ends(process, code):
     """Wait for a supervisor, check its exit code, and return its stdout and stderr."""
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
     return out, err
 
 
-def wait_for(folder: Path, *names: str) -> None:
+def wait_for(folder, *names):
     end = time.monotonic() + 60
     while time.monotonic() < end and not all((folder / name).exists() for name in names):
         time.sleep(0.02)
@@ -87,7 +76,7 @@ sys.stdout.write(f"{rank} {count} {restarts} {os.environ['JDP_COORDINATOR']} {li
 UP = "mark(f'up.{rank}'); time.sleep(60)"
 
 
-def test_each_node_starts_its_part_of_one_cluster(start: Start):
+def test_each_node_starts_its_part_of_one_cluster(start):
     """Node 1 is there first, and waits for node 0."""
     second, first = start(1, SAY), start(0, SAY)
     (one, _), (two, _) = ends(first, 0), ends(second, 0)
@@ -98,7 +87,7 @@ def test_each_node_starts_its_part_of_one_cluster(start: Start):
     assert len(addresses) == 1 and addresses.pop().startswith("127.0.0.1:"), "process 0 listens there only"
 
 
-def test_a_failure_on_one_node_starts_all_of_them_again(start: Start):
+def test_a_failure_on_one_node_starts_all_of_them_again(start):
     text = SAY + "if restarts == 0:\n    if rank == 3: sys.exit(70)\n    time.sleep(60)"
     nodes = [start(rank, text, "--max-restarts=1") for rank in (0, 1)]
     (one, said), (two, told) = (ends(node, 0) for node in nodes)
@@ -111,14 +100,14 @@ def test_a_failure_on_one_node_starts_all_of_them_again(start: Start):
     assert len(ports) == 2, "a restart takes another port"
 
 
-def test_the_last_failure_ends_all_nodes_with_its_code_and_cause(start: Start):
+def test_the_last_failure_ends_all_nodes_with_its_code_and_cause(start):
     nodes = [start(rank, "if rank == 3: sys.exit(9)\ntime.sleep(60)") for rank in (0, 1)]
     for node in nodes:
         assert "process 3 ended with exit code 9 on node 1 (" in ends(node, 9)[1].splitlines()[-1]
 
 
 @pytest.mark.faults
-def test_a_node_that_is_lost_and_comes_back_takes_part_again(start: Start, tmp_path: Path):
+def test_a_node_that_is_lost_and_comes_back_takes_part_again(start, tmp_path):
     text = SAY + f"if restarts == 0: {UP}"
     first, lost = (start(rank, text, "--max-restarts=1") for rank in (0, 1))
     wait_for(tmp_path, "up.0", "up.2")
@@ -130,7 +119,7 @@ def test_a_node_that_is_lost_and_comes_back_takes_part_again(start: Start, tmp_p
 
 
 @pytest.mark.faults
-def test_the_run_goes_on_without_a_node_that_stays_away(start: Start, tmp_path: Path):
+def test_the_run_goes_on_without_a_node_that_stays_away(start, tmp_path):
     """Node 1 of three is lost: nodes 0 and 2 are numbered anew."""
     options = ("--max-restarts=1", "--min-nodes=1", "--rejoin-seconds=5")
     nodes = [start(rank, SAY + f"if restarts == 0: {UP}", *options, nodes=3) for rank in (0, 1, 2)]
@@ -142,13 +131,13 @@ def test_the_run_goes_on_without_a_node_that_stays_away(start: Start, tmp_path: 
 
 
 @pytest.mark.faults
-def test_without_enough_nodes_it_ends_to_be_tried_again(start: Start):
+def test_without_enough_nodes_it_ends_to_be_tried_again(start):
     _, said = ends(start(0, "", "--rejoin-seconds=1"), 75)
     assert said == "jdp launch: node 1 of 2 did not come within 1 seconds, and 2 are needed\n"
 
 
 @pytest.mark.faults
-def test_nodes_whose_node_0_is_lost_stop_and_look_for_it_again(start: Start, tmp_path: Path):
+def test_nodes_whose_node_0_is_lost_stop_and_look_for_it_again(start, tmp_path):
     text = SAY + f"if not os.path.exists(f'{{sys.argv[1]}}/again'): {UP}"
     first, second = (start(rank, text, "--max-restarts=1") for rank in (0, 1))
     wait_for(tmp_path, "up.0", "up.2")
@@ -160,7 +149,7 @@ def test_nodes_whose_node_0_is_lost_stop_and_look_for_it_again(start: Start, tmp
     assert "the connection to node 0 (127.0.0.1:" in told and two.count("[2] 2 4 0 ") == 2
 
 
-def test_ctrl_c_on_one_machine_ends_the_run_on_all(start: Start, tmp_path: Path):
+def test_ctrl_c_on_one_machine_ends_the_run_on_all(start, tmp_path):
     text = f"signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); {UP}"
     nodes = [start(rank, text, "--max-restarts=3") for rank in (0, 1)]
     wait_for(tmp_path, *(f"up.{rank}" for rank in range(4)))
@@ -180,7 +169,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_nodes_that_were_not_started_alike_leave_with_the_same_words(case: str, start: Start, address: str):
+def test_nodes_that_were_not_started_alike_leave_with_the_same_words(case, start, address):
     other, words = DIFFERENT[case]
     first = start(0, "time.sleep(60)")
     listening(address)
@@ -190,7 +179,7 @@ def test_nodes_that_were_not_started_alike_leave_with_the_same_words(case: str, 
         assert words in err and err.count("\n") == 1
 
 
-def listening(address: str) -> None:
+def listening(address):
     """Wait until node 0 listens; its own supervisor is then the first client, with which others are compared."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
@@ -203,17 +192,12 @@ def listening(address: str) -> None:
             return
 
 
-def test_two_machines_with_one_number_and_strangers_are_turned_away(start: Start, tmp_path: Path, address: str):
+def test_two_machines_with_one_number_and_strangers_are_turned_away(start, tmp_path, address):
     text = "mark(f'up.{rank}'); wait_for('go')"
     first = start(0, text)
     listening(address)
-    for nonsense in (
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[]\n",
-        b"\xff" * 100_000,
-        b'{"kind": "join"}\n',
-        b"[" * 50_000 + b"\n",
-    ):
+    short = (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"kind": "join"}\n')
+    for nonsense in (*short, b"\xff" * 100_000, b"[" * 50_000 + b"\n"):
         with socket.create_connection(split_address(address), 10) as stranger, suppress(ConnectionResetError):
             stranger.sendall(nonsense)
             assert stranger.recv(1) == b""
@@ -226,12 +210,12 @@ def test_two_machines_with_one_number_and_strangers_are_turned_away(start: Start
     ends(second, 0)
 
 
-def test_a_node_0_that_does_not_answer_is_named(start: Start):
+def test_a_node_0_that_does_not_answer_is_named(start):
     _, err = ends(start(1, "", "--rejoin-seconds=1"), 75)
     assert "node 0 did not answer at 127.0.0.1:" in err and err.count("\n") == 1
 
 
-def test_a_coordinator_that_is_taken_is_a_mistake(start: Start, address: str):
+def test_a_coordinator_that_is_taken_is_a_mistake(start, address):
     with socket.create_server(split_address(address)):
         _, err = ends(start(0, ""), 2)
     assert err.startswith("error: Node 0 listens at --coordinator; given 127.0.0.1:") and "ddress already in use" in err
@@ -248,7 +232,7 @@ def test_a_coordinator_that_is_taken_is_a_mistake(start: Start, address: str):
         ((2, 0, "h:1", 1, float("nan")), "--rejoin-seconds"),
     ],
 )
-def test_nodes_that_cannot_be(given: tuple[object, ...], words: str):
+def test_nodes_that_cannot_be(given, words):
     with pytest.raises(ValueError, match=words):
         Nodes(*given)  # type: ignore[arg-type]
 
@@ -267,20 +251,11 @@ sys.exit(launch(command, 1, nodes=nodes, max_restarts=1, fits=lambda processes: 
 
 
 @pytest.mark.faults
-def test_nodes_that_the_batch_cannot_use_stand_by(tmp_path: Path, address: str):
+def test_nodes_that_the_batch_cannot_use_stand_by(tmp_path, address):
     """Of four nodes one is lost, and 3 processes do not divide the batch: two go on."""
     (tmp_path / "program.py").write_text(WHO + SAY + f"if restarts == 0: {UP}")
-    own = [str(tmp_path / "program.py"), str(tmp_path)]
-    started = [
-        Process(
-            [sys.executable, "-c", FITTING, str(rank), address, "5", *own],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
+    own = [tmp_path / "program.py", tmp_path]
+    started = [start_python("-c", FITTING, rank, address, "5", *own) for rank in range(4)]
     try:
         wait_for(tmp_path, *(f"up.{rank}" for rank in range(4)))
         started[1].kill()
@@ -294,7 +269,7 @@ def test_nodes_that_the_batch_cannot_use_stand_by(tmp_path: Path, address: str):
     assert "this node stands by: the run goes on with fewer, which its mesh and batch allow" in told
 
 
-def test_a_fault_of_the_rendezvous_ends_the_run_on_all(address: str, capsys: pytest.CaptureFixture[str]):
+def test_a_fault_of_the_rendezvous_ends_the_run_on_all(address, capsys):
     nodes = Nodes(2, 0, address, least=1, rejoin_seconds=0.2)
     assert launch([sys.executable, "-c", ""], 1, nodes=nodes, fits=lambda processes: processes < 1 // 0) == 70
     said = capsys.readouterr().err

@@ -1,18 +1,16 @@
 """Ranks that mpirun started join, without mpi4py: a program that calls jdp.initialize, and `jdp train`."""
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from open_mpi import MPIRUNS
-from tiny_experiment import points_text, write_points
+from own_process import environment
+from runs import rows
+from tiny_experiment import points_text, tables, write_points
 
 from jdp.core.cluster.initialize import FAILED
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, time, jax, jdp, jdp.core.cluster.barrier
 jdp.initialize(timeout_seconds=60)
@@ -33,18 +31,17 @@ time.sleep(100)
 def ranks(version, *command, folder):
     """Run a command as two ranks of two devices each; the exit code, and the lines printed."""
     mpirun = [*MPIRUNS[version](), "--oversubscribe", "-n", "2", sys.executable, *command]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    done = subprocess.run(mpirun, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    variables = environment(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
+    done = subprocess.run(mpirun, cwd=folder, env=variables, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_two_ranks_train_one_run(tmp_path):
-    train = "[train]\nsteps = 3\nbatch_size = 8\nlog_every = 1\neval_batches = 1\n"
+    train = tables(train={"steps": 3, "batch_size": 8, "log_every": 1, "eval_batches": 1})
     write_points(tmp_path, points_text(train, top="devices = 2\n"))
     code, printed = ranks("Open MPI 5", "-m", "jdp", "train", "points.toml", folder=tmp_path)
     assert code == 0 and "ddp on data=4 cpu devices" in printed, printed
-    rows = [json.loads(line) for line in (tmp_path / "runs/points/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+    assert list(rows(tmp_path / "runs" / "points", "loss")) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("version", MPIRUNS)

@@ -1,27 +1,26 @@
 """When all processes are started again, and when not. Programs without JAX, so that a start takes no time."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
+from own_process import environment
 
 from jdp.launch import launch
 from jdp.launch.output import KEPT_LOGS
 from jdp.launch.restarts import Restarts
 
-ROOT = Path(__file__).parents[2]
 WHO = """import os, signal, sys, time
 rank, restarts = int(os.environ["JDP_PROCESS_ID"]), int(os.environ["JDP_RESTARTS"])
 """
 NOTE = "from jdp.base.progress_file import note_progress\n"
 
 
-def run(tmp_path: Path, text: str, **options: object) -> int:
+def run(tmp_path, text, **options):
     """Launch a program as two processes."""
     (tmp_path / "program.py").write_text(WHO + text)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return launch([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], 2, environment=environment, **options)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    return launch(command, 2, environment=environment(), **options)
 
 
 FAILURES = {
@@ -38,9 +37,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_what_is_started_again(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    fault, code, again = FAILURES[case]
+@pytest.mark.parametrize(("fault", "code", "again"), FAILURES.values(), ids=FAILURES)
+def test_what_is_started_again(fault, code, again, tmp_path, capfd):
     text = f"if restarts == 0 and rank == 1: {fault}\nprint('restarts', restarts)"
     assert run(tmp_path, text, max_restarts=1) == (0 if again else code)
     out, err = capfd.readouterr()
@@ -48,7 +46,7 @@ def test_what_is_started_again(case: str, tmp_path: Path, capfd: pytest.CaptureF
     assert ("restarts 1" in out) == again
 
 
-def test_restarts_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_restarts_are_counted(tmp_path, capfd):
     assert run(tmp_path, "sys.exit(7 * rank)", max_restarts=2) == 7
     err = capfd.readouterr().err
     assert err.count("jdp launch: restart ") == 2
@@ -57,7 +55,7 @@ def test_restarts_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         run(tmp_path, "", max_restarts=-1)
 
 
-def test_a_crash_loop_stops_with_its_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_crash_loop_stops_with_its_cause(tmp_path, capfd):
     """It comes further once, and then no more; what it was told to try again is not tried by those above, either."""
     text = NOTE + "if rank == 0: note_progress(min(20, 10 + 10 * restarts)); sys.exit(75)"
     assert run(tmp_path, text, max_restarts=9) == 70
@@ -71,14 +69,14 @@ def test_a_crash_loop_stops_with_its_cause(tmp_path: Path, capfd: pytest.Capture
     assert "ended with exit code 75. Its last output:" in err
 
 
-def test_a_program_that_tells_nothing_is_in_a_crash_loop_only_if_it_should_have(tmp_path: Path):
+def test_a_program_that_tells_nothing_is_in_a_crash_loop_only_if_it_should_have(tmp_path):
     told = Restarts(9, True, tmp_path / "nothing")
     assert [told.another(70) for _ in range(3)] == [True, True, False]
     silent = Restarts(9, False, tmp_path / "nothing")
     assert [silent.another(70) for _ in range(10)] == [True] * 9 + [False]
 
 
-def test_a_signal_ends_all_and_nothing_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_signal_ends_all_and_nothing_is_started_again(tmp_path, capfd):
     text = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 open(f"{sys.argv[1]}/{rank}", "w").close()
@@ -90,13 +88,13 @@ time.sleep(60)
     assert "restart" not in capfd.readouterr().err
 
 
-def test_who_saved_and_left_does_not_cut_the_others_short(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_who_saved_and_left_does_not_cut_the_others_short(tmp_path, capfd):
     """One that was preempted: the others are stopping at the same step, and may have more to write."""
     assert run(tmp_path, "time.sleep(1.5 * rank); print('saved'); sys.exit(75)") == 75
     assert capfd.readouterr().out.count("saved") == 2
 
 
-def test_each_process_has_a_log_and_a_start_begins_a_new_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_each_process_has_a_log_and_a_start_begins_a_new_one(tmp_path, capfd):
     logs = tmp_path / "logs"
     text = "print('out', restarts, flush=True); os.write(2, b'err, and no newline')\n"
     text += "sys.exit(70 * (restarts < 11 and rank == 0))"
@@ -108,7 +106,7 @@ def test_each_process_has_a_log_and_a_start_begins_a_new_one(tmp_path: Path, cap
     assert before.startswith("out 10\n") and before.endswith("process 0 ended with exit code 70\n")
 
 
-def test_a_log_that_cannot_be_written_is_done_without(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_log_that_cannot_be_written_is_done_without(tmp_path, capfd):
     (tmp_path / "file").write_text("")
     assert run(tmp_path, "print('ran')", log_dir=tmp_path / "file" / "logs") == 0
     out, err = capfd.readouterr()
@@ -117,7 +115,7 @@ def test_a_log_that_cannot_be_written_is_done_without(tmp_path: Path, capfd: pyt
     )
 
 
-def test_two_launchers_do_not_share_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_two_launchers_do_not_share_a_log(tmp_path, capfd):
     """The second one, started by a process of the first, keeps none."""
     inner = tmp_path / "inner"
     inner.mkdir()

@@ -1,7 +1,6 @@
 """Two hosts with addresses of their own: processes that ssh or mpirun starts join, and a link that is cut ends both."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -14,22 +13,13 @@ import pytest
 import two_hosts
 import yaml
 from open_mpi import MPIRUNS
-from tiny_experiment import points_text, train_here, write_points
+from own_process import environment
+from runs import rows
+from tiny_experiment import points_text, tables, train_here, write_points
 
 from jdp.cli.main import main
 
-ROOT = Path(__file__).parents[2]
-TRAIN = """
-[optimizer]
-name = "sgd"
-momentum = 0.9
-[train]
-steps = 24
-batch_size = 8
-log_every = 1
-checkpoint_every = 5
-eval_batches = 1
-"""
+TRAIN = {"steps": 24, "batch_size": 8, "log_every": 1, "checkpoint_every": 5, "eval_batches": 1}
 SECONDS = 200  # the machine may be busy
 
 
@@ -42,8 +32,9 @@ def on(tmp_path):
         yield on
 
 
-def environment(**variables):
-    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
+def write(folder, **train):
+    optimizer = {"name": "sgd", "momentum": 0.9}
+    write_points(folder, points_text(tables(optimizer=optimizer, train=TRAIN | train), top="devices = 1\n"))
 
 
 @pytest.fixture
@@ -52,9 +43,10 @@ def start(on, tmp_path):
     started = []
 
     def start(number, *command, **variables):
+        own = environment(JAX_PLATFORMS="cpu", **variables)
         with (tmp_path / f"out{number}").open("wb") as out:
             streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-            started.append(subprocess.Popen(on(number, command), env=environment(**variables), **streams))
+            started.append(subprocess.Popen(on(number, command), env=own, **streams))
         return started[-1]
 
     yield start
@@ -74,12 +66,6 @@ def end(tmp_path):
     return end
 
 
-def losses(folder):
-    path = folder / "points" / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
-
-
 def wait_for(condition, processes):
     deadline = time.monotonic() + SECONDS
     while not condition():
@@ -94,7 +80,7 @@ def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start,
 
     The heartbeats end both: 24 and 25 s after the cut, where HEARTBEAT_SECONDS is 30.
     """
-    write_points(tmp_path, points_text(TRAIN, top="devices = 1\n"))
+    write(tmp_path)
     runs, go = tmp_path / "runs", tmp_path / "go"
     held = {"0:0:17": f"wait for {go}", "folder": str(tmp_path)}  # the cut comes in the middle, however fast steps are
     program = [str(Path(__file__).with_name("faulty.py")), json.dumps(held)]
@@ -120,7 +106,8 @@ def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start,
     (step,) = re.findall(r"resumed after step (\d+)", printed[0])
     assert step in ("10", "15"), "each save waits for the one before"
     train_here(tmp_path / "points.toml", tmp_path / "whole", {}, devices=2)
-    assert losses(runs) == losses(tmp_path / "whole")
+    resumed, whole = (rows(folder / "points", "loss", "grad_norm") for folder in (runs, tmp_path / "whole"))
+    assert resumed == whole
 
 
 JOIN = """
@@ -139,7 +126,8 @@ def test_ranks_of_an_mpirun_on_two_hosts_join(on, tmp_path, version):
     agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(on(1, ["sh", "-c"]))} "$*"\n')
     agent.chmod(0o700)
     command = [*MPIRUNS[version](agent), "-H", "h0:1,h1:1", "-n", "2", sys.executable, f"{tmp_path}/program.py"]
-    done = subprocess.run(on(0, command), env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    own = environment(JAX_PLATFORMS="cpu")
+    done = subprocess.run(on(0, command), env=own, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"joined 0 2", "joined 1 2"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
 
@@ -149,7 +137,7 @@ def test_the_pods_of_a_manifest_join_once_pod_0_has_a_name(start, end, tmp_path,
 
     Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
     """
-    write_points(tmp_path, points_text(TRAIN.replace("24", "3"), top="devices = 1\n"))
+    write(tmp_path, steps=3)
     shutil.move(tmp_path / "points.npz", tmp_path / "data.npz")
     options = ["--nodes=2", "--per-node=1", "--image=any", "--data.source=/jdp/data.npz"]
     monkeypatch.chdir(tmp_path)

@@ -3,12 +3,11 @@
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 LESSONS = Path(__file__).parents[2] / "experiments" / "lessons"
 
 
-def load(name: str) -> ModuleType:
+def load(name):
     """Return `experiments/lessons/NAME.py` as a module.
 
     Its folder is on the path, as it is when Python runs the program, so that `from devices import ...` finds its file.

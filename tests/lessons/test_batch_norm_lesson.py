@@ -10,12 +10,7 @@ from load import load
 import jdp
 
 lesson = load("batch_norm")
-
-
-@pytest.fixture(autouse=True)
-def scikit_learn():
-    """Import it for the tests that run: collecting them alone would take a second."""
-    pytest.importorskip("sklearn")
+pytestmark = pytest.mark.usefixtures("scikit_learn")
 
 
 @functools.cache

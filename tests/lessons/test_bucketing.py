@@ -22,7 +22,7 @@ SIZES = {"0/kernel": 64, "0/bias": 8, "1/kernel": 64, "1/bias": 8}
         (144, [["1/bias", "1/kernel", "0/bias", "0/kernel"]]),
     ],
 )
-def test_buckets_are_filled_from_the_last_layer(limit: float, expected: list[list[str]]):
+def test_buckets_are_filled_from_the_last_layer(limit, expected):
     assert lesson.fill_buckets(SIZES, limit) == expected
 
 
@@ -48,7 +48,7 @@ def test_the_fit_finds_what_the_times_were_made_of():
 
 
 def test_the_best_number_of_buckets_on_a_slow_network_is_the_root_of_backward_over_alpha():
-    def seconds(n: int) -> float:
+    def seconds(n):
         return lesson.simulate([1_000_000 // n] * n, backward=0.016, alpha=0.001, beta=2e7)
 
     assert seconds(1) == pytest.approx(0.016 + 0.001 + 0.05), "one for all is as slow as no overlap"

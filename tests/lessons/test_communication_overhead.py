@@ -11,7 +11,7 @@ PSI = 2 * 32 * 32
 
 
 @pytest.mark.parametrize("rows", [2, 8])
-def test_flops_grow_with_rows_a_device_and_bytes_do_not(rows: int):
+def test_flops_grow_with_rows_a_device_and_bytes_do_not(rows):
     found = lesson.measure(rows, rounds=1, **SMALL)
     # The first of two layers needs no gradient of its input: 5/6 of the products. The rest is tanh and its derivative.
     assert 5 * PSI * rows <= found["FLOPs"] < 5.5 * PSI * rows
@@ -37,7 +37,7 @@ def test_more_rows_lower_the_ratio_foreseen_for_gpus_and_only_the_computing_chan
     assert few[3] == pytest.approx(many[3]) and few[-1] > many[-1] and math.isfinite(few[-1])
 
 
-def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_without_a_compiler_it_says_so(monkeypatch, capsys):
     def missing(*_, **__):
         raise ValueError("needs XLA's GPU compiler: pip install 'jdp[aot]'")
 

@@ -45,7 +45,7 @@ def test_3_three_kinds_of_parallelism():
 
 
 def test_4_devices_for_70b():
-    def fits(name: str, devices: int) -> bool:
+    def fits(name, devices):
         return zero_bytes(B70, devices, name).total <= 80e9
 
     assert fits("zero3", 14)

@@ -8,12 +8,7 @@ from load import load
 import jdp
 
 lesson = load("large_batches")
-
-
-@pytest.fixture(autouse=True)
-def scikit_learn():
-    """Import it for the tests that run: collecting them alone would take a second."""
-    pytest.importorskip("sklearn")
+pytestmark = pytest.mark.usefixtures("scikit_learn")
 
 
 def test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate():

@@ -24,7 +24,7 @@ def test_the_claim_about_175b_does_not_add_up():
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_every_device_sends_the_whole_gradient_however_many_share_the_rows(devices: int, monkeypatch):
+def test_every_device_sends_the_whole_gradient_however_many_share_the_rows(devices, monkeypatch):
     monkeypatch.setattr(lesson, "WIDTH", 16)
     step, state, batch = lesson.prepared(jax.devices()[:devices], 8 // devices)
     assert batch["x"].shape == (8, 16)

@@ -6,12 +6,7 @@ import pytest
 from load import load
 
 lesson = load("staleness")
-
-
-@pytest.fixture(autouse=True)
-def scikit_learn():
-    """Import it for the tests that run: collecting them alone would take a second."""
-    pytest.importorskip("sklearn")
+pytestmark = pytest.mark.usefixtures("scikit_learn")
 
 
 @pytest.mark.parametrize("age", [1, 4])

@@ -7,20 +7,16 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from described_gpus import compiled_step, with_gradients
 from flax import nnx
 from jax.sharding import PartitionSpec
-from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.traced_mesh import traced_device
-from jdp.experiment.losses import text_loss
 from jdp.foresight.targets.cudnn import answered_for, version_in
-from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.verify import report
 from jdp.models import GPTConfig, build
 from jdp.models.attention import attend, cudnn_refuses
 
@@ -40,15 +36,7 @@ def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
     axes = {"data": 1, "model": model} if model > 1 else {"data": 1}
     mesh = jdp.make_mesh(devices=jax.devices()[:model], **axes)
     plan = jdp.Plan(mesh, strategy, rules=TENSOR_PARALLEL if model > 1 else ())
-    state = jdp.abstract_state(
-        lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
-    )
-    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=WITHOUT_TRITON)
-    batch = {name: np.zeros((16, 160), np.int32) for name in ("tokens", "targets", "weights")}
-    devices = target("h100:1x8")
-    candidate = abstract_on(step, state, batch, devices)
-    compiled = candidate.compile(devices)
-    return compiled.text, report(candidate.step, candidate.state, compiled, "h100:1x8")
+    return compiled_step("h100:1x8", config, plan, partitioning=partitioning)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +53,8 @@ def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
     ids=["zero3", "auto partitioning", "xla"],
 )
 def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, changes, expected):
-    text, verdict = compiled_for_h100s(strategy, **changes)
+    compiled, verdict = compiled_for_h100s(strategy, **changes)
+    text = compiled.text
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == expected
     assert ('custom_call_target="__cudnn$fmhaSoftmaxBackward"' in text) == bool(expected)
     assert verdict.kept or "partitioning" in changes, verdict.breaches
@@ -77,8 +66,8 @@ def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, c
 
 
 def test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are():
-    text, verdict = compiled_for_h100s("zero1", model=2, layers=2, remat="full")
-    assert 'custom_call_target="__cudnn$fmhaSoftmaxBackward"' in text
+    compiled, verdict = compiled_for_h100s("zero1", model=2, layers=2, remat="full")
+    assert 'custom_call_target="__cudnn$fmhaSoftmaxBackward"' in compiled.text
     assert verdict.kept, verdict.breaches
     assert {each.collective.kind for each in verdict.collectives if not each.over_batch} == {"all-reduce"}
 
@@ -112,9 +101,8 @@ def test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_li
         assert traced.count("dot_product_attention_fwd_wrapper[") == fused
         if not fused:
             fixed = build(dataclasses.replace(config, attention="cudnn"), rngs=nnx.Rngs(0))
-            with pytest.raises(
-                ValueError, match=r"one window for all layers that are scanned; given global_every\. Set"
-            ):
+            said = r"one window for all layers that are scanned; given global_every\. Set"
+            with pytest.raises(ValueError, match=said):
                 jax.eval_shape(fixed, jnp.zeros((2, 160), jnp.int32))
 
 
@@ -147,30 +135,16 @@ def test_the_version_of_cudnn_is_the_descriptions():
     assert version_in("") == 91_000
 
 
-def with_gradients(form):
-    """The results of `form` and the gradients of its arguments, in one program."""
-
-    @jax.jit
-    def run(cotangent, *arguments):
-        mixed, pull = jax.vjp(form, *arguments)
-        return mixed, *pull(cotangent)
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("dtype", "bound", "window"), [(jnp.float32, 1e-5, None), (jnp.bfloat16, 3e-2, None), (jnp.float32, 1e-5, 40)]
 )
 def test_on_a_cpu_blocks_of_queries_give_what_the_whole_gives(dtype, bound, window):
     rng = np.random.default_rng(0)
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 128, heads, 8)), dtype) for heads in (4, 2, 2, 4))
-    found = {}
-    for by in ("auto", "xla"):
-        found[by] = with_gradients(functools.partial(attend, causal=True, window=window, by=by))(
-            cotangent, query, key, value
-        )
-    assert [x.dtype for x in found["auto"]] == [dtype] * 4
-    for ours, theirs in zip(*found.values(), strict=True):
+    forms = (functools.partial(attend, causal=True, window=window, by=by) for by in ("auto", "xla"))
+    found = [with_gradients(form)(cotangent, query, key, value) for form in forms]
+    assert [x.dtype for x in found[0]] == [dtype] * 4
+    for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)
     text = str(jax.make_jaxpr(functools.partial(attend, causal=True))(query, key, value))
     assert text.count("dot_general") == 4  # two blocks

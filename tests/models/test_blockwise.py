@@ -9,18 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from described_gpus import compiled_step, with_gradients
 from flax import nnx
-from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
-from jdp.experiment.losses import text_loss
 from jdp.foresight.targets.cudnn import answered_for
-from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.timing.parts import ATTENTION
 from jdp.foresight.timing.timeline import timeline
-from jdp.foresight.verify import report
 from jdp.models import GPTConfig, build
 from jdp.models.attention import attend
 from jdp.models.blockwise import Sight, attend_in_documents, block_size
@@ -41,18 +38,10 @@ def test_blocks_give_what_the_whole_gives_forward_and_backward(dtype, bound, cau
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), dtype) for heads in (4, 2, 2, 4))
     run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150)), axis=1), jnp.int32)  # documents end anywhere in a block
     to_all = {name: value for name, value in seen.items() if name == "attends_to_all"}
-    found = []
-    for form in (
-        functools.partial(attend_in_documents, run=run, sight=Sight(causal, seen.get("window"), 64), **to_all),
-        functools.partial(attend, run=run, causal=causal, by="xla", **seen),
-    ):
-
-        @jax.jit
-        def with_gradients(cotangent, *arguments, form=form):
-            mixed, pull = jax.vjp(form, *arguments)
-            return mixed, *pull(cotangent)
-
-        found.append(with_gradients(cotangent, query, key, value))
+    sight = Sight(causal, seen.get("window"), 64)
+    in_blocks = functools.partial(attend_in_documents, run=run, sight=sight, **to_all)
+    whole = functools.partial(attend, run=run, causal=causal, by="xla", **seen)
+    found = [with_gradients(form)(cotangent, query, key, value) for form in (in_blocks, whole)]
     assert [x.dtype for x in found[0]] == [dtype] * 4
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)
@@ -97,17 +86,9 @@ def test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once(remat, e
 @pytest.mark.parametrize(("strategy", "partitioning"), [("zero3", None), ("ddp", "auto")])
 def test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more(strategy, partitioning):
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), strategy)
-    state = jdp.abstract_state(
-        lambda rng: build(CONFIG, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
-    )
-    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=WITHOUT_TRITON)
-    batch = {name: np.zeros((16, 2048), np.int32) for name in ("tokens", "targets", "weights", "segments")}
-    devices = target("h100:1x8")
-    candidate = abstract_on(step, state, batch, devices)
-    compiled = candidate.compile(devices)
+    compiled, verdict = compiled_step("h100:1x8", CONFIG, plan, "segments", partitioning=partitioning)
     assert "2048,2048]" not in compiled.text
     stacks = set(re.findall(r"\[[\d,]*1024,1024\]", compiled.text))
     assert stacks == {"[1024,1024]", "[2,1024,1024]", "[2,2,2,1024,1024]"}  # of one pair: [rows, heads, shared, ...]
-    verdict = report(candidate.step, candidate.state, compiled, "h100:1x8")
     assert verdict.kept, verdict.breaches
-    assert timeline(compiled.program, devices).parts[ATTENTION].seconds > 0
+    assert timeline(compiled.program, target("h100:1x8")).parts[ATTENTION].seconds > 0

@@ -123,7 +123,7 @@ def test_a_step_that_is_skipped_is_skipped_by_all():
 
 def test_a_mean_of_means_is_seen_in_the_loss(monkeypatch):
     """Each shard divides by its own weight, and the means are averaged."""
-    one = accumulate._microbatch_gradients
+    one = accumulate.microbatch_gradients
 
     def means(*args):
         grads, sums, *others = one(*args)
@@ -131,7 +131,7 @@ def test_a_mean_of_means_is_seen_in_the_loss(monkeypatch):
         grads = jax.tree.map(lambda g: g * share, grads)
         return grads, dataclasses.replace(sums, total=sums.total * share), *others
 
-    monkeypatch.setattr(accumulate, "_microbatch_gradients", means)
+    monkeypatch.setattr(accumulate, "microbatch_gradients", means)
     proof = run("zero1 manual 4 devices K=1", steps=1)
     assert not proof.equal
     first = proof.first_difference
@@ -140,14 +140,14 @@ def test_a_mean_of_means_is_seen_in_the_loss(monkeypatch):
 
 
 def test_a_mean_of_means_in_the_gradient_alone_is_seen_in_a_leaf(monkeypatch):
-    one = accumulate._microbatch_gradients
+    one = accumulate.microbatch_gradients
 
     def means(*args):
         grads, sums, *others = one(*args)
         share = jax.lax.pmean(sums.weight, "data") / sums.weight
         return jax.tree.map(lambda g: g * share, grads), sums, *others
 
-    monkeypatch.setattr(accumulate, "_microbatch_gradients", means)
+    monkeypatch.setattr(accumulate, "microbatch_gradients", means)
     first = run("zero2 manual 4 devices K=1", steps=1).first_difference
     assert first.step == 1
     assert first.leaf.startswith(("params/layers/", "opt_state/0/mu/layers/"))

@@ -13,7 +13,7 @@ from jdp.data.feed import shard_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
 from jdp.run.evaluation import Best, coverage, evaluate
-from jdp.run.initial_weights import load_parameters
+from jdp.run.initial_weights import InitialWeights
 
 FEATURES, CLASSES, BATCH = 6, 3, 8
 
@@ -112,7 +112,7 @@ def test_the_replicas_of_local_steps_start_from_saved_weights(table, tmp_path):
     fresh = assembly.state()
     changed = jax.tree.map(lambda x: x + 1, fresh.params)
     save(tmp_path / "saved", replace(fresh, params=changed))
-    state, _ = load_parameters(fresh, assembly.experiment.train, assembly.config, assembly.plan)
+    state, _ = InitialWeights.of(assembly.experiment.train).load(fresh, assembly.config, assembly.plan)
     for averages in state.opt_state.average, ema_params(state).params:
         for average, param in zip(*map(jax.tree.leaves, (averages, changed)), strict=True):
             np.testing.assert_array_equal(average, np.broadcast_to(param, average.shape))

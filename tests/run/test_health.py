@@ -8,46 +8,31 @@ import jax
 import numpy as np
 import pytest
 from flipped import flipped
-from tiny_experiment import points_text, write_points
+from runs import refused, rows, saved_steps, train
+from tiny_experiment import points_text, tables, write_points
 
 from jdp.checkpoint import Checkpoints
-from jdp.cli.main import main
 from jdp.experiment import assembly as assemblies
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.nonfinite import read_batch
-from jdp.run.outputs.metrics import read
 
-POINTS = points_text(
-    """
-[optimizer]
-name = "sgd"
-momentum = 0.9
-lr = 0.01
-[train]
-steps = 12
-batch_size = 16
-log_every = 1
-eval_batches = 1
-checkpoint_every = 3
-keep_checkpoints = 10
-""",
-    hidden=256,
-    top='strategy = "zero1"\n',
-)
+TRAIN = {
+    "steps": 12,
+    "batch_size": 16,
+    "log_every": 1,
+    "eval_batches": 1,
+    "checkpoint_every": 3,
+    "keep_checkpoints": 10,
+}
+TABLES = tables(optimizer={"name": "sgd", "momentum": 0.9, "lr": 0.01}, train=TRAIN)
 NAN = float("nan")
 
 
 @pytest.fixture
 def file(tmp_path):
-    return write_points(tmp_path, POINTS)
-
-
-def train(file, *arguments, name="points"):
-    """Exit code, and the run's folder."""
-    runs = file.parent / "runs"
-    return main(["train", str(file), "--run-dir", str(runs), "--name", name, *arguments]), runs / name
+    return write_points(tmp_path, points_text(TABLES, hidden=256, top='strategy = "zero1"\n'))
 
 
 def spoil(monkeypatch, steps):
@@ -64,8 +49,7 @@ def spoil(monkeypatch, steps):
 
 def losses(folder):
     """Step -> loss, as text (NaN equals itself), and skipped steps, as in the metrics."""
-    rows = [row for row in read(folder / "metrics.jsonl") if "loss" in row]
-    return {row["step"]: (repr(row["loss"]), row["skipped"]) for row in rows}
+    return {step: (repr(loss), skipped) for step, (loss, skipped) in rows(folder, "loss", "skipped").items()}
 
 
 def final(file, folder, step=12):
@@ -110,10 +94,8 @@ def test_a_skipped_step_is_inspected_and_its_batch_kept(file, monkeypatch, capsy
     spoil(monkeypatch, {4: NAN, 5: NAN, 9: NAN})
     code, folder = train(file)
     shown = capsys.readouterr().out
-    assert code == 0 and sorted(file.name for file in (folder / "flight").glob("*.npz")) == [
-        "batch-4.npz",
-        "batch-9.npz",
-    ]
+    assert code == 0
+    assert sorted(file.name for file in (folder / "flight").glob("*.npz")) == ["batch-4.npz", "batch-9.npz"]
     for step in (4, 9):  # the first one of each row
         sentences = (
             f"Step {step} is bad: its gradient was not finite.",
@@ -153,8 +135,7 @@ def test_a_run_that_goes_back_has_the_bits_of_one_that_never_took_those_steps(fi
         "2 bad steps in a row, the last one step 8: its gradient was not finite: back to step 3; of the steps after it"
     )
     assert f"{said} 6 to 8 are left out" in capsys.readouterr().out
-    with Checkpoints(folder / "checkpoints") as saved:
-        assert saved.steps == [3, 6, 9, 12]
+    assert saved_steps(folder) == [3, 6, 9, 12]
     history = [json.loads(line)["event"] for line in (folder / "history.jsonl").read_text().splitlines()]
     assert history == ["started", "rolled back", "resumed", "finished"]
     assert json.loads((folder / "summary.json").read_text())["left_out"] == 3
@@ -221,9 +202,7 @@ def test_bad_steps_at_the_end_are_gone_back_from_too(file, monkeypatch):
 
 def test_going_back_again_and_again_ends(file, monkeypatch, capsys):
     spoil(monkeypatch, dict.fromkeys(range(5, 100), NAN))
-    code, _ = train(file, *BACK, "--train.steps", "40")
-    assert code == 2
-    error = capsys.readouterr().err
+    error = refused(capsys, "train", file, "--run-dir", file.parent / "runs", *BACK, "--train.steps", "40")
     assert "going back must help; given 2 bad steps in a row" in error and "gone back 3 times" in error
 
 
@@ -241,12 +220,8 @@ def test_a_spike_is_said_and_gone_back_from(file, monkeypatch, capsys):
 
 
 def test_rolling_back_later_than_the_run_stops_is_refused(file, capsys):
-    assert train(file, "--guard.roll_back_after", "11")[0] == 2
-    error = capsys.readouterr().err
-    assert (
-        "guard.roll_back_after must be at most train.max_skips_in_a_row = 10, after which the run stops; given 11"
-        in error
-    )
+    said = "guard.roll_back_after must be at most train.max_skips_in_a_row = 10, after which the run stops; given 11"
+    assert said in refused(capsys, "train", file, "--guard.roll_back_after", "11")
 
 
 def corrupt(monkeypatch, at, *, leaf="bias", device=5, once=False):
@@ -280,8 +255,7 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(file, monkeypatch, capsys
         "error: Replicas of the state after step 6 must be equal bit for bit; device 5 (cpu, number 5 of process 0)"
     )
     assert "bias: the device, its memory or its link computed wrong" in error
-    with Checkpoints(folder / "checkpoints") as saved:
-        assert saved.steps == [3]
+    assert saved_steps(folder) == [3]
     monkeypatch.undo()
     assert train(file)[0] == 0
     expected, _ = by_hand(file, {})

@@ -2,32 +2,19 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_experiment import points_text, write_points
+from own_process import ROOT, python
+from runs import rows
+from tiny_experiment import points_text, tables, write_points
 
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.nonfinite import read_batch
-from jdp.run.outputs.metrics import read
 
-ROOT = Path(__file__).parents[2]
-POINTS = points_text(
-    """
-[optimizer]
-name = "sgd"
-momentum = 0.9
-lr = 0.01
-[train]
-steps = 10
-batch_size = 16
-log_every = 1
-eval_batches = 1
-checkpoint_every = 3
-"""
+TABLES = tables(
+    optimizer={"name": "sgd", "momentum": 0.9, "lr": 0.01},
+    train={"steps": 10, "batch_size": 16, "log_every": 1, "eval_batches": 1, "checkpoint_every": 3},
 )
 PROGRAM = """
 import dataclasses, json, sys, time
@@ -117,12 +104,10 @@ pytestmark = pytest.mark.faults
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("health")
-    write_points(folder, POINTS)
+    write_points(folder, points_text(TABLES))
     (folder / "program.py").write_text(PROGRAM)
-    launched = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [*launched, str(folder / "program.py"), str(folder)]
-    ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    launched = ["-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", folder / "program.py", folder]
+    ran = python(*launched, cwd=folder, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     assert ran.returncode == 0, ran.stderr[-3000:]
     (folder / "stderr").write_text(ran.stdout + ran.stderr)
     return folder
@@ -137,8 +122,8 @@ def test_nan_on_one_rank_is_named_and_gone_back_from_with_the_bits_of_a_run_with
     found = "The batch of step 5 has NaN or infinities: features (at 8, 9, 10, 11, … of 16 along its first dimension)"
     assert any(f"{found}, read by process 1." in words for words in said)
     seen, digest = results(folder, 0)["by hand"]
-    rows = {str(row["step"]): row["loss"] for row in read(folder / "nan" / "metrics.jsonl") if "loss" in row}
-    assert rows == seen and list(rows) == ["1", "2", "3", "7", "8", "9", "10"]
+    losses = {str(step): loss for step, loss in rows(folder / "nan", "loss").items()}
+    assert losses == seen and list(losses) == ["1", "2", "3", "7", "8", "9", "10"]
     for rank in (0, 1):
         own = results(folder, rank)
         assert own["nan"] == 3 and own["digest"] == digest and own["by hand"][0] == seen
@@ -166,6 +151,6 @@ def test_a_slow_process_is_named(folder):
     shown = (folder / "stderr").read_text()
     assert "process 1 is late: its host takes 0." in shown and "process 0 is late" not in shown
     assert results(folder, 0)["slow"] == 0, "a warning only"
-    rows = [row for row in read(folder / "slow" / "metrics.jsonl") if "late_process" in row]
-    assert rows[-1]["late_process"] == 1 and rows[-1]["late_seconds"] > 0.1
+    *_, (process, seconds) = rows(folder / "slow", "late_process", "late_seconds").values()
+    assert process == 1 and seconds > 0.1
     assert any(words.startswith("Process 1 is late: ") for words in diagnose(folder / "slow").words)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny_experiment import write_tiny
+from runs import train
+from tiny_experiment import tables, write_tiny
 
-from jdp.cli.main import main
 from jdp.core.sharding.mesh import make_mesh
 from jdp.experiment.file import load, to_toml
 from jdp.run.outputs.history import HISTORY, read_history, recorded
@@ -72,25 +72,17 @@ def test_a_full_disk_does_not_hide_why_a_visit_failed(tmp_path):
         raise ValueError("the reason")
 
 
-TABLES = """
-[train]
-steps = 2
-batch_size = 8
-eval_batches = 1
-log_every = 1
-checkpoint_every = 1
-"""
-
-
 def test_a_run_that_was_taken_over_begins_anew_and_is_resumed(tmp_path):
-    file, folder = write_tiny(tmp_path, TABLES), tmp_path / "tiny"
-    folder.mkdir()  # by a visit of another experiment that was killed before its first row
+    once = {"eval_batches": 1, "log_every": 1, "checkpoint_every": 1}
+    file = write_tiny(tmp_path, tables(train={"steps": 2, "batch_size": 8, **once}))
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)  # by a visit of another experiment that was killed before its first row
     (folder / "experiment.toml").write_text(to_toml(load(file, {"seed": "7"})))
     (folder / HISTORY).write_text(json.dumps({"time": 1.0, "event": "started", "step": 0}) + "\n")
     (folder / ".lock").touch()
-    assert main(["train", str(file), "--run-dir", str(tmp_path)]) == 0
+    assert train(file)[0] == 0
     assert events(folder) == [("started", 0), ("finished", 2)]
-    assert main(["train", str(file), "--run-dir", str(tmp_path), "--train.steps", "3", "--compiler", "overlap"]) == 0
+    assert train(file, "--train.steps", "3", "--compiler", "overlap")[0] == 0
     assert events(folder) == [("started", 0), ("finished", 2), ("resumed", 2), ("finished", 3)]
     resumed = read_history(folder / HISTORY)[2]
     assert resumed["changed"] == {"compiler": ["default", "overlap"], "train.steps": [2, 3]}

@@ -5,36 +5,31 @@ import io
 import itertools
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from own_process import python
 from rich.console import Console
 
 from jdp.base import notices
-from jdp.base.formatting import format_rate
 from jdp.run.outputs import terminal as progress
 from jdp.run.outputs.metrics import Metrics, numbers, read
 from jdp.run.outputs.terminal import Display
 
 
-def write(folder: Path, steps: range, *, resumed_step: int = 0, loss: float = 1.0) -> None:
+def write(folder, steps, *, resumed_step=0, loss=1.0):
     with Metrics(folder, resumed_step=resumed_step) as rows:
         for step in steps:
             rows.write(step, {"loss": loss + step, "lr": 0.1})
 
 
-def records(file: Path) -> Iterator[bytes]:
+def records(file):
     """The records of a TFRecord file up to a torn or damaged one: u64 length, u32 checksum, data, u32 checksum."""
     from tensorboardX.crc32c import crc32c
 
-    def checked(data: bytes, stored: bytes) -> bool:
+    def checked(data, stored):
         crc = crc32c(data)
         return ((crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little") == stored
 
@@ -47,13 +42,13 @@ def records(file: Path) -> Iterator[bytes]:
         data = data[end + 4 :]
 
 
-def events(folder: Path) -> list[Any]:
+def events(folder):
     """All events of a folder's TensorBoard files, in the order TensorBoard reads them."""
     kind = importlib.import_module("tensorboardX.proto.event_pb2").Event
     return [kind.FromString(one) for file in sorted(folder.glob("events.out.tfevents.*")) for one in records(file)]
 
 
-def scalars(folder: Path) -> dict[int, float]:
+def scalars(folder):
     """What TensorBoard shows: a START purges its own step and those after it (2.21, `EventAccumulator`)."""
     found: list[tuple[int, float]] = []
     for event in events(folder):
@@ -65,7 +60,7 @@ def scalars(folder: Path) -> dict[int, float]:
     return dict(found)
 
 
-def test_rows_are_flushed_json_lines_with_step_and_time(tmp_path: Path):
+def test_rows_are_flushed_json_lines_with_step_and_time(tmp_path):
     rows = Metrics(tmp_path)
     rows.write(
         3, {"loss": jnp.float32(0.5), "half": jnp.bfloat16(1.5), "skipped": jnp.int32(2), "n": np.int64(7), "x": 1}
@@ -80,7 +75,7 @@ def test_rows_are_flushed_json_lines_with_step_and_time(tmp_path: Path):
     rows.close()
 
 
-def test_non_finite_values_are_valid_json_and_read_back(tmp_path: Path):
+def test_non_finite_values_are_valid_json_and_read_back(tmp_path):
     with Metrics(tmp_path) as rows:
         rows.write(1, {"loss": math.nan, "norm": jnp.inf, "low": -math.inf, "lr": 0.1})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -93,17 +88,17 @@ def test_non_finite_values_are_valid_json_and_read_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize("value", [np.zeros(2), "text", None])
-def test_a_metric_is_one_number(tmp_path: Path, value: object):
+def test_a_metric_is_one_number(tmp_path, value):
     with Metrics(tmp_path) as rows, pytest.raises(ValueError, match="A metric is one number; given loss, "):
         rows.write(1, {"loss": value})
 
 
-def test_rows_leave_out_arrays_that_a_loss_counts_and_say_so(capsys: pytest.CaptureFixture[str]):
+def test_rows_leave_out_arrays_that_a_loss_counts_and_say_so(capsys):
     assert numbers({"loss": jnp.float32(0.5), "confusion": jnp.zeros((3, 3))}) == {"loss": 0.5}
     assert "metric 'confusion' has shape (3, 3): rows of metrics hold numbers" in capsys.readouterr().err
 
 
-def test_a_resumed_run_has_every_step_once(tmp_path: Path):
+def test_a_resumed_run_has_every_step_once(tmp_path):
     write(tmp_path, range(1, 8))
     write(tmp_path, range(5, 11), resumed_step=4, loss=100.0)
     rows = read(tmp_path / "metrics.jsonl")
@@ -113,14 +108,14 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("middle", [4, 10], ids=["twice after the same step", "ahead and then back"])
-def test_several_visits_within_a_second_keep_what_is_older(tmp_path: Path, middle: int):
+def test_several_visits_within_a_second_keep_what_is_older(tmp_path, middle):
     write(tmp_path, range(1, 12))
     write(tmp_path, range(middle + 1, middle + 3), resumed_step=middle, loss=100.0)
     write(tmp_path, range(5, 9), resumed_step=4, loss=200.0)
     assert scalars(tmp_path) == {step: step + (1.0 if step <= 4 else 200.0) for step in range(1, 9)}
 
 
-def test_an_event_file_of_an_earlier_version_is_purged_too(tmp_path: Path):
+def test_an_event_file_of_an_earlier_version_is_purged_too(tmp_path):
     write(tmp_path, range(1, 8))
     (file,) = tmp_path.glob("events.*")
     file.rename(tmp_path / "events.out.tfevents.1700000000.host.after0")
@@ -128,14 +123,14 @@ def test_an_event_file_of_an_earlier_version_is_purged_too(tmp_path: Path):
     assert scalars(tmp_path) == {step: step + (1.0 if step <= 4 else 100.0) for step in range(1, 7)}
 
 
-def test_a_fresh_run_in_an_old_folder_starts_over(tmp_path: Path):
+def test_a_fresh_run_in_an_old_folder_starts_over(tmp_path):
     write(tmp_path, range(1, 8))
     write(tmp_path, range(1, 3), loss=5.0)
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
     assert scalars(tmp_path) == {1: 6.0, 2: 7.0}
 
 
-def test_a_row_half_written_is_dropped(tmp_path: Path):
+def test_a_row_half_written_is_dropped(tmp_path):
     write(tmp_path, range(1, 4))
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 4, "lo')
@@ -163,9 +158,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file_is_set_aside_and_its_good_rows_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-):
+def test_a_damaged_file_is_set_aside_and_its_good_rows_go_on(tmp_path, capsys, damage):
     notices._said.clear()
     file = tmp_path / "metrics.jsonl"
     write(tmp_path, range(1, 6))
@@ -185,7 +178,7 @@ def test_a_damaged_file_is_set_aside_and_its_good_rows_go_on(
 
 
 @pytest.mark.parametrize("end", [b'{"step": 4, "lo', b'{"step": 4', b"\0\0\0"])
-def test_a_last_row_half_written_is_dropped_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: bytes):
+def test_a_last_row_half_written_is_dropped_and_said(tmp_path, capsys, end):
     notices._said.clear()
     file = tmp_path / "metrics.jsonl"
     write(tmp_path, range(1, 4))
@@ -195,7 +188,7 @@ def test_a_last_row_half_written_is_dropped_and_said(tmp_path: Path, capsys: pyt
     assert "the last row was only half written, and is dropped" in capsys.readouterr().err
 
 
-def test_a_last_row_without_a_line_end_is_a_row(tmp_path: Path):
+def test_a_last_row_without_a_line_end_is_a_row(tmp_path):
     write(tmp_path, range(1, 4))
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(file.read_bytes().rstrip(b"\n"))
@@ -203,7 +196,7 @@ def test_a_last_row_without_a_line_end_is_a_row(tmp_path: Path):
     assert [row["step"] for row in read(file)] == [1, 2, 3, 4]
 
 
-def test_a_damaged_event_file_costs_only_what_is_behind_the_damage(tmp_path: Path):
+def test_a_damaged_event_file_costs_only_what_is_behind_the_damage(tmp_path):
     write(tmp_path, range(1, 7))
     (file,) = tmp_path.glob("events.*")
     data = bytearray(before := file.read_bytes())
@@ -214,13 +207,13 @@ def test_a_damaged_event_file_costs_only_what_is_behind_the_damage(tmp_path: Pat
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_only_process_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_process_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     write(tmp_path, range(1, 3))
     assert not list(tmp_path.iterdir())
 
 
-def test_progress_without_a_terminal_is_one_plain_line_a_log(capsys: pytest.CaptureFixture[str]):
+def test_progress_without_a_terminal_is_one_plain_line_a_log(capsys):
     with Display(50) as display:
         for step in range(1, 11):
             display.step(step)
@@ -231,14 +224,14 @@ def test_progress_without_a_terminal_is_one_plain_line_a_log(capsys: pytest.Capt
     assert first.endswith("to go") and second == "saved [step] 10 :smile:"
 
 
-def test_progress_leaves_stdout_alone_for_json(capsys: pytest.CaptureFixture[str]):
+def test_progress_leaves_stdout_alone_for_json(capsys):
     with Display(5, to_stderr=True) as display:
         display.log(5, {"loss": 1.0})
     shown = capsys.readouterr()
     assert not shown.out and shown.err == "step 5/5  loss 1\n"
 
 
-def test_progress_is_process_0s(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_progress_is_process_0s(capsys, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with Display(5) as display:
         display.step(1)
@@ -248,7 +241,7 @@ def test_progress_is_process_0s(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert not shown.out and not shown.err
 
 
-def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch):
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
     with Display(50, done=20) as display:
@@ -258,19 +251,13 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3700, "1:01:40")])
-def test_durations(seconds: float, text: str):
+def test_durations(seconds, text):
     assert progress.clock(seconds) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(12345, "12.3k"), (999, "999"), (2.5e6, "2.5M"), (1e9, "1G")])
-def test_rates(value: float, text: str):
-    assert format_rate(value) == text
 
 
 def test_packages_of_storage_are_not_imported_for_files_on_this_machine():
     """Where they are installed tensorboardX imports them, which takes longer than all else of it."""
     program = "import sys; from jdp.run.outputs.metrics import _writer_of_events as w; w(); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    modules = set(done.stdout.split())
+    modules = set(python("-c", program).stdout.split())
     assert "tensorboardX.record_writer" in modules
     assert not modules & {"google.cloud.storage", "boto3"}

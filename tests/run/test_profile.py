@@ -2,37 +2,27 @@
 
 import gzip
 import json
+import signal
 
 import jax
 import pytest
-from tiny_experiment import points_text, write_points, write_tiny
+from runs import refused, rows, stopped_at, train
+from tiny_experiment import points_text, tables, write_points, write_tiny
 
-from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.foresight.targets import chips
 from jdp.foresight.timing.mfu import peak_flops, seconds_at_peak
 from jdp.foresight.timing.model_flops import model_flops
-from jdp.run import signals
 from jdp.run.outputs.metrics import read
 from jdp.run.outputs.profiler import profiled_steps
 
-TRAIN = """
-[train]
-steps = 6
-batch_size = 8
-log_every = 1
-eval_batches = 1
-"""
-
-
-def write_experiment(folder):
-    return write_tiny(folder, TRAIN)
+TRAIN = tables(train={"steps": 6, "batch_size": 8, "log_every": 1, "eval_batches": 1})
 
 
 @pytest.fixture
 def file(tmp_path):
-    return write_experiment(tmp_path)
+    return write_tiny(tmp_path, TRAIN)
 
 
 @pytest.fixture
@@ -41,23 +31,11 @@ def points(tmp_path):
     return write_points(tmp_path, points_text(TRAIN))
 
 
-def train(file, *arguments):
-    return main(["train", str(file), "--run-dir", str(file.parent / "runs"), *arguments])
-
-
 def traced_steps(folder):
     """The steps that a trace is marked with, by the loop's own annotations."""
     (trace,) = folder.glob("profile/plugins/profile/*/*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return sorted({int(e["args"]["step_num"]) for e in events if e.get("name") == "train" and "args" in e})
-
-
-def stop_after(monkeypatch, step):
-    def at_step(self, now):
-        self.signal = signals.signal.SIGTERM if now == step else None
-        return self.signal is not None
-
-    monkeypatch.setattr(signals.StopRequest, "at_step", at_step)
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10:13", [10, 11, 12, 13]), (" 3 : 3 ", [3]), ("7", [7]), (None, [])])
@@ -69,34 +47,32 @@ def test_both_ends_are_profiled(text, steps):
 def test_a_bad_range_is_one_error_and_nothing_is_started(text, file, capsys):
     with pytest.raises(ValueError, match="--profile takes FIRST:LAST"):
         profiled_steps(text, of=20)
-    assert train(file, f"--profile={text}") == 2
-    error = capsys.readouterr().err
+    error = refused(capsys, "train", file, "--run-dir", file.parent / "runs", f"--profile={text}")
     assert error.startswith("error: --profile takes FIRST:LAST") and error.count("\n") == 1
     assert not (file.parent / "runs").exists()
 
 
-def test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later(points, capsys, monkeypatch):
+def test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later(points, capsys):
     """Stopped by SIGTERM in step 3 of 2:5, with the summary so far on stdout; resumed, steps 4 and 5 are left."""
-    with monkeypatch.context() as patched:
-        stop_after(patched, 3)
-        assert train(points, "--profile", "2:5", "--json") == 75
+    with stopped_at(3, signal.SIGTERM):
+        code, folder = train(points, "--profile", "2:5", "--json")
+    assert code == 75
     shown = capsys.readouterr()
     told = json.loads(shown.out)
     assert (told["stopped"], told["steps"], told["of_steps"]) == ("SIGTERM", 3, 6)
-    folder = points.parent / "runs" / "points"
     assert "mfu" not in told, "nobody knows the peak of a CPU"
     assert not any("mfu" in row for row in read(folder / "metrics.jsonl"))
     assert "profiled steps 2 to 3, " in shown.err and traced_steps(folder) == [2, 3]
     assert not (folder / "summary.json").exists(), "it has not finished"
     with pytest.raises(RuntimeError, match="No profile started"):
         jax.profiler.stop_trace()
-    assert train(points, "--profile", "1:3", "--json") == 0
+    assert train(points, "--profile", "1:3", "--json")[0] == 0
     shown = capsys.readouterr()
     assert "nothing to profile: step 3 is done, this visit starts after step 3" in shown.err
     assert traced_steps(folder) == [2, 3]
     written = json.loads((folder / "summary.json").read_text())
     assert written == json.loads(shown.out) and (written["steps"], written["resumed_from"]) == (6, 3)
-    assert train(points, "--json") == 0, "nothing is left to do"
+    assert train(points, "--json")[0] == 0, "nothing is left to do"
     assert json.loads((folder / "summary.json").read_text()) == written, "and a visit without steps has no speed"
 
 
@@ -141,14 +117,14 @@ def test_seconds_at_the_peak_are_the_models_flops_over_all_devices(file, known_c
 
 
 def test_a_trace_of_these_steps_and_mfu_where_the_peak_is_known(points, known_cpu, capsys):
-    assert train(points, "--profile", "2:4", "--json") == 0
+    code, folder = train(points, "--profile", "2:4", "--json")
+    assert code == 0
     shown = capsys.readouterr()
-    folder = points.parent / "runs" / "points"
     assert traced_steps(folder) == [2, 3, 4]
     assert "profiled steps 2 to 4, " in shown.err and "iB: open " in shown.err
     assert "https://ui.perfetto.dev" in shown.err and f"xprof --logdir {folder}/profile" in shown.err
-    rows = [row for row in read(folder / "metrics.jsonl") if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    logged = rows(folder, "loss", "mfu", "step_seconds")
+    assert list(logged) == [1, 2, 3, 4, 5, 6]
     fastest, summary = at_peak(assembled(points)), json.loads(shown.out)
-    assert [row["mfu"] for row in rows] == pytest.approx([fastest / row["step_seconds"] for row in rows])
+    assert [mfu for _, mfu, _ in logged.values()] == pytest.approx([fastest / row[2] for row in logged.values()])
     assert summary["mfu"] == pytest.approx(fastest * summary["examples_per_second"] / 8)

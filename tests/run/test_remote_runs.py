@@ -5,24 +5,25 @@ One of two processes is in `test_train.py`.
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from tiny_experiment import points_text, write_points
+from own_process import start_python
+from runs import refused
+from tiny_experiment import points_text, tables, write_points
 
 from jdp.base.bucket import Remote, RemoteError
 from jdp.cli.main import main
 from jdp.run import in_bucket as remote_runs
 
-HERE = Path(__file__).parents[2]
-TRAIN = "[train]\nsteps = 6\nbatch_size = 16\nlog_every = 1\ncheckpoint_every = 2\n"
+TRAIN = tables(train={"steps": 6, "batch_size": 16, "log_every": 1, "checkpoint_every": 2})
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def saved(address):
 
 
 def no_folder_of_ours(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name not in ("points.toml", "points.npz")) == []
+    return {path.name for path in folder.iterdir()} == {"points.toml", "points.npz"}
 
 
 def test_a_run_is_kept_resumed_and_reported_behind_an_address(bucket, file, capsys):
@@ -62,8 +63,8 @@ def test_a_run_is_kept_resumed_and_reported_behind_an_address(bucket, file, caps
     assert "resumed after step 4" in capsys.readouterr().out and steps(run) == [1, 2, 3, 4, 5, 6]
     assert main(["train", str(file), "--run-dir", runs, "--optimizer.schedule", "constant"]) == 0
     assert f"{run} has all of its 6 steps" in capsys.readouterr().out
-    assert main(["train", str(file), "--run-dir", runs, "--seed", "5"]) == 2
-    assert f"{run} holds a run of another experiment" in capsys.readouterr().err
+    said = refused(capsys, "train", file, "--run-dir", runs, "--seed", "5")
+    assert f"{run} holds a run of another experiment" in said
     assert main(["why", run]) == 0 and main(["why", "points", "--run-dir", runs]) == 0
     assert f"{run}: " in capsys.readouterr().out
     assert no_folder_of_ours(file.parent)
@@ -74,13 +75,12 @@ def test_a_run_is_kept_resumed_and_reported_behind_an_address(bucket, file, caps
 
 def test_what_is_no_run_is_left_alone_and_a_failed_first_visit_leaves_nothing(bucket, file, capsys):
     Remote(f"{bucket}/runs/points").write("notes/mine.txt", b"mine")
-    assert main(["train", str(file), "--run-dir", f"{bucket}/runs"]) == 2
-    assert f"{bucket}/runs/points is not empty and has no experiment.toml" in capsys.readouterr().err
+    said = refused(capsys, "train", file, "--run-dir", f"{bucket}/runs")
+    assert f"{bucket}/runs/points is not empty and has no experiment.toml" in said
     assert files(f"{bucket}/runs/points") == ["notes/mine.txt"]
-    wrong = [str(file), "--run-dir", f"{bucket}/other", "--train.init_from", str(file.parent / "points.npz")]
-    assert main(["train", *wrong]) == 2 and files(f"{bucket}/other") == [], capsys.readouterr().err
-    assert main(["report", f"{bucket}/other/points", "--no-compile"]) == 2
-    assert "which has none" in capsys.readouterr().err
+    refused(capsys, "train", file, "--run-dir", f"{bucket}/other", "--train.init_from", file.parent / "points.npz")
+    assert files(f"{bucket}/other") == []
+    assert "which has none" in refused(capsys, "report", f"{bucket}/other/points", "--no-compile")
 
 
 def test_one_run_at_a_time(bucket, file, capsys, monkeypatch):
@@ -98,10 +98,9 @@ def test_one_run_at_a_time(bucket, file, capsys, monkeypatch):
     remote.write(".lock", json.dumps(other).encode())
     renewing = threading.Thread(target=goes_on)
     renewing.start()
-    assert main(arguments) == 2
+    said = refused(capsys, *arguments)
     ended.set()
     renewing.join()
-    said = capsys.readouterr().err
     assert "for one run at a time" in said and "goes on, process 1 on elsewhere" in said
     assert "it is taken over if that does not renew" in " ".join(said.split())
     assert files(remote.address) == [".lock"]
@@ -122,9 +121,8 @@ def test_one_run_at_a_time(bucket, file, capsys, monkeypatch):
 
     monkeypatch.setattr(remote_runs.RemoteRun, "before_commit", loses_the_lock)
     arguments[-1] = "2"
-    assert main([*arguments, "--name", "points", "--optimizer.schedule", "constant"]) == 2
-    said = capsys.readouterr().err
-    assert "Checkpoint 2 was not saved" in said and "was taken over by another run" in said and "Traceback" not in said
+    said = refused(capsys, *arguments, "--name", "points", "--optimizer.schedule", "constant")
+    assert "Checkpoint 2 was not saved" in said and "was taken over by another run" in said
     assert json.loads(remote.read(".lock"))["token"] == "x" and saved(remote.address) == [1]
 
 
@@ -210,10 +208,8 @@ def test_folders_that_go_while_they_are_listed_are_left_out(run):
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(bucket, file, capsys):
     run = f"{bucket}/runs/points"
     more = ["--train.steps", "400", "--train.checkpoint_every", "20", "--optimizer.schedule", "constant"]
-    paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths}
-    command = [sys.executable, "-m", "jdp", "train", *more, str(file), "--run-dir", f"{bucket}/runs"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = ["-m", "jdp", "train", *more, file, "--run-dir", f"{bucket}/runs"]
+    process = start_python(*command, stderr=subprocess.STDOUT)
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None and not saved(run):
         time.sleep(0.2)
@@ -250,10 +246,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_one_error_and_nothing_is_made(bucket, file, capsys, case):
-    arguments, said = REFUSED[case]
-    assert main(["train", str(file), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error and __import__("re").search(said, " ".join(error.split())), error
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_one_error_and_nothing_is_made(bucket, file, capsys, arguments, said):
+    error = " ".join(refused(capsys, "train", file, *arguments).split())
+    assert re.search(said, error), error
     assert no_folder_of_ours(file.parent)

@@ -1,34 +1,22 @@
 """Signals and hangs in a run of two real processes, injected by (rank, step)."""
 
-import io
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from contextlib import redirect_stderr
-from pathlib import Path
 
 import pytest
-from tiny_experiment import points_text, write_points
+from own_process import python, start_python
+from runs import rows
+from tiny_experiment import points_text, tables, write_points
 
-from jdp.cli.main import main
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.flight_recorder import read_ranks
 from jdp.run.outputs.metrics import read
 
-ROOT = Path(__file__).parents[2]
-TRAIN = """
-[train]
-steps = 12
-batch_size = 8
-log_every = 1
-eval_every = 6
-eval_batches = 3
-checkpoint_every = 5
-"""
+TRAIN = {"steps": 12, "batch_size": 8, "log_every": 1, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5}
 pytestmark = pytest.mark.faults
 
 PROGRAM = """
@@ -120,20 +108,13 @@ print("REPORTED", json.dumps(reported), flush=True)
 """
 
 
-def rows(folder, *, evaluated=False):
-    kept = ("eval_loss",) if evaluated else ("loss", "grad_norm")
-    return {row["step"]: [row[name] for name in kept] for row in read(folder / "metrics.jsonl") if kept[0] in row}
-
-
 @pytest.fixture(scope="module")
 def storm(tmp_path_factory):
     """What each process reported of a run that was stopped in every phase; and the folder of the runs."""
     folder = tmp_path_factory.mktemp("storm")
-    write_points(folder, points_text(TRAIN))
+    write_points(folder, points_text(tables(train=TRAIN)))
     (folder / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--", str(folder / "program.py"), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = python("-m", "jdp", "launch", "-n", "2", "--", folder / "program.py", folder)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^\[(\d)\] REPORTED (.*)$", done.stdout, re.MULTILINE)
     return {int(rank): json.loads(text) for rank, text in found}, folder
@@ -157,49 +138,37 @@ def test_a_signal_to_one_process_stops_all_at_the_same_place(storm):
 
 def test_the_stopped_run_is_bit_for_bit_the_calm_one(storm):
     _, folder = storm
-    assert rows(folder / "storm") == rows(folder / "calm")
-    assert rows(folder / "storm", evaluated=True) == rows(folder / "calm", evaluated=True)
-    assert sorted(rows(folder / "calm", evaluated=True)) == [6, 12]
+    assert rows(folder / "storm", "loss", "grad_norm") == rows(folder / "calm", "loss", "grad_norm")
+    evaluated = [row for row in read(folder / "storm" / "metrics.jsonl") if "eval_loss" in row]  # of step 6 twice
+    assert {row["step"]: row["eval_loss"] for row in evaluated} == rows(folder / "calm", "eval_loss")
+    assert list(rows(folder / "calm", "eval_loss")) == [6, 12]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run whose process 1 gets SIGSTOP after a few steps: the launched command as it ended, and the run's folder."""
     folder = tmp_path_factory.mktemp("stopped")
-    train = TRAIN.replace("steps = 12", "steps = 1000000").replace("eval_every = 6", "eval_every = 0")
-    train = train.replace("checkpoint_every = 5", "checkpoint_every = 0")  # a save has an hour
-    write_points(folder, points_text(train))
-    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "--", "points.toml"]
-    command += ["--run-dir", str(folder), "--guard.deadline_seconds", "8"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    train = TRAIN | {"steps": 1_000_000, "eval_every": 0, "checkpoint_every": 0}  # a save has an hour
+    write_points(folder, points_text(tables(train=train)))
+    command = ["-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "--", "points.toml"]
+    command += ["--run-dir", folder, "--guard.deadline_seconds", "8"]
+    with start_python(*command, cwd=folder, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 300
         while not any(event["event"] == "step" for event in read_ranks(folder / "points" / "flight").get(1, [])):
             if time.monotonic() > deadline or process.poll() is not None:
                 process.kill()  # else it trains a million steps
                 pytest.fail(process.communicate()[0])
             time.sleep(0.1)
-        with redirect_stderr(io.StringIO()) as second:
-            code = main(["train", str(folder / "points.toml"), "--run-dir", str(folder)])
-        assert process.poll() is None
         start = next(event for event in read_ranks(folder / "points" / "flight")[1] if event["event"] == "start")
         os.kill(start["pid"], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
-    return process.returncode, output, folder / "points", (code, second.getvalue())
-
-
-def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(stopped):
-    """A run of this process: a launched one refuses in the same place."""
-    _, _, folder, (code, said) = stopped
-    assert code == 2 and f"{folder} has a run that goes on, process " in said and "Traceback" not in said, said
+    return process.returncode, output, folder / "points"
 
 
 def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
     """The deadline is 8 seconds: more than a step takes beside a launch that loads its libraries on busy cores, less
     than JAX needs, which aborts 15 to 30 seconds after the stop and names nobody."""
-    code, output, _, _ = stopped
+    code, output, _ = stopped
     assert code == 75, output
     assert re.search(r"process 0 of 2: deadline: After step \d+, .* did not end in 8 seconds\. ", output), output
     assert re.search(r"Process 1 does not answer: \d+ seconds ago it was at step [\d,]+, ", output), output
@@ -207,7 +176,7 @@ def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
 
 
 def test_the_recorder_has_the_deadline_and_where_the_loop_was(stopped):
-    _, _, folder, _ = stopped
+    _, _, folder = stopped
     ranks = read_ranks(folder / "flight")
     last = ranks[0][-1]
     assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
@@ -245,12 +214,8 @@ ONCE = {
 def test_leaving_at_once_does_not_need_the_main_thread(tmp_path, when):
     signals, words = ONCE[when]
     (tmp_path / "program.py").write_text(STUCK)
-    command = [sys.executable, str(tmp_path / "program.py"), when]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    with start_python(tmp_path / "program.py", when) as process:
+        assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         if signals == 2:
             with pytest.raises(subprocess.TimeoutExpired):
@@ -291,12 +256,8 @@ with StopRequest():
 def test_leaving_at_once_waits_for_the_end_of_a_destructor(tmp_path, collected):
     """Python prints an exception that is raised in one, or in JAX's callback of the collector, and goes on."""
     (tmp_path / "program.py").write_text(COLLECTING)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "program.py"), collected]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    with start_python(tmp_path / "program.py", collected) as process:
+        assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=30)
     assert process.returncode == 130

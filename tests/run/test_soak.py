@@ -1,24 +1,12 @@
 """Two thousand steps with saves and evaluations: no growth of memory, files or threads."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from tiny_experiment import points_text, write_points
+from own_process import python
+from tiny_experiment import points_text, tables, write_points
 
-ROOT = Path(__file__).parents[2]
-TRAIN = """
-[train]
-steps = 2000
-batch_size = 8
-log_every = 20
-eval_every = 100
-eval_batches = 2
-checkpoint_every = 100
-"""
+TRAIN = {"steps": 2000, "batch_size": 8, "log_every": 20, "eval_every": 100, "eval_batches": 2, "checkpoint_every": 100}
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
@@ -57,12 +45,8 @@ def test_the_second_thousand_steps_take_no_more_than_the_first(tmp_path):
     as long as the disk takes, and the folder of a step has two dozen entries. (os.walk passes over what is deleted
     meanwhile.)
     """
-    file = write_points(tmp_path, points_text(TRAIN))
-    command, environment = (
-        [sys.executable, "-c", PROGRAM, str(file), str(tmp_path)],
-        os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    file = write_points(tmp_path, points_text(tables(train=TRAIN)))
+    done = python("-c", PROGRAM, file, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout.rpartition("SEEN ")[2])
     first, last = seen["10"], seen["19"]

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from tiny_experiment import points_text, write_points, write_tiny
+from own_process import ROOT
+from tiny_experiment import points_text, tables, write_points, write_tiny
 
 from jdp.cli.main import main
 from jdp.core.cluster.schedulers import Cluster
@@ -20,18 +21,8 @@ from jdp.run.sweep.grid import LONGEST_NAME, check, member_name, members
 from jdp.run.sweep.results import as_json, failures, ranked, record, table
 from jdp.run.sweep.walk import DONE, FAILED, STOPPED, WAITING, Ended, walk
 
-TABLES = """
-[optimizer]
-name = "sgd"
-lr = 0.1
-
-[train]
-steps = 4
-batch_size = 8
-log_every = 1
-eval_batches = 2
-max_skips_in_a_row = 2
-"""
+TRAIN = {"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 2, "max_skips_in_a_row": 2}
+TABLES = tables(optimizer={"name": "sgd", "lr": 0.1}, train=TRAIN)
 
 
 @pytest.fixture
@@ -110,9 +101,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_one_error_before_anything_runs(file, capsys, case):
-    arguments, said = MISTAKES[case]
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_error_before_anything_runs(file, capsys, arguments, said):
     runs = file.parent / "runs"
     made = members(file, ["seed=1,2"], {})[1]
     (runs / made.name).mkdir(parents=True)
@@ -251,7 +241,7 @@ def test_a_sweep_end_to_end_stopped_and_resumed(tmp_path, monkeypatch, capfd):
     """Ctrl-C comes in the second run, which stops both; the same command goes on with it, and not with the first."""
     file = write_points(tmp_path, points_text(TABLES.replace("steps = 4", "steps = 100"), top="devices = 2\n"))
     first, second = (file.parent / "runs" / f"points-optimizer.lr={lr}" for lr in (0.1, 0.2))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     arguments = ["train", "points.toml", "--sweep", "optimizer.lr=0.1,0.2", "--json"]
     ended = threading.Event()

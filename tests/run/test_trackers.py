@@ -8,14 +8,13 @@ import time
 
 import jax
 import pytest
-from tiny_experiment import write_tiny
+from runs import refused, rows, stopped_at, train
+from tiny_experiment import tables, write_tiny
 
 from jdp.base import notices
-from jdp.cli.main import main
 from jdp.experiment.schema.experiment import Track
-from jdp.run import signals
 from jdp.run.outputs import trackers
-from jdp.run.outputs.metrics import Metrics, read
+from jdp.run.outputs.metrics import Metrics
 
 CONFIG = {"name": "tiny", "optimizer": {"lr": 0.1}, "rules": {"*/kernel": ["", "model"]}, "mesh": {"data": -1}}
 
@@ -131,7 +130,7 @@ def test_a_store_that_goes_away_is_said_once_and_the_run_goes_on(folder, tmp_pat
             metrics.write(step, {"loss": 1.0})
     said = capsys.readouterr().err
     assert said.count("mlflow failed (") == 1 and "goes on without it" in said and "Traceback" not in said
-    assert [row["step"] for row in read(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5]
 
 
 def test_a_store_that_is_gone_at_a_resume_is_done_without_but_a_fresh_start_is_an_error(folder, tmp_path, capsys):
@@ -140,7 +139,7 @@ def test_a_store_that_is_gone_at_a_resume_is_done_without_but_a_fresh_start_is_a
     (tmp_path / "store").rename(tmp_path / "gone")
     visit(folder, range(3, 5), after=2, mlflow="digits")
     assert "mlflow did not go on with its run" in capsys.readouterr().err
-    assert [row["step"] for row in read(folder / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4]
 
 
 def test_a_tracker_that_cannot_start_is_one_error_with_a_way_out(folder, monkeypatch):
@@ -200,16 +199,10 @@ def test_the_keys_of_track_are_optional_words():
         Track(wandb="")
 
 
-TABLES = """
-[train]
-steps = 4
-batch_size = 8
-log_every = 1
-eval_batches = 1
-[track]
-wandb = "project"
-mlflow = "digits"
-"""
+TABLES = tables(
+    train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1},
+    track={"wandb": "project", "mlflow": "digits"},
+)
 
 
 @pytest.fixture
@@ -217,40 +210,28 @@ def file(tmp_path):
     return write_tiny(tmp_path, TABLES)
 
 
-def train(file, *arguments):
-    return main(["train", str(file), "--run-dir", str(file.parent / "runs"), *arguments])
-
-
 def test_a_missing_package_ends_the_command_before_anything_is_written(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    assert train(file, "--track.wandb", "none") == 2
-    error = capsys.readouterr().err
+    error = refused(capsys, "train", file, "--run-dir", file.parent / "runs", "--track.wandb", "none")
     assert error.startswith("error: track.mlflow needs the package mlflow") and error.count("\n") == 1
     assert not (file.parent / "runs").exists()
 
 
-def test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed(file, monkeypatch):
+def test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed(file):
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
-
-    def at_step(self, now):
-        self.signal = signal.SIGTERM if now == 2 else None
-        return now == 2
-
-    with monkeypatch.context() as patched:
-        patched.setattr(signals.StopRequest, "at_step", at_step)
-        assert train(file) == 75
-    folder = file.parent / "runs" / "tiny"
+    with stopped_at(2, signal.SIGTERM):
+        code, folder = train(file)
+    assert code == 75
     run, points = mlflow_run(folder)
     assert run.info.status == "KILLED" and [step for step, _ in points["loss"]] == [1, 2]
     assert (run.data.params["train.steps"], run.data.params["model.width"]) == ("4", "16"), "as resolved"
-    assert train(file) == 0
+    assert train(file)[0] == 0
     run, points = mlflow_run(folder)
-    rows = [row for row in read(folder / "metrics.jsonl") if "loss" in row]
-    assert run.info.status == "FINISHED" and points["loss"] == [(row["step"], row["loss"]) for row in rows]
+    assert run.info.status == "FINISHED" and points["loss"] == [*rows(folder, "loss").items()]
     assert [step for step, _ in points["eval_loss"]] == [4]
     ((_, records),) = logged_to_wandb(folder).items()
     assert [record["_step"] for record in records if "_step" in record] == [1, 2, 3, 4]
     assert json.loads((folder / "trackers.json").read_text()).keys() == {"wandb:project", "mlflow:digits"}
-    assert train(file) == 0, "a finished run has nothing to tell"
+    assert train(file)[0] == 0, "a finished run has nothing to tell"
     assert len(list(folder.glob("wandb/offline-run-*"))) == 2

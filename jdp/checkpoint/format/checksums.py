@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -95,8 +95,9 @@ def verify(
     if files is None:
         return Verdict("damaged", f"{TABLE} is not a table of checksums, format {_FORMAT}")
     names = sorted(filter(wanted, files), key=lambda name: (-files[name][0], name))[process::processes]
-    problems = filter(None, _each(lambda name: _problem(folder, name, *files[name]), names))
-    return next((Verdict("damaged", problem) for problem in problems), Verdict("whole"))
+    with ThreadPoolExecutor(_THREADS) as pool:  # the first damaged file ends it
+        problem = next(filter(None, pool.map(lambda name: _problem(folder, name, *files[name]), names)), "")
+    return Verdict("damaged", problem) if problem else Verdict("whole")
 
 
 def is_part(folder: Path) -> bool:
@@ -155,15 +156,6 @@ def _hashed(file: Path) -> tuple[int, str]:
             hasher.update(buffer[:count])
             size += count
     return size, hasher.hexdigest()
-
-
-def _each(function: Callable[[str], str], names: list[str]) -> Iterator[str]:
-    """Apply a function that reads a file; several files are read at a time."""
-    if len(names) < 2:
-        yield from map(function, names)
-        return
-    with ThreadPoolExecutor(_THREADS) as pool:
-        yield from pool.map(function, names)
 
 
 def _files(path: Path) -> list[Path]:

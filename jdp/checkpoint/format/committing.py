@@ -23,6 +23,7 @@ from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePy
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint.path import atomicity
 
+from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format import checksums
 
 METADATA = "_CHECKPOINT_METADATA"
@@ -69,10 +70,10 @@ class _Hashed:
             future.cancel()
 
 
-def manager_options(
-    kept: Any, score: Any, committed: Callable[[Path], None] | None = None
-) -> ocp.CheckpointManagerOptions:
-    """Return the options of a directory of checkpoints."""
+def open_manager(
+    directory: Path, handlers: dict[str, Any], kept: Any, score: Any, committed: Callable[[Path], None] | None
+) -> ocp.CheckpointManager:
+    """Return Orbax' manager of a directory; `committed` is called with the folder of each checkpoint written."""
 
     class Committed(CommittedWithChecksums):
         async def finalize(self) -> None:
@@ -80,7 +81,7 @@ def manager_options(
             if committed is not None and self._checkpoint_metadata_store is not None:
                 await asyncio.to_thread(committed, Path(self.get()))
 
-    return ocp.CheckpointManagerOptions(
+    options = ocp.CheckpointManagerOptions(
         preservation_policy=kept,
         best_fn=score,
         atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
@@ -88,6 +89,13 @@ def manager_options(
         multiprocessing_options=multiprocessing_options(),
         create=False,
     )
+    try:
+        return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
+    except ValueError as error:  # what Orbax keeps of each step is JSON, but no table
+        raise CheckpointError(
+            f"{directory} cannot be opened; the {METADATA} of one of its checkpoints is damaged: {error}. Remove that "
+            "file: Orbax does without."
+        ) from error
 
 
 def multiprocessing_options() -> ocp.options.MultiprocessingOptions:

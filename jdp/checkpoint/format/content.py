@@ -41,11 +41,11 @@ from jdp.checkpoint.format.trees import (
     Content,
     check_kept,
     check_sharding,
-    check_values,
     fill,
     ignored_names,
     leaves_of,
     needed_but_ignored,
+    text_of,
 )
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.sharding.padded import Flat
@@ -75,9 +75,10 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
     Then a step may take the state over before Orbax has begun.
     """
     leaves = Content.of(state).leaves
-    check_values(leaves)
     flat = flat_leaves(state, leaves)
-    table = {"format": FORMAT, "leaves": _describe(leaves, flat), "written_by": _versions()}
+    own: str = importlib.import_module("jdp").__version__
+    versions = {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
+    table = {"format": FORMAT, "leaves": _describe(leaves, flat), "written_by": versions}
     if flat:
         table |= {"format": FORMAT_FLAT, "flat": described_flat(flat)}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
@@ -88,12 +89,6 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
         record=ocp.args.JsonSave(to_json(record, "record")),
     )
     return items, copies is not None
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of the packages that write a checkpoint."""
-    own: str = importlib.import_module("jdp").__version__
-    return {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -251,23 +246,17 @@ def _reader(folder: Path, fix: str, stored: Mapping[str, Flat], flat: Mapping[st
 def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
     """Read the arrays of these paths onto the shardings of these leaves; Orbax has none of those without elements."""
     shapes = {path: _stored_form(leaf, path) for path, leaf in wanted.items()}
-    none = {path: x for path, x in shapes.items() if not x.size}
-    empty: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
-        for path, x in none.items()
+        for path, x in shapes.items()
+        if not x.size
     }
-    shapes = {path: shape for path, shape in shapes.items() if path not in empty}
-    if not shapes:
-        return empty
-    arguments = ocp.args.PyTreeRestore(
-        shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes), partial_restore=True
-    )
-    arrays = _restore(folder, fix, state=arguments)["state"]
-    implementations = {path: _key_impl(leaf) for path, leaf in wanted.items() if _is_key(leaf)}
-    return {
-        path: jax.random.wrap_key_data(x, impl=implementations[path]) if path in implementations else x
-        for path, x in {**arrays, **empty}.items()
-    }
+    if some := {path: x for path, x in shapes.items() if x.size}:
+        onto = ocp.checkpoint_utils.construct_restore_args(some)
+        arguments = ocp.args.PyTreeRestore(some, restore_args=onto, partial_restore=True)
+        arrays |= _restore(folder, fix, state=arguments)["state"]
+    keys = {path: leaf for path, leaf in wanted.items() if _is_key(leaf)}
+    return arrays | {path: jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf)) for path, leaf in keys.items()}
 
 
 def _restore(folder: Path, fix: str, **items: Any) -> Any:
@@ -290,7 +279,7 @@ def _stored_form(leaf: Any, path: str) -> Any:
 
 def _describe(leaves: Mapping[str, Any], flat: Mapping[str, Flat]) -> dict[str, str]:
     """Return the dtype and own shape of each leaf as text: path -> "float32[4, 8]"."""
-    return {path: f"{leaf.dtype}{list(own_shape(leaf.shape, flat.get(path)))}" for path, leaf in leaves.items()}
+    return {path: text_of(leaf.dtype, own_shape(leaf.shape, flat.get(path))) for path, leaf in leaves.items()}
 
 
 def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.checkpoint.format.sync_state import Read
+from jdp.checkpoint.format.trees import parsed_text, text_of
 from jdp.core.sharding.padded import Change, Flat
 from jdp.core.state import TrainState, changed
 
@@ -44,11 +45,11 @@ def at_rest_as(saved: Mapping[str, str], flat: Mapping[str, Flat]) -> dict[str, 
     """Return the table of a checkpoint, path -> "float32[4, 8]", in the shapes of a target's leaves at rest."""
 
     def converted(path: str, kind: str) -> str:
-        dtype, shape = _parsed(kind)
+        dtype, shape = parsed_text(kind)
         own = flat.get(path)
         if own is None or shape[len(shape) - len(own.shape) :] != own.shape:
             return kind
-        return f"{dtype}{[*shape[: len(shape) - len(own.shape)], *own.at_rest]}"
+        return text_of(dtype, (*shape[: len(shape) - len(own.shape)], *own.at_rest))
 
     return {path: converted(path, kind) for path, kind in saved.items()}
 
@@ -73,11 +74,13 @@ def converting(read: Read, stored: Mapping[str, Flat], flat: Mapping[str, Flat])
         arrays = read({path: leaf for path, leaf in wanted.items() if path not in changes})
         for some in _in_turn({path: wanted[path] for path in changes}):
             given = read({path: _source(leaf, changes[path]) for path, leaf in some.items()})
-            own = {path: leaf for path, leaf in some.items() if isinstance(leaf, np.ndarray | np.generic)}
-            arrays |= {path: _cut(given[path], changes[path].given, leaf.shape) for path, leaf in own.items()}
-            others = {
-                path: (given[path], changes[path], leaf.sharding) for path, leaf in some.items() if path not in own
-            }
+            others = dict[str, Any]()
+            for path, leaf in some.items():
+                if not isinstance(leaf, np.ndarray | np.generic):
+                    others[path] = (given[path], changes[path], leaf.sharding)
+                else:  # without JAX, which would make it 32 bits wide
+                    form = changes[path].given
+                    arrays[path] = given[path] if form is None else given[path][..., : form.row].reshape(leaf.shape)
             arrays |= dict(zip(others, changed(list(others.values())), strict=True))
         return arrays
 
@@ -97,11 +100,6 @@ def _source(leaf: Any, change: Change) -> Any:
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
-def _cut(array: Any, flat: Flat | None, shape: tuple[int, ...]) -> Any:
-    """Return an array of NumPy in its own shape, without JAX, which would make it 32 bits wide."""
-    return array if flat is None else array[..., : flat.row].reshape(shape)
-
-
 def _in_turn(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a few leaves at a time, of `AT_ONCE` bytes together."""
     some, held = dict[str, Any](), 0
@@ -114,8 +112,3 @@ def _in_turn(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         held += size
     if some:
         yield some
-
-
-def _parsed(kind: str) -> tuple[str, tuple[int, ...]]:
-    dtype, _, shape = kind.rpartition("[")
-    return dtype, tuple(int(size) for size in shape.rstrip("]").split(",") if size.strip())

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notices import notice
+from jdp.checkpoint.format.trees import parsed_text, text_of
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import rest_spec
 from jdp.core.sharding.user_mesh import auto_axes, entered, mesh_of_home
@@ -29,7 +30,7 @@ Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 def read_sync(saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, folder: str) -> dict[str, Any]:
     """Return the leaves of `TrainState.sync` by path: as saved, shared out, or zeros; the last two are reported."""
-    described = {path: _text(leaf.dtype, leaf.shape) for path, leaf in wanted.items()}
+    described = {path: text_of(leaf.dtype, leaf.shape) for path, leaf in wanted.items()}
     same = {path: leaf for path, leaf in wanted.items() if saved.get(path) == described[path]}
     others = {path: _as_saved(saved[path], leaf) for path, leaf in wanted.items() if path not in same and path in saved}
     shared = {path: source for path, source in others.items() if source is not None and path.startswith(_ERROR)}
@@ -48,7 +49,8 @@ def read_sync(saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, f
         )
     arrays = read({**same, **shared})
     arrays |= {path: _shared_out(arrays[path], wanted[path]) for path in shared}
-    return arrays | {path: _zeros(wanted[path]) for path in fresh}
+    zeros = {path: lambda leaf=wanted[path]: jnp.zeros(leaf.shape, leaf.dtype) for path in fresh}
+    return arrays | {path: _computed(zero, wanted[path]) for path, zero in zeros.items()}
 
 
 def read_optimizer_state(
@@ -62,12 +64,12 @@ def read_optimizer_state(
     sources: dict[str, Any] = {}
     for path, leaf in wanted.items():
         known = saved.get(path, "")
-        if not path.startswith("opt_state/") or known == _text(leaf.dtype, leaf.shape):
+        if not path.startswith("opt_state/") or known == text_of(leaf.dtype, leaf.shape):
             continue
         shape, spec = (leaf.shape[1:], leaf.sharding.spec[1:]) if stacks else (leaf.shape, leaf.sharding.spec)
         if was:
             shape, spec = (_leading(known), *shape), (None, *spec)
-        if known == _text(leaf.dtype, shape):
+        if known == text_of(leaf.dtype, shape):
             sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
             sources[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
     if not sources:
@@ -87,17 +89,13 @@ def read_optimizer_state(
 
 def _leading(saved: str) -> int:
     """Return the first size in a text such as "float32[8, 4]"; 0 for a scalar."""
-    return int(saved.partition("[")[2].partition(",")[0].rstrip("]") or 0)
-
-
-def _text(dtype: Any, shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+    return (*parsed_text(saved)[1], 0)[0]
 
 
 def _as_saved(saved: str, leaf: Any) -> jax.ShapeDtypeStruct | None:
     """Return the saved array, sharded over the parameter's dimensions; None if it differs in more than its devices."""
     shape = (_leading(saved), *leaf.shape[1:])
-    if saved != _text(leaf.dtype, shape):
+    if saved != text_of(leaf.dtype, shape):
         return None
     mesh, own = leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:])
     spec = rest_spec(shape[1:], own, dict(mesh.shape), 0)[0] if DATA in mesh.shape else own
@@ -105,14 +103,7 @@ def _as_saved(saved: str, leaf: Any) -> jax.ShapeDtypeStruct | None:
 
 
 def _shared_out(array: jax.Array, leaf: Any) -> jax.Array:
-    def share(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x.sum(axis=0, keepdims=True) / leaf.shape[0], leaf.shape)
-
-    return _computed(share, leaf, array)
-
-
-def _zeros(leaf: Any) -> jax.Array:
-    return _computed(lambda: jnp.zeros(leaf.shape, leaf.dtype), leaf)
+    return _computed(lambda x: jnp.broadcast_to(x.sum(axis=0, keepdims=True) / leaf.shape[0], leaf.shape), leaf, array)
 
 
 def _computed(function: Callable[..., jax.Array], leaf: Any, *arrays: jax.Array) -> jax.Array:

@@ -73,6 +73,17 @@ def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
     return leaves
 
 
+def text_of(dtype: Any, shape: Sequence[int]) -> str:
+    """Return the dtype and shape of a leaf as a checkpoint's table has them: "float32[4, 8]"."""
+    return f"{dtype}{list(shape)}"
+
+
+def parsed_text(text: str) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape of an entry of a checkpoint's table."""
+    dtype, _, shape = text.rpartition("[")
+    return dtype, tuple(int(size) for size in shape.rstrip("]").split(",") if size.strip())
+
+
 def fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
     """Return fields of a state by name, with their leaves replaced by those of the same paths."""
     trees = {name: getattr(state, name) for name in fields}
@@ -110,8 +121,8 @@ def check_values(leaves: Mapping[str, Any]) -> None:
     for path, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"Only arrays can be written; {path} is abstract, {leaf.dtype}{list(leaf.shape)} without values. Give "
-                "the state that jdp.init_state, a train step or jdp.restore returned."
+                f"Only arrays can be written; {path} is abstract, {text_of(leaf.dtype, leaf.shape)} without values. "
+                "Give the state that jdp.init_state, a train step or jdp.restore returned."
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The keys of a JSON file about a model, read by type: a wrong value is an error that names file and key."""
+"""JSON files beside weights. The keys of one about a model are read by type: an error names file, key and value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.user_path import check_regular
-from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,20 @@ class Table:
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a whole number; it must be there if it has no default."""
-        value = self._or_default(key, default)
-        if type(value) is not int:
-            raise self.wrong(key, "a whole number", value)
-        return value
+        return self._typed(key, default, int, "a whole number")
 
     def count_or_none(self, key: str, default: int | None) -> int | None:
         """Return a whole number, or None for null."""
-        value = self.keys.get(key, default)
-        return None if value is None else self.count(key, default)
+        return None if self.keys.get(key, default) is None else self.count(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a boolean."""
+        return self._typed(key, default, bool, "true or false")
+
+    def _typed(self, key: str, default: object, kind: type, rule: str) -> Any:
         value = self._or_default(key, default)
-        if type(value) is not bool:
-            raise self.wrong(key, "true or false", value)
+        if type(value) is not kind:
+            raise self.wrong(key, rule, value)
         return value
 
     def choice(self, key: str, among: Mapping[str, Any], default: str | None = None) -> Any:
@@ -92,7 +91,23 @@ def read_json(file: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: it is not JSON ({str(error)[:100]}). Download it again.") from error
+        raise CheckpointError(
+            f"{file} is damaged: it is not JSON ({str(error)[:100]}). Copy or download it again."
+        ) from error
+
+
+def write_json(file: Path, keys: Mapping[str, Any], *, replace: bool = True) -> None:
+    """Write a JSON file on process 0; the others go on when it is there. Without `replace` one that is there stays."""
+
+    def write() -> None:
+        if not replace and file.exists():
+            return
+        try:
+            file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise write_error(f"{file} was not written", error) from error
+
+    on_first_process(write)
 
 
 def shortened(value: object) -> str:

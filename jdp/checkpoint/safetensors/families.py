@@ -11,9 +11,9 @@
 | gemma3_text | as Gemma; norms of query and key heads and after  | sliding_window, layer_types,                       |
 |             | each half; windows, with wavelengths of their own | rope_local_base_freq                               |
 
-An `Option` is a key with a value of its own, read into a field of `GPTConfig` and written from it. A key that is left
-out has the default of `transformers` (5.23). Values that a GPT cannot have are refused. So are unknown keys, unless
-they are empty or do not change the computation (`INERT`).
+`Family.keys` are read into fields of `GPTConfig` and written from them. A key that is left out has the default of
+`transformers` (5.23). Values that a GPT cannot have are refused. So are unknown keys, unless they are empty or do not
+change the computation (`INERT`).
 """
 
 from __future__ import annotations
@@ -52,48 +52,22 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Option:
-    """A key of `config.json` and its field of `GPTConfig`.
-
-    Attributes:
-        key, field: their names.
-        default: the value for a file without the key. Its type is that of all values; None: a whole number.
-        words: word in the file -> value of the field; the first of several words is written.
-    """
-
-    key: str
-    field: str
-    default: Any = None
-    words: Mapping[str, str] | None = None
-
-    def read(self, table: Table) -> Any:
-        """Return the field's value."""
-        if self.words is not None:
-            return table.choice(self.key, self.words, self.default)
-        if self.field in ("kv_heads", "head_dim", "mlp_width"):
-            return table.count_or_none(self.key, self.default)
-        read = {bool: table.flag, float: table.number, int: table.count}[type(self.default)]
-        return read(self.key, self.default)
-
-    def written(self, value: object) -> object:
-        """Return the entry of the file for a value of the field."""
-        if self.words is None:
-            return value
-        return next((word for word, meaning in self.words.items() if meaning == value), None)
-
-
-@dataclass(frozen=True)
 class Family:
     """A model type.
 
     Attributes:
+        keys: the keys that are fields of `GPTConfig`.
+        defaults: field -> the value for a file without its key. Its type is that of all values; None: a whole number.
+        activations: word in the file -> activation; the first of several words is written.
         only: key -> the values that a GPT can have; the first is the default.
         windows: which layers have a window: none (""), "always" all, with "flag" or by "pattern" those that keys say.
     """
 
     name: str  # as its authors write it
     architecture: str  # the class of `transformers`
-    options: tuple[Option, ...]  # keys that are fields
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    activations: Mapping[str, str]
     always: Mapping[str, object]  # fields that all its models have alike
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
     windows: Literal["", "always", "flag", "pattern"] = ""
@@ -107,7 +81,8 @@ class Family:
         """Return the arguments of `GPTConfig`."""
         for key, allowed in self.only.items():
             table.require(key, *allowed)
-        found: dict[str, Any] = {each.field: each.read(table) for each in self.options} | {**self.always}
+        found: dict[str, Any] = {name: self._read_field(table, key, name) for key, name in self.keys.items()}
+        found |= self.always
         if self.windows == "pattern":
             head = found["head_dim"] or found["width"] // max(found["heads"], 1)
             if table.number("query_pre_attn_scalar", 256.0) != head:
@@ -119,8 +94,16 @@ class Family:
         self._check_known(table)
         return found
 
+    def _read_field(self, table: Table, key: str, name: str) -> Any:
+        default = self.defaults[name]
+        if name == "activation":
+            return table.choice(key, self.activations, default)
+        if name in ("kv_heads", "head_dim", "mlp_width"):
+            return table.count_or_none(key, default)
+        return {bool: table.flag, float: table.number, int: table.count}[type(default)](key, default)
+
     def _check_known(self, table: Table) -> None:
-        known = {*(each.key for each in self.options), *self.only, *_WINDOW_KEYS[self.windows], "quantization_config"}
+        known = {*self.keys, *self.only, *_WINDOW_KEYS[self.windows], "quantization_config"}
         known |= {*_ROPE_KEYS} if self.rotary else set[str]()
         for key, value in table.keys.items():
             if value and key not in known and not any(fnmatchcase(key, pattern) for pattern in INERT):
@@ -174,10 +157,10 @@ class Family:
 
     def written(self, config: GPTConfig) -> dict[str, Any]:
         """Return the keys of a `config.json` for a model of this family."""
+        words = [word for word, activation in self.activations.items() if activation == config.activation]
         values = {"kv_heads": config.key_value_heads, "head_dim": config.head_width, "mlp_width": config.hidden_width}
-        keys: dict[str, Any] = {
-            each.key: each.written(values.get(each.field, getattr(config, each.field))) for each in self.options
-        }
+        values |= {"activation": words[0] if words else None}
+        keys: dict[str, Any] = {key: values.get(name, getattr(config, name)) for key, name in self.keys.items()}
         keys |= {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
         if self.rotary:
             keys |= {"rope_theta": config.rope_theta, "rope_scaling": _written_scaling(config)}
@@ -227,110 +210,86 @@ _GELUS = {
 _SILU = {"silu": "swiglu", "swish": "swiglu"}
 # "gelu" in the files of Gemma always was the tanh form
 _GEGLU: Mapping[str, str] = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast"), "geglu")
+_GPT2_KEYS = {
+    "vocab_size": "vocab_size", "n_positions": "context", "n_layer": "layers", "n_embd": "width", "n_head": "heads",
+    "n_inner": "mlp_width", "activation_function": "activation", "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tied",
+}  # fmt: skip
+_LLAMA_KEYS = {
+    "vocab_size": "vocab_size", "max_position_embeddings": "context", "num_hidden_layers": "layers",
+    "hidden_size": "width", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim",
+    "intermediate_size": "mlp_width", "hidden_act": "activation", "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+}  # fmt: skip
+_GEMMA3_KEYS = {"hidden_activation" if key == "hidden_act" else key: name for key, name in _LLAMA_KEYS.items()}
 
 
-def _llama_options(
-    *, vocabulary: int, context: int, width: int, hidden: int, layers: int = 32, heads: int = 32,
-    kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False,
-    act: tuple[str, Mapping[str, str], str] = ("hidden_act", _SILU, "silu"),
-) -> tuple[Option, ...]:  # fmt: skip
-    """Return the options that Llama has, with a family's defaults."""
-    return (
-        Option("vocab_size", "vocab_size", vocabulary),
-        Option("max_position_embeddings", "context", context),
-        Option("num_hidden_layers", "layers", layers),
-        Option("hidden_size", "width", width),
-        Option("num_attention_heads", "heads", heads),
-        Option("num_key_value_heads", "kv_heads", kv_heads),
-        Option("head_dim", "head_dim", head_dim),
-        Option("intermediate_size", "mlp_width", hidden),
-        Option(act[0], "activation", act[2], act[1]),
-        Option("rms_norm_eps", "norm_eps", 1e-6),
-        Option("tie_word_embeddings", "tied", tied),
-    )
+def _llama(**defaults: Any) -> dict[str, Any]:
+    """Return the defaults of Llama or a relative; width 4096 and 32 layers and heads are theirs in common."""
+    common = {"width": 4096, "layers": 32, "heads": 32, "kv_heads": None, "head_dim": None}
+    return {**common, "activation": "silu", "norm_eps": 1e-6, "tied": False, **defaults}
 
 
 _LLAMA: Mapping[str, object] = {"positions": "rotary", "norm": "rms", "bias": False}
 _GEMMA: Mapping[str, object] = {**_LLAMA, "norm": "rms_plus_one", "scale_embedding": True}
 _NO_BIAS: Mapping[str, tuple[object, ...]] = {"attention_bias": (False, None)}
+_GEMMAS = {"head_dim": 256, "activation": "gelu_pytorch_tanh", "tied": True}
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
-        "GPT-2",
-        "GPT2LMHeadModel",
-        (
-            Option("vocab_size", "vocab_size", 50_257),
-            Option("n_positions", "context", 1024),
-            Option("n_layer", "layers", 12),
-            Option("n_embd", "width", 768),
-            Option("n_head", "heads", 12),
-            Option("n_inner", "mlp_width"),
-            Option("activation_function", "activation", "gelu_new", _GELUS),
-            Option("layer_norm_epsilon", "norm_eps", 1e-5),
-            Option("tie_word_embeddings", "tied", True),
-        ),
-        {"positions": "learned", "norm": "layer", "bias": True},
+        "GPT-2", "GPT2LMHeadModel", _GPT2_KEYS,
         {
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
+            "vocab_size": 50_257, "context": 1024, "layers": 12, "width": 768, "heads": 12, "mlp_width": None,
+            "activation": "gelu_new", "norm_eps": 1e-5, "tied": True,
         },
+        _GELUS,
+        {"positions": "learned", "norm": "layer", "bias": True},
+        {"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     ),
     "llama": Family(
-        "Llama",
-        "LlamaForCausalLM",
-        _llama_options(vocabulary=32_000, context=2048, width=4096, hidden=11_008),
+        "Llama", "LlamaForCausalLM", _LLAMA_KEYS, _llama(vocab_size=32_000, context=2048, mlp_width=11_008), _SILU,
         _LLAMA,
         {**_NO_BIAS, "mlp_bias": (False, None)},
     ),
     "mistral": Family(
-        "Mistral",
-        "MistralForCausalLM",
-        _llama_options(vocabulary=32_000, context=4096 * 32, width=4096, hidden=14_336, kv_heads=8),
+        "Mistral", "MistralForCausalLM", _LLAMA_KEYS,
+        _llama(vocab_size=32_000, context=4096 * 32, mlp_width=14_336, kv_heads=8), _SILU,
         _LLAMA,
         windows="always",
     ),
     "qwen2": Family(
-        "Qwen2",
-        "Qwen2ForCausalLM",
-        _llama_options(vocabulary=151_936, context=32_768, width=4096, hidden=22_016, kv_heads=32),
+        "Qwen2", "Qwen2ForCausalLM", _LLAMA_KEYS,
+        _llama(vocab_size=151_936, context=32_768, mlp_width=22_016, kv_heads=32), _SILU,
         {**_LLAMA, "qkv_bias": True},
         windows="flag",
     ),
     "qwen3": Family(
-        "Qwen3",
-        "Qwen3ForCausalLM",
-        _llama_options(vocabulary=151_936, context=32_768, width=4096, hidden=22_016, kv_heads=32, head_dim=128),
+        "Qwen3", "Qwen3ForCausalLM", _LLAMA_KEYS,
+        _llama(vocab_size=151_936, context=32_768, mlp_width=22_016, kv_heads=32, head_dim=128), _SILU,
         {**_LLAMA, "qk_norm": True},
         _NO_BIAS,
         windows="flag",
     ),
     "gemma": Family(
-        "Gemma",
-        "GemmaForCausalLM",
-        _llama_options(
-            vocabulary=256_000, context=8192, width=3072, hidden=24_576, layers=28, heads=16, kv_heads=16, head_dim=256,
-            tied=True, act=("hidden_act", _GEGLU, "gelu_pytorch_tanh"),
+        "Gemma", "GemmaForCausalLM", _LLAMA_KEYS,
+        _llama(
+            vocab_size=256_000, context=8192, width=3072, mlp_width=24_576, layers=28, heads=16, kv_heads=16, **_GEMMAS
         ),
+        _GEGLU,
         _GEMMA,
         {
-            **_NO_BIAS,
-            "hidden_activation": (None, "gelu_pytorch_tanh"),
-            "use_bidirectional_attention": (None, False),
+            **_NO_BIAS, "hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)
         },
     ),
     "gemma3_text": Family(
-        "Gemma 3",
-        "Gemma3ForCausalLM",
-        _llama_options(
-            vocabulary=262_208, context=131_072, width=2304, hidden=9216, layers=26, heads=8, kv_heads=4, head_dim=256,
-            tied=True, act=("hidden_activation", {"gelu_pytorch_tanh": "geglu"}, "gelu_pytorch_tanh"),
+        "Gemma 3", "Gemma3ForCausalLM", _GEMMA3_KEYS,
+        _llama(
+            vocab_size=262_208, context=131_072, width=2304, mlp_width=9216, layers=26, heads=8, kv_heads=4, **_GEMMAS
         ),
+        {"gelu_pytorch_tanh": "geglu"},
         {**_GEMMA, "qk_norm": True, "post_norm": True},
         {
-            **_NO_BIAS,
-            "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
+            **_NO_BIAS, "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
             "use_bidirectional_attention": (False, None),
         },
         windows="pattern",

@@ -26,14 +26,13 @@ import jax.numpy as jnp
 
 from jdp.base.notices import notice
 from jdp.base.user_path import user_path
-from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format.trees import check_values
 from jdp.checkpoint.safetensors import files
-from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
+from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened, write_json
 from jdp.checkpoint.safetensors.hugging_face import LLAMA_MAPS, in_layer, llama_names
 from jdp.checkpoint.safetensors.names import Names, Tensor
-from jdp.checkpoint.safetensors.transfer import export_safetensors, import_safetensors, weights_of
-from jdp.core.cluster.barrier import meet
+from jdp.checkpoint.safetensors.transfer import export_weights, import_weights, weights_of
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import TrainState, own_shaped
 from jdp.core.types import PyTree
@@ -50,6 +49,9 @@ _INERT = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "inference_mode", "auto_mapping"),
     *("base_model_name_or_path", "revision", "peft_version", "megatron_core", "qalora_group_size", "layers_pattern"),
 )
+_EVERY = tuple(path.rpartition("/")[2] for path in LLAMA_MAPS.values())
+"""The linear maps of a layer, which may have an update."""
+_UPDATES = ("/lora_a", "/lora_b")
 _NAME = re.compile(r"base_model\.model\.model\.layers\.\d+\.(\w+\.\w+)\.lora_[AB]\.weight")
 
 
@@ -65,7 +67,11 @@ def lora_from_peft(folder: str | Path) -> dict[str, Any]:
         CheckpointError: there is no adapter, it is damaged, or it is none that `jdp.models.GPT` computes.
         ValueError: the path is an address such as gs://bucket/adapter.
     """
-    folder = user_path(folder).absolute()
+    return _read_adapter(user_path(folder).absolute())
+
+
+def _read_adapter(folder: Path) -> dict[str, Any]:
+    """Return the rank, alpha and targets of an adapter."""
     table = _read_config(folder)
     targets: set[str] = set()
     for name in files.read(folder / WEIGHTS):
@@ -77,11 +83,10 @@ def lora_from_peft(folder: str | Path) -> dict[str, Any]:
                 "an adapter of these alone."
             )
         targets.add(LLAMA_MAPS[found[1]].rpartition("/")[2])
-    every = [path.rpartition("/")[2] for path in LLAMA_MAPS.values()]
     return {
         "lora_rank": table.count("r", 8),
         "lora_alpha": table.number("lora_alpha", 8),
-        "lora_targets": tuple(name for name in every if name in targets),
+        "lora_targets": tuple(name for name in _EVERY if name in targets),
     }
 
 
@@ -103,15 +108,13 @@ def import_peft(folder: str | Path, target: PyTree, config: GPTConfig) -> PyTree
     """
     folder = user_path(folder).absolute()
     names = check_adapter(folder, config)
-    base = [path for path in weights_of(target) if not _is_update(path)]
-    return import_safetensors(folder / WEIGHTS, target, names=names, missing=base)
+    base = [path for path in weights_of(target) if not path.endswith(_UPDATES)]
+    return import_weights(folder / WEIGHTS, target, names, base)
 
 
-def check_adapter(folder: str | Path, config: GPTConfig) -> Names:
+def check_adapter(folder: Path, config: GPTConfig) -> Names:
     """Return the names of a model's updates in PEFT's file."""
-    folder = user_path(folder).absolute()
-    names = _names(config)
-    found = lora_from_peft(folder)
+    names, found = _names(config), _read_adapter(folder)
     given = {field: getattr(config, field) for field in found} | {"lora_targets": _targets(config)}
     differing = [
         f"{field} = {json.dumps(value)} (given {json.dumps(given[field])})"
@@ -145,8 +148,8 @@ def export_peft(
     """
     folder = user_path(folder).absolute()
     names = _names(config)
-    updates = {path: leaf for path, leaf in weights_of(params).items() if _is_update(path)}
-    export_safetensors(folder / WEIGHTS, updates, names=names, dtype=dtype)
+    updates = {path: leaf for path, leaf in weights_of(params).items() if path.endswith(_UPDATES)}
+    export_weights(folder / WEIGHTS, updates, names, dtype)
     keys = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -159,12 +162,7 @@ def export_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    if jax.process_index() == 0:
-        try:
-            (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise write_error(f"{folder / CONFIG} was not written", error) from error
-    meet("the end of jdp.export_peft")
+    write_json(folder / CONFIG, keys)
 
 
 def _read_config(folder: Path) -> Table:
@@ -269,9 +267,4 @@ def _targeted(config: GPTConfig) -> dict[str, str]:
 
 def _targets(config: GPTConfig) -> tuple[str, ...]:
     """Return `lora_targets` with its default resolved, in the order of the layer."""
-    every = [path.rpartition("/")[2] for path in LLAMA_MAPS.values()]
-    return tuple(name for name in every if config.lora_targets is None or name in config.lora_targets)
-
-
-def _is_update(path: str) -> bool:
-    return path.endswith(("/lora_a", "/lora_b"))
+    return tuple(name for name in _EVERY if config.lora_targets is None or name in config.lora_targets)

@@ -8,9 +8,8 @@ slice of the file, so nothing is read that no device keeps.
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.format.trees import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files
-from jdp.checkpoint.safetensors.files import Spec, Stored
+from jdp.checkpoint.safetensors.config_table import write_json
+from jdp.checkpoint.safetensors.files import Stored
 from jdp.checkpoint.safetensors.hugging_face import hf_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences, read, written
-from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
+from jdp.checkpoint.safetensors.names import Names, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.cluster.barrier import meet
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.padded import Change
@@ -39,6 +39,7 @@ from jdp.core.types import PyTree
 from jdp.models import GPTConfig
 
 GivenNames = Names | Mapping[str, str | Tensor] | None
+MAX_SHARD_BYTES = 5_000_000_000
 
 
 def export_safetensors(
@@ -47,7 +48,7 @@ def export_safetensors(
     *,
     names: GivenNames = None,
     dtype: Any = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write weights to a safetensors file. Every process calls this; process 0 writes.
 
@@ -68,21 +69,7 @@ def export_safetensors(
     path = user_path(path).absolute()
     if path.suffix != files.SUFFIX:
         raise CheckpointError(f"A safetensors file is named NAME{files.SUFFIX}; given {path.name}. Add the suffix.")
-    leaves = weights_of(params)
-    check_values(leaves)
-    tensors = resolve(names, leaves)
-    check_cover(tensors, leaves)
-    specs = {name: _spec(tensor, leaves, dtype) for name, tensor in tensors.tensors.items()}
-
-    def value(name: str) -> np.ndarray:
-        return _gather(tensors.tensors[name], leaves).astype(specs[name].dtype, copy=False)
-
-    if jax.process_index() == 0:
-        _write(path, specs, value, max_shard_bytes)
-    else:
-        for name in specs:  # a gather needs every process
-            value(name)
-    meet("the end of jdp.export_safetensors")
+    export_weights(path, weights_of(params), names, dtype, max_shard_bytes)
 
 
 def export_hf(
@@ -91,7 +78,7 @@ def export_hf(
     config: GPTConfig,
     *,
     dtype: Any = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model as `transformers` reads it: `model.safetensors` and `config.json`. Every process calls this.
 
@@ -117,20 +104,14 @@ def export_hf(
             f"{config.lora_rank}. Export the adapter, jdp.export.export_peft; or the sum, jdp.export.merge_lora."
         )
     names = hf_names(config)
-    own = next((leaf.dtype for leaf in weights_of(params).values()), np.float32)
+    weights = weights_of(params)
+    own = next((leaf.dtype for leaf in weights.values()), np.float32)
     keys = written(config, np.dtype(own if dtype is None else dtype).name)
     file = folder / CONFIG
-    there = file.exists()
-    if there and (read(folder) is None or differences(folder, config)):
+    if file.exists() and (read(folder) is None or differences(folder, config)):
         raise CheckpointError(f"{file} is there, and describes another model. Export to another folder, or move it.")
-    path = folder / f"model{files.SUFFIX}"
-    export_safetensors(path, params, names=names, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    if jax.process_index() == 0 and not there:
-        try:
-            file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise write_error(f"{file} was not written", error) from error
-    meet("the end of jdp.export_hf")
+    export_weights(folder / f"model{files.SUFFIX}", weights, names, dtype, max_shard_bytes)
+    write_json(file, keys, replace=False)
 
 
 def import_safetensors(
@@ -170,49 +151,25 @@ def import_safetensors(
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
-    leaves = weights_of(target)
-    stored = files.read(path)
-    expected = resolve(names, leaves)
-    if check_config:
-        _check_config(expected, path)
-    check_cover(expected, leaves, missing)
-    ignored = ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)
-    for name in sorted(ignored & expected.tensors.keys()):
-        for part in expected.tensors[name].parts:
-            if not matches(part.path, missing):
-                raise needed_but_ignored(part.path)
-    stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
-    tensors = _present_tensors(expected, stored, leaves, missing, path)
-    sources: dict[str, list[tuple[Part, Tensor, Stored]]] = {}
-    for name, tensor in tensors.items():
-        for part in tensor.parts:
-            sources.setdefault(part.path, []).append((part, tensor, stored[name]))
-    for name, tensor in expected.tensors.items():
-        for part in tensor.parts:  # a parameter may be missing, but not some of its layers
-            if name not in tensors and part.path in sources:
-                raise CheckpointError(
-                    f"A file has all layers of a parameter or none; {path} has no {name}, but other layers of "
-                    f"{part.path}. It is incomplete: copy it again."
-                )
-    check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
-    found = {leaf_path: _read_leaf(leaves[leaf_path], stored_in, leaves) for leaf_path, stored_in in sources.items()}
-    return _withweights_of(target, found)
+    return import_weights(path, target, names, missing, ignore, check_config=check_config)
 
 
 def weights_of(tree: PyTree) -> dict[str, Any]:
     """Return weights by slash path, in their own shapes: of a state, its parameters and model state, one model."""
-    trees = [tree]
+    trees, leaves = [tree], dict[str, Any]()
     if isinstance(tree, TrainState):
         trees = [own_shaped(tree.params, "params", tree.static), tree.model_state]
-    pairs = [(path_of(path), leaf) for each in trees for path, leaf in jax.tree.leaves_with_path(each)]
-    leaves = dict(pairs)
-    if len(leaves) < len(pairs):
-        twice = next(path for path in leaves if sum(path == other for other, _ in pairs) > 1)
-        raise CheckpointError(f"Every weight needs a path of its own; two have {twice}. Rename one.")
+    for key, leaf in (pair for each in trees for pair in jax.tree.leaves_with_path(each)):
+        path = path_of(key)
+        if path in leaves:
+            raise CheckpointError(f"Every weight needs a path of its own; two have {path}. Rename one.")
+        if not hasattr(leaf, "dtype"):
+            raise CheckpointError(f"Weights are arrays; {path} is {leaf!r}. Leave it out, or make it an array.")
+        leaves[path] = leaf
     return leaves
 
 
-def _withweights_of(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+def _with_weights(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
     """Return a state or tree with some weights replaced by those of the same slash paths, laid out as they were."""
     if not isinstance(tree, TrainState):
         return _filled(tree, leaves)
@@ -230,19 +187,32 @@ def _filled(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
 # Export.
 
 
-def _spec(tensor: Tensor, leaves: Mapping[str, Any], dtype: Any) -> Spec:
-    own = np.dtype(leaves[tensor.parts[0].path].dtype)
-    kind = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
-    return Spec(file_shape(tensor, leaves), kind)
+def export_weights(
+    path: Path, leaves: Mapping[str, Any], names: GivenNames, dtype: Any, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write leaves, by slash path, to a safetensors file."""
+    check_values(leaves)
+    tensors = resolve(names, leaves)
+    check_cover(tensors, leaves)
+    specs = dict[str, jax.ShapeDtypeStruct]()
+    for name, tensor in tensors.tensors.items():
+        own = np.dtype(leaves[tensor.parts[0].path].dtype)
+        kind = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
+        specs[name] = jax.ShapeDtypeStruct(file_shape(tensor, leaves), kind)
 
+    def value(name: str) -> np.ndarray:
+        return _gather(tensors.tensors[name], leaves).astype(specs[name].dtype, copy=False)
 
-def _write(path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray], limit: int) -> None:
-    version = importlib.import_module("jdp").__version__
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, specs, value, limit, version)
-    except OSError as error:
-        raise write_error(f"{path} was not written", error) from error
+    if jax.process_index() == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(path, specs, value, max_shard_bytes, importlib.import_module("jdp").__version__)
+        except OSError as error:
+            raise write_error(f"{path} was not written", error) from error
+    else:
+        for name in specs:  # a gather needs every process
+            value(name)
+    meet("the end of jdp.export_safetensors")
 
 
 def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
@@ -252,29 +222,67 @@ def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
     return np.swapaxes(joined, -1, -2) if tensor.transposed else joined
 
 
-def _on_host(leaf: jax.Array, layer: int | None) -> np.ndarray:
-    """Copy an array, or one index of its leading dim, to this host."""
+def _on_host(leaf: Any, layer: int | None) -> np.ndarray:
+    """Copy an array, or one index of its leading dim, to this host; one of NumPy is there."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf if layer is None else leaf[layer])
     leaf, replicated = on_device(leaf), None
     if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
         replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold shards of it
-    if layer is not None:
-        leaf = jax.jit(_layer, out_shardings=replicated)(leaf, layer)
-    elif replicated is not None:
-        leaf = jax.jit(_identity, out_shardings=replicated)(leaf)
-    else:
+    if layer is None and replicated is None:
         leaf = leaf.copy()  # an array keeps the host's copy of its values for as long as it lives, and the state does
+    else:
+        leaf = jax.jit(_layer, out_shardings=replicated)(leaf, layer)
     return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
 
 
-def _layer(leaf: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
-
-
-def _identity(leaf: jax.Array) -> jax.Array:
-    return leaf
+def _layer(leaf: jax.Array, layer: jax.Array | None) -> jax.Array:
+    return leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
 
 
 # Import.
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The part of a tensor that is a parameter, or one layer of it."""
+
+    stored: Stored
+    transposed: bool
+    first: int  # index in the last dim of the tensor, before it is transposed, where the part begins
+
+    def read(self, index: list[slice]) -> np.ndarray:
+        """Read the slice `index` of the part, in the model's orientation."""
+        if self.first:
+            index = [*index[:-1], slice(self.first + index[-1].start, self.first + index[-1].stop)]
+        if not self.transposed:
+            return self.stored.read(index)
+        return np.swapaxes(self.stored.read([*index[:-2], index[-1], index[-2]]), -1, -2)
+
+
+def import_weights(
+    path: Path,
+    target: PyTree,
+    names: GivenNames,
+    missing: Sequence[str],
+    ignore: Sequence[str] = (),
+    *,
+    check_config: bool = True,
+) -> PyTree:
+    """Read weights from the files at a path onto the shardings of `target`."""
+    leaves, stored = weights_of(target), files.read(path)
+    expected = resolve(names, leaves)
+    if check_config:
+        _check_config(expected, path)
+    check_cover(expected, leaves, missing)
+    for name in sorted(ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)):
+        if name in expected.tensors and (needed := _needed(expected.tensors[name], missing)):
+            raise needed_but_ignored(needed[0])
+        del stored[name]
+    _check_stored(expected, stored, leaves, missing, path)
+    sources = _sources(expected, stored, leaves, path)
+    check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
+    return _with_weights(target, {each: _read_leaf(each, leaves[each], held) for each, held in sources.items()})
 
 
 def _check_config(names: Names, path: Path) -> None:
@@ -291,71 +299,73 @@ def _check_config(names: Names, path: Path) -> None:
         )
 
 
-def _present_tensors(
+def _needed(tensor: Tensor, missing: Sequence[str]) -> list[str]:
+    """Return the parameters of a tensor that the file may not lack."""
+    return [part.path for part in tensor.parts if not matches(part.path, missing)]
+
+
+def _check_stored(
     names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], missing: Sequence[str], path: Path
-) -> dict[str, Tensor]:
-    """Return the tensors to read, without those that the file may lack."""
-    present: dict[str, Tensor] = {}
+) -> None:
+    """Check that the file has the tensors that the model needs, in its shapes, and no others."""
     for name, tensor in names.tensors.items():
-        if name not in stored:
-            if all(matches(part.path, missing) for part in tensor.parts):
-                continue
-            closest = (
-                nearest(name, stored, "; the closest name it has is ", cutoff=0.0).rstrip("?")
-                if stored
-                else "; it has no tensors"
-            )
+        if name not in stored and _needed(tensor, missing):
+            closest = nearest(name, stored, "; the closest name it has is ", cutoff=0.0).rstrip("?")
             raise CheckpointError(
-                f"{path} has no {name}, which holds {tensor.parts[0].path}{closest}. Give the names that this file has."
+                f"{path} has no {name}, which holds {tensor.parts[0].path}"
+                f"{closest if stored else '; it has no tensors'}. Give the names that this file has."
             )
-        wanted, shape = file_shape(tensor, leaves), stored[name].spec.shape
-        if wanted != shape:
+        wanted = file_shape(tensor, leaves)
+        if name in stored and stored[name].shape != wanted:
             paths = " + ".join(part.path for part in tensor.parts)
             raise CheckpointError(
-                f"{path} has {name} as {list(shape)}, and the model's {paths} needs {list(wanted)}. Build the model "
-                "with the sizes of the file."
+                f"{path} has {name} as {list(stored[name].shape)}, and the model's {paths} needs {list(wanted)}. Build "
+                "the model with the sizes of the file."
             )
-        present[name] = tensor
-    for name in stored:
-        if name not in present and not matches(name, names.ignored):
+    for name, tensor in stored.items():
+        if name not in names.tensors and not matches(name, names.ignored):
             raise CheckpointError(
-                f"{path} has {name} {stored[name].spec}, for which the model has no place. Build the model that the "
-                f"file is of, or leave it unread: ignore=({name!r},)."
+                f"{path} has {name} {tensor.dtype}{list(tensor.shape)}, for which the model has no place. Build the "
+                f"model that the file is of, or leave it unread: ignore=({name!r},)."
             )
-    return present
 
 
-def _read_leaf(leaf: Any, sources: Sequence[tuple[Part, Tensor, Stored]], leaves: Mapping[str, Any]) -> jax.Array:
-    """Read a leaf from its tensors onto its sharding, each device's shard by itself."""
-    path = sources[0][0].path
+def _sources(
+    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], path: Path
+) -> dict[str, dict[int | None, _Source]]:
+    """Return where each parameter, or each layer of it, is read: all that the file has."""
+    sources: dict[str, dict[int | None, _Source]] = {}
+    for name, tensor in names.tensors.items():
+        first = 0
+        for part in tensor.parts if name in stored else ():
+            sources.setdefault(part.path, {})[part.layer] = _Source(stored[name], tensor.transposed, first)
+            first += part_shape(part, leaves)[-1] if len(tensor.parts) > 1 else 0
+    for name, tensor in names.tensors.items():
+        for part in tensor.parts:  # a parameter may be missing, but not some of its layers
+            if name not in stored and part.path in sources:
+                raise CheckpointError(
+                    f"A file has all layers of a parameter or none; {path} has no {name}, but other layers of "
+                    f"{part.path}. It is incomplete: copy it again."
+                )
+    return sources
+
+
+def _read_leaf(path: str, leaf: Any, sources: Mapping[int | None, _Source]) -> jax.Array:
+    """Read a leaf from its tensors, by layer, onto its sharding, each device's shard by itself."""
     check_sharding(leaf, path)
-    by_layer = {part.layer: (part, tensor, source) for part, tensor, source in sources}
-    _check_cast(path, sources[0][2].spec.dtype, np.dtype(leaf.dtype))
+    _check_cast(path, next(iter(sources.values())).stored.dtype, np.dtype(leaf.dtype))
 
     def shard(index: Any) -> np.ndarray:
         index = [slice(*dim.indices(size)[:2]) for dim, size in zip(index, leaf.shape, strict=True)]
-        if None in by_layer:
-            return _read_slice(*by_layer[None], index, leaves).astype(leaf.dtype, order="C", copy=False)
+        if None in sources:
+            return sources[None].read(index).astype(leaf.dtype, order="C", copy=False)
         layers = range(index[0].start, index[0].stop)
         stack = np.empty((len(layers), *(dim.stop - dim.start for dim in index[1:])), leaf.dtype)
         for row, layer in enumerate(layers):
-            stack[row] = _read_slice(*by_layer[layer], index[1:], leaves)
+            stack[row] = sources[layer].read(index[1:])
         return stack
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
-
-
-def _read_slice(
-    part: Part, tensor: Tensor, source: Stored, index: list[slice], leaves: Mapping[str, Any]
-) -> np.ndarray:
-    """Read the slice `index` of a part of a tensor, in the model's orientation."""
-    if len(tensor.parts) > 1:
-        before = tensor.parts[: tensor.parts.index(part)]
-        first = sum(part_shape(other, leaves)[-1] for other in before)
-        index = [*index[:-1], slice(first + index[-1].start, first + index[-1].stop)]
-    if not tensor.transposed:
-        return source.read(index)
-    return np.swapaxes(source.read([*index[:-2], index[-1], index[-2]]), -1, -2)
 
 
 def _check_cast(path: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:

@@ -14,9 +14,7 @@ from typing import Literal, TypeVar
 
 import jax
 
-from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice, shown
-from jdp.base.user_path import user_path
 from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.checkpoint.format import checksums, content
@@ -68,9 +66,10 @@ def check(path: str | Path) -> list[Checked]:
     Raises:
         CheckpointError: a bucket cannot be reached.
     """
-    if address_of(path) is None:
-        return _check(user_path(path).absolute(), lambda folder: folder)
-    found = bucket_copies.read(path, _check, together=False)
+    place = bucket_copies.parsed(path)
+    if isinstance(place, Path):
+        return _check(place, lambda folder: folder)
+    found = bucket_copies.read(place, _check, together=False)
     return [replace(each, folder=Path(shown(str(each.folder)))) for each in found]
 
 

@@ -6,10 +6,7 @@ step that a killed process left half-written or half-deleted from a foreign fold
 
 A step whose files have changed since it was saved is renamed to `damaged-STEP`, and an earlier one takes its place.
 
-A run that goes back to an earlier step and saves again abandons the later ones. They are moved to `abandoned-1`,
-`abandoned-2`, …, each of which can be restored from like any directory of checkpoints; nothing deletes them. A state
-has no name of its run, only the number of batches consumed. So `Lineage` follows the steps that are restored and saved
-through the directory: a run that restored step 2 and saves step 3 writes another step 3 than the one on disk.
+Steps that a run abandons are moved to `abandoned-1`, `abandoned-2`, …: `lineage` finds them.
 """
 
 from __future__ import annotations
@@ -18,14 +15,10 @@ import os
 import re
 import shutil
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-
-from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.format import content
 from jdp.checkpoint.format.checksums import TABLE, is_part
 from jdp.checkpoint.format.committing import METADATA
@@ -49,8 +42,12 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted(step for step in complete if not (is_marked(directory, step) and is_part(directory / str(step))))
 
 
-def check_numbered_entries(directory: Path) -> None:
-    """Check that jdp wrote all entries of a directory that are named by numbers."""
+def make_directory(directory: Path) -> None:
+    """Make a directory of checkpoints; in one that is there, check that jdp wrote all entries named by numbers."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(f"{directory} cannot be made a directory of checkpoints", error) from error
     for path in directory.iterdir():
         if not (path.name.isascii() and path.name.isdecimal()):
             continue
@@ -170,75 +167,3 @@ def _numbered(directory: Path) -> Iterator[Path]:
 def _may_be_unfinished(folder: Path) -> bool:
     """Return True for a folder with nothing in it but what Orbax writes, or nothing at all."""
     return folder.is_dir() and not folder.is_symlink() and {entry.name for entry in folder.iterdir()} <= ENTRIES
-
-
-def listed(steps: Sequence[int]) -> str:
-    """Return steps in words: "checkpoints 2, 3"."""
-    return f"checkpoint {steps[0]}" if len(steps) == 1 else f"checkpoints {', '.join(map(str, steps))}"
-
-
-class Lineage:
-    """The steps of a directory that belong to the current run, and those that it has abandoned.
-
-    Attributes:
-        last: the step that was saved or restored last; None before.
-    """
-
-    def __init__(self) -> None:
-        self.last: int | None = None
-        self._own: set[int] = set()
-        self._abandoned: set[int] = set()
-        self._arrays: list[weakref.ref[Any]] | None = None
-
-    def restored(self, step: int, existing: Sequence[int], state: Any) -> None:
-        """Record that the complete `state` of `step` was read.
-
-        Reading one of the run's own steps changes nothing for the others: it may have been read only to look at it.
-        """
-        if step not in self._own:
-            self._own = {other for other in existing if other <= step}
-            self._abandoned = set(existing) - self._own
-        self.last, self._arrays = step, _references(state)
-
-    def saved(self, step: int, existing: Sequence[int], state: Any) -> None:
-        """Record that `state` was saved as `step`, after the steps it abandons were set aside."""
-        self._own, self._abandoned = {other for other in existing if other < step} | {step}, set()
-        self.last, self._arrays = step, _references(state)
-
-    def failed(self, step: int | None) -> None:
-        """Record that the last save failed, of this step if it had begun."""
-        self.last = self._arrays = None
-        self._own -= {step}
-
-    def abandoned_by(self, step: int, existing: Sequence[int]) -> list[int]:
-        """Return the existing steps that are no longer this run's once it saves `step`.
-
-        These are `step` and those after it, and those after the step from which the run was resumed.
-        """
-        return [other for other in existing if other >= step or other in self._abandoned]
-
-    def skipped(self, step: int) -> list[int]:
-        """Return own steps between the last one and `step`, in order.
-
-        If training went back to the last one, they are of the abandoned run. If that was restored only to look at it,
-        they are not; nothing distinguishes the two.
-        """
-        return [other for other in sorted(self._own) if self.last is not None and self.last < other < step]
-
-    def is_other(self, state: Any) -> bool:
-        """Return True if the arrays of `state` are not those of the state that was saved or restored last."""
-        if self._arrays is None:
-            return False
-        leaves = _arrays_of(state)
-        return len(leaves) != len(self._arrays) or any(
-            ref() is not leaf for ref, leaf in zip(self._arrays, leaves, strict=True)
-        )
-
-
-def _references(state: Any) -> list[weakref.ref[Any]]:
-    return [weakref.ref(leaf) for leaf in _arrays_of(state)]
-
-
-def _arrays_of(state: Any) -> list[jax.Array]:
-    """Return the JAX arrays of a state; other leaves, such as scalars of NumPy, take no weak references."""
-    return [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]

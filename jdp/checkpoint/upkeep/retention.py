@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,45 @@ class PreserveForeign:
         return stays
 
 
-def policy(keep: int | None, keep_every: int | None, score: Any) -> Any:
+class Best:
+    """The metric by which a checkpoint is the best of a directory, if there is one."""
+
+    def __init__(self, name: str | None, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode is "min" or "max"; given {mode!r}. A loss has "min", an accuracy "max".')
+        self.name, self._sign = name, -1.0 if mode == "min" else 1.0
+
+    def score(self, metrics: Mapping[str, Any] | None) -> float:
+        """Return the metric, its sign such that more is better; minus infinity if it was not measured."""
+        value = None if metrics is None else metrics.get(self.name or "")
+        return -math.inf if value is None else self._sign * value
+
+    def numbers(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+        """Return metrics for JSON; None, for one that is not finite, means that it was not measured."""
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        if numbers and self.name is not None and self.name not in numbers:
+            raise ValueError(
+                f"The best checkpoint is chosen by {self.name!r}; given the metrics {list(numbers)}. Pass it too."
+            )
+        return numbers
+
+
+def policy(keep: int | None, keep_every: int | None, best: Best) -> Any:
     """Return a policy of Orbax that keeps a checkpoint if any of these keeps it."""
+    for name, count in (("keep", keep), ("keep_every", keep_every)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
     policies: list[Any] = [checkpoint_managers.LatestN(keep)]  # None: all
     if keep_every is not None:
         policies.append(checkpoint_managers.EveryNSteps(keep_every))
-    if score is not None:
-        policies.append(checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False))
+    if best.name is not None:
+        policies.append(
+            checkpoint_managers.BestN(get_metric_fn=best.score, n=1, keep_checkpoints_without_metrics=False)
+        )
     return checkpoint_managers.AnyPreservationPolicy(policies)
 
 
-def metric(name: str, value: Any) -> float | None:
-    """Return a metric for JSON; None, for one that is not finite, means that it was not measured."""
+def _number(name: str, value: Any) -> float | None:
     try:
         return finite_or_none(float(value))
     except (TypeError, ValueError):

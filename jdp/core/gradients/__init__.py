@@ -9,12 +9,14 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
 
     train_step(state, batch)               params S at rest, p; model_state replicated; batch [R, ...]
     │
-    ├─ core/step.py    choose_partitioning "auto" or "manual"?
+    ├─ partitioned_loss.py  choose         "auto" or "manual"?
     │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced as the step calls it, not run
     │  │   ├─ loss_program.py              its jaxpr, made once for each shape of a call; the step runs it
     │  │   ├─ loss_trace.py                read: what only a global view can run, which weights are used twice
+    │  │   ├─ auto_contract.py             where auto would send more, or in another dtype, than the strategy promises
+    │  │   ├─ global_trace.py              the loss on global arrays, where its program in the step proves nothing
     │  │   ├─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
-    │  │   └─ proof.py  prove          a sum over rows? `row_states` follow the rows through the jaxpr by rules for
+    │  │   └─ proof.py  prove          a sum over rows? reader.py follows the rows through the jaxpr by rules for
     │  │       │                           each primitive: rules.py, shapes.py, products.py, gathers.py
     │  │       └─ quotients.py             a scalar that ends in a quotient of sums is read as total and weight
     │  └─ partitioning.py  check           a loss that is not proven, on values: keeps the choice, takes auto, or raises
@@ -30,7 +32,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │     params                        its shard at rest (model_axes.to_replica_view reshapes what enters)
        │     batch                         rows = R / D: [R / D, ...]
        ▼
-       accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view:
+       accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view (spec.py):
        │
        │     collective   auto.py: a constraint to    manual.py, by collectives.py
        │     gather       the compute spec            all_gather over data; none where rest = compute
@@ -43,7 +45,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │                                   zero3          the shard at rest, p: gathered in 2
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
-       │     │                             carries gradients, sums and the model state that changes
+       │     │                             carries gradients, sums and the model state that changes (microbatch.py)
        │     ├─ rowwise_loss.py            runs the program; takes a key, or a `BatchKey` for some of the R rows:
        │     │   ├─ random/match_draws.py  then each draw is compared with the one for all R rows,
        │     │   └─ random/replay.py       and the loss is run again so that it draws its rows of that one
@@ -63,7 +65,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        manual.py                           model_axes.from_replica_view: gradients in the shapes S again
        │
        └─ core/step.py  _train             gradients / Σweight in float32 → norm → clip → optimizer, at rest →
-                                           the old state where a value is not finite (model_state.stays_finite)
+                                           the old state where a value is not finite (update/guarded.py)
     new state, metrics                     params S at rest, p; metrics: global
 
 Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual: a layer

@@ -14,7 +14,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.batch import interleave
-from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
+from jdp.core.gradients.accumulate import evaluate, step_gradients
+from jdp.core.gradients.spec import Collectives, GradientSpec, Kept
 from jdp.core.plan import Plan
 from jdp.core.random import row_keys as keys
 from jdp.core.sharding.placement import Placement

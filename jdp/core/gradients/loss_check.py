@@ -26,11 +26,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.accumulate import GradientSpec, traced_loss, working_copy
 from jdp.core.gradients.auto import make_collectives
 from jdp.core.gradients.loss_call import LossWithAux, Sums
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
+from jdp.core.gradients.microbatch import traced_loss, working_copy
 from jdp.core.gradients.outputs import rows_that_mix, with_outputs
+from jdp.core.gradients.spec import GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.state import AnyState

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdp.core.batch import interleave
-from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
+from jdp.core.gradients.accumulate import evaluate, step_gradients
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import changed_leaves, mean_over
+from jdp.core.gradients.spec import Collectives, GradientSpec, Kept
 from jdp.core.plan import Plan
 from jdp.core.random import row_keys as keys
 from jdp.core.sharding.axes import DATA

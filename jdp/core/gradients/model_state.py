@@ -7,7 +7,6 @@ A leaf that a call did not change comes out as the same array. It is neither ave
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from operator import and_
 
 import jax
@@ -22,17 +21,6 @@ def changed_leaves(before: PyTree, after: PyTree) -> tuple[bool, ...]:
     """Return for each leaf, in order, whether it is another array than before."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return tuple(old is not new for old, new in pairs)
-
-
-def stays_finite(before: PyTree, after: PyTree) -> jax.Array:
-    """Return a boolean scalar: True if no number turned into NaN or infinity.
-
-    What was infinite may stay so: a running maximum begins at -inf.
-    """
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    changed = [(old, new) for old, new in pairs if old is not new and jnp.issubdtype(new.dtype, jnp.inexact)]
-    broken = [(jnp.isfinite(old) & ~jnp.isfinite(new)) | (jnp.isnan(new) & ~jnp.isnan(old)) for old, new in changed]
-    return jnp.logical_not(reduce(jnp.logical_or, map(jnp.any, broken), jnp.bool_(False)))
 
 
 def refuse_varying(

@@ -17,8 +17,8 @@ from jax.interpreters import partial_eval
 
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import LossWithAux
+from jdp.core.gradients.spec import GradientSpec
 from jdp.core.state import AnyState, own_shapes
 from jdp.core.types import Batch, PyTree
 

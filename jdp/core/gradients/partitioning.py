@@ -7,7 +7,6 @@ examples, or of which neither is known, gets auto with one microbatch, or an err
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,16 +17,17 @@ from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients import auto, manual
-from jdp.core.gradients.accumulate import Collectives, GradientSpec, first_call
+from jdp.core.gradients.auto_contract import FLAT, auto_breach, dtype_breach
+from jdp.core.gradients.global_trace import global_trace, names_axes, two_traces
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
+from jdp.core.gradients.microbatch import first_call
 from jdp.core.gradients.row_proof.proof import ends_in_quotient, prove
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.row_proof.rules import STATISTICS
+from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.plan import Plan
-from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.traced_mesh import sized_for
 from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
@@ -58,6 +58,10 @@ class Choice:
     metrics: bool = True
     reading: Reading | None = None
     draws: bool = False
+
+
+class _NotAsRunError(Exception):
+    """The loss cannot be traced as the step would call it."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,11 @@ class PartitioningRequest:
         if (choice := self._choose_as_run(state, batch)) is not None:
             return choice
         self.spec.programs.clear()
-        trace = self._trace(state, batch, batch_rows(batch) // self.settings.accumulate)
+        rows = batch_rows(batch) // self.settings.accumulate
+        trace = global_trace(self.spec, self.plan, state, batch, rows)
         choice = self._choose(state, trace)
         if trace is None:
-            rows = batch_rows(batch) // self.settings.accumulate
-            known = self._calls(choice) == 1 or rows == 0 or self._names_axes(state, batch)
+            known = self._calls(choice) == 1 or rows == 0 or names_axes(self.spec, self.plan, state, batch)
             return replace(choice, proven=known, metrics=False, unproven=f"it does not take {rows} rows")
         if choice.partitioning == "manual" and (line := trace.global_only(self.plan.batch_axes)):
             choice = self._for_global_loss(line)
@@ -122,7 +126,7 @@ class PartitioningRequest:
             return None
         try:
             choice, traces = self._traced_as_run(state, batch)
-        except Exception:  # the user's own code, which may need global arrays
+        except _NotAsRunError:
             return None
         first, *pair = traces
         calls = self._calls(choice)
@@ -153,14 +157,19 @@ class PartitioningRequest:
             loss, arguments = first_call(self.spec, collectives, *given)
             rows = batch_rows(arguments[2])
 
-            def on(other: int) -> LossTrace:
-                with sized_for(rows, other):
-                    return LossTrace(loss.program(arguments, other), other)
+            def on(other: int | None = None) -> LossTrace:
+                try:
+                    if other is None:
+                        return LossTrace(loss.program(arguments), rows)
+                    with sized_for(rows, other):
+                        return LossTrace(loss.program(arguments, other), other)
+                except Exception as error:  # of any kind: it is the user's code, and may need global arrays
+                    raise _NotAsRunError from error
 
             with noting_axis_sizes() as asked:
-                traces.append(LossTrace(loss.program(arguments), rows))
+                traces.append(on())
             if asked and self.settings.requested != "manual":  # then it means something under manual only
-                raise NameError(f"unbound axis name: {asked[0]}")
+                raise _NotAsRunError
             if calls > 1 or ends_in_quotient(traces[0]):
                 first = traces[0] if rows >= least else on(max(total, least))
                 pair = first, on(total if total > first.rows else 2 * first.rows)
@@ -180,7 +189,7 @@ class PartitioningRequest:
 
     def _with_proof(self, choice: Choice, trace: LossTrace, state: AnyState, batch: Batch) -> Choice:
         """Return the choice with what the loss' program says of it, or auto where that mixes examples."""
-        pair, adapter = self._two_traces(trace, state, batch), state.static.adapter
+        pair, adapter = two_traces(self.spec, self.plan, trace, state, batch), state.static.adapter
         normed = adapter is not None and bool(adapter.batch_statistics)
         if pair is not None and self._calls(choice) > 1 and (line := constant_term(*pair)):
             choice = self._for_constant_term(choice, line)
@@ -188,7 +197,9 @@ class PartitioningRequest:
             alike = list[LossTrace | None]()
             for each in pair:
                 with sized_for(pair[0].rows, each.rows):
-                    alike.append(self._trace(state, batch, each.rows, optional=True, training=False))
+                    alike.append(
+                        global_trace(self.spec, self.plan, state, batch, each.rows, optional=True, training=False)
+                    )
             pair = None if alike[0] is None or alike[1] is None else (alike[0], alike[1])
         if pair is None:
             only = f"it takes no other number of rows than {trace.rows}"
@@ -207,20 +218,6 @@ class PartitioningRequest:
         if proof.verdict == "unknown" or lenient or not self.settings.check_loss:
             return replace(choice, proven=False, unproven=proof.why)
         return self._for_mixing(choice, proof.why)
-
-    def _two_traces(self, trace: LossTrace, state: AnyState, batch: Batch) -> tuple[LossTrace, LossTrace] | None:
-        """Return traces on two numbers of rows, two groups of rows or more; None if the loss takes one number only."""
-        least = 2 * self.settings.group
-        half = trace.rows // 2 if trace.rows % least == 0 and trace.rows > least else 0
-        base = trace if trace.rows >= least else self._trace(state, batch, least, optional=True)
-        if base is None:
-            return None
-        for rows in (2 * max(trace.rows, least), half):
-            with sized_for(base.rows, rows):
-                other = self._trace(state, batch, rows, optional=True)
-            if other is not None:
-                return base, other
-        return None
 
     def without_values(self, choice: Choice) -> Choice:
         """Return auto for a loss that nothing proves a sum over examples, where it cannot be tried on values."""
@@ -375,47 +372,6 @@ class PartitioningRequest:
             "partitioning='auto' or None."
         )
 
-    def _trace(
-        self, state: AnyState, batch: Batch, rows: int, optional: bool = False, training: bool = True
-    ) -> LossTrace | None:
-        """Trace the loss on `rows` rows; None where only checks need it and the loss takes no such batch."""
-        if rows == 0:
-            return None
-        try:
-            return trace_loss(
-                self.spec.loss_fn, self.settings.precision, state, batch, rows, self.settings.train, training
-            )
-        except NameError as error:
-            named = re.search(r"unbound axis name:? (\w+)", str(error))
-            if named and named[1] not in self.plan.batch_axes:
-                raise ValueError(
-                    f"A loss names no mesh axis but the batch's, {' and '.join(self.plan.batch_axes)}, and those under "
-                    f"partitioning='manual' only; given {named[1]!r}. Leave it out: without axis_name flax.linen's "
-                    "BatchNorm takes its statistics over the rows that the loss sees, under 'auto' all of the batch."
-                ) from error
-            if self.settings.requested == "manual":
-                return None
-            if not named:
-                raise
-            raise ValueError(
-                f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; given "
-                f"partitioning={self.settings.requested!r}. jdp itself sums over devices what a loss returns: leave "
-                "that out of the loss, or ask for partitioning='manual'."
-            ) from error
-        except Exception:
-            if self.settings.requested is None and self.settings.train and not optional:
-                raise
-            return None
-
-    def _names_axes(self, state: AnyState, batch: Batch) -> bool:
-        """Return True for a loss that names an axis which manual binds: it knows that it gets parts of a batch."""
-        rows = batch_rows(batch) // (self.settings.accumulate * self.plan.batch_shards)
-        try:
-            trace_loss(self.spec.loss_fn, self.settings.precision, state, batch, rows, self.settings.train)
-        except NameError:
-            return True
-        return False
-
     def _calls(self, choice: Choice) -> int:
         """Return on how many parts of a batch the loss is called."""
         return self.settings.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
@@ -423,43 +379,16 @@ class PartitioningRequest:
     def _calls_as_product(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
-        counts = {
-            "local_steps": self.local_steps,
-            "accumulate": self.settings.accumulate // (self.local_steps or 1),
-        }
+        counts = {"local_steps": self.local_steps, "accumulate": self.settings.accumulate // (self.local_steps or 1)}
         return " × ".join([*sizes, *(f"{name}={count}" for name, count in counts.items() if count > 1)])
 
     def _drawback(self, state: AnyState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
         if self.settings.requested == "auto":
-            return _dtype_breach(self.settings.precision) or (_FLAT if self._has_flat else None)
+            return dtype_breach(self.settings.precision) or (FLAT if self._has_flat else None)
         if names := _unsynchronised(state, floating=True):
             return f"each device then computes {names[0]} over its own rows, and the values are averaged"
         return None
-
-
-_FLAT = "auto would all-reduce the gradients of parameters that are stored flat and padded"
-
-
-def auto_breach(
-    plan: Plan, accumulate: int, precision: Precision, reused: str | None, flat: bool = False
-) -> str | None:
-    """Describe how auto would break the communication contract; None if it keeps it.
-
-    Measured on compiled programs, experiments/benchmarks/traffic.py.
-    """
-    row = plan.row
-    if accumulate > 1 and not row.reduce_each_microbatch:
-        return "auto may synchronise inside the accumulation loop"
-    if lower := _dtype_breach(precision):
-        return lower
-    if row.shard_state and any(plan.mesh.shape[axis] > 1 for axis in own_axes(plan.mesh)):
-        return "auto may move activations along data where they meet gradients that the model's axes shard too"
-    if flat:
-        return _FLAT
-    if reused is not None:
-        return f"{reused} is used more than once, and auto reduces its gradient at each use"
-    return None
 
 
 def _unsynchronised(state: AnyState, floating: bool = False) -> tuple[str, ...]:
@@ -468,9 +397,3 @@ def _unsynchronised(state: AnyState, floating: bool = False) -> tuple[str, ...]:
     if adapter is None:
         return ()
     return adapter.unsynchronised_floats if floating else adapter.unsynchronised
-
-
-def _dtype_breach(precision: Precision) -> str | None:
-    if precision.reduce == precision.compute:
-        return None
-    return f"auto would reduce gradients in {precision.compute}, and {precision.reduce} is asked for"

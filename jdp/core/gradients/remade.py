@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import fields
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -16,19 +15,18 @@ from jdp.core.gradients.loss_call import LossWithAux
 _MADE = set[int]()
 
 
-def report_remade(made: Any, given: Any) -> None:
+def report_remade(noun: str, loss_fn: Any, settings: tuple[Any, ...], given: Any) -> None:
     """Report once if an equal step or gradient was called before, with arguments of the same shapes."""
-    settings = [repr(getattr(made, each.name)) for each in fields(made) if each.compare and each.name != "loss_fn"]
     leaves, treedef = jax.tree.flatten(given)
     shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
     try:
-        key = hash((type(made), _code(made.loss_fn), *settings, treedef, *shapes))
+        key = hash((noun, _code(loss_fn), repr(settings), treedef, *shapes))
     except TypeError:  # an optimizer or a model with a part that has no hash
         return
     if key in _MADE:
         notice(
-            f"the same {made.noun} was made again, and compiles again: make it once, before the loop, and call it in "
-            "each round"
+            f"the same {noun} was made again, and compiles again: make it once, before the loop, and call it in each "
+            "round"
         )
     _MADE.add(key)
 

@@ -1,7 +1,12 @@
-"""The axes of a mesh: their names, the rules about their sizes, and their product. It needs no JAX."""
+"""The axes of a mesh: their names, the rules about their sizes, their product, and the divisor of a batch's rows.
+
+It needs no JAX.
+"""
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from jdp.base.numbers import is_integer
 from jdp.base.shorten import LONGEST, cut
@@ -63,3 +68,43 @@ def equation(sizes: Mapping[str, int]) -> str:
     """Return the factors and, if there are several, their product: "data=4 × model=2 = 8", or "data=4"."""
     product = math.prod(sizes.values())
     return f"{factors(sizes)} = {product}" if len(sizes) > 1 else factors(sizes)
+
+
+@dataclass(frozen=True)
+class BatchUnit:
+    """The divisor of a global batch's rows, as named factors. Every rule about it is here."""
+
+    factors: Mapping[str, int]
+
+    @property
+    def rows(self) -> int:
+        """The divisor: all factors multiplied."""
+        return math.prod(self.factors.values())
+
+    def round_up(self, rows: int) -> int:
+        """Return the least multiple of the divisor that is not below `rows`."""
+        return -(-rows // self.rows) * self.rows
+
+    def rule(self, rows: int, subject: str = "a batch's rows") -> str:
+        """Return the rule and the number given: "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9"."""
+        return f"{subject} must divide by {equation(self.factors)}; given {rows}"
+
+    def check(self, rows: int, subject: str = "a batch's rows") -> None:
+        """Check a number of rows."""
+        if rows < 1 or rows % self.rows:
+            below = max(rows, 0) // self.rows * self.rows
+            near = f"{below} or {below + self.rows}" if below else f"{self.rows}"
+            raise ValueError(f"{self.rule(rows, subject)}: the nearest that fit: {near}")
+
+
+def batch_unit(
+    mesh: Mapping[str, int],
+    accumulate: int = 1,
+    group: int = 1,
+    local_steps: int = 1,
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> BatchUnit:
+    """Return the divisor of a global batch's rows: shards × steps × microbatches × group."""
+    factors = {named.get(axis, axis): mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
+    counts = {"local_steps": local_steps, "accumulate": accumulate, "group": group}
+    return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})

@@ -1,11 +1,12 @@
-"""The form of a plan's rules: pairs of a path pattern and a `PartitionSpec`."""
+"""The form of a plan's rules, pairs of a path pattern and a `PartitionSpec`, and whether a spec fits a shape."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jdp.core.sharding.placement import axes_of
+from jdp.core.sharding.axes import factors
+from jdp.core.sharding.placement import axes_of, shards
 
 
 def checked_rules(
@@ -47,3 +48,30 @@ def checked_rules(
                 )
         pairs.append((pattern, spec))
     return tuple(pairs)
+
+
+def check_fits(
+    path: str,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    source: str,
+    sizes: Mapping[str, int],
+    named_sizes: Mapping[str, int],
+) -> None:
+    """Check a parameter's spec against its shape; `source` ("the …") is what gave the spec. Raises ValueError."""
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"A spec has at most one entry for each dimension; {spec} of {source} has {len(spec)}, and {path} has "
+            f"shape {list(shape)}. Leave out entries."
+        )
+    named, subject = [axis for entry in spec for axis in axes_of(entry)], f"T{source[1:]}"
+    if len(set(named)) < len(named):
+        raise ValueError(f"{subject} names an axis once; {spec} for {path} does not. Remove one.")
+    for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+        pieces = shards((entry,), sizes)
+        if size % pieces:
+            raise ValueError(
+                f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
+                f"is {size}, and {spec} splits it into {pieces}. Change the size, or the mesh "
+                f"({factors(named_sizes)}), or the rule: Plan(rules=...) goes before metadata."
+            )

@@ -25,11 +25,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.core.plan import Plan
-from jdp.core.sharding.host_memory import to_device, to_host
+from jdp.core.sharding.host_memory import is_described, on_device, rest_sharding, to_device, to_host
 from jdp.core.sharding.placement import Placement, shards, spec_entry
 from jdp.core.state import TrainState
 from jdp.core.tracing.graph import FORWARD, Env, Operation, Value, after, before, evaluate, known, read
 from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
+from jdp.core.types import PyTree
 
 SLICE_BYTES = 128 * 2**20
 """Of a leaf on one device that a loop moves at a time, unless a layer has more: enough to use a PCIe link fully."""
@@ -127,6 +128,23 @@ def streamed(
         made.append(list(new.values()))
         results |= {i: to_host(x) if i in on_host else x for i, x in new.items()}
     return jax.tree.unflatten(jax.tree.structure(structure), [results[i] for i in range(len(graph.outputs))])
+
+
+def params_on_device(plan: Plan, state: TrainState) -> PyTree:
+    """Return the parameters in device memory, copied there where the plan keeps them on the host."""
+    if plan.offload is None or not is_described(plan.mesh):
+        return on_device(state.params)
+    placements = plan.param_placements(state.params, state.static)
+    return jax.tree.map(lambda x, p: to_device(to_host(x)) if p.on_host else x, state.params, placements)
+
+
+def constrained(plan: Plan, state: TrainState) -> TrainState:
+    """Return a new state sharded as it rests. What rests on the host is already: `streamed` put it there."""
+    return jax.tree.map(
+        lambda x, p: x if p.on_host else jax.lax.with_sharding_constraint(x, rest_sharding(plan.mesh, p)),
+        state,
+        plan.state_placements(state),
+    )
 
 
 def _groups(outputs: Sequence[Value], on_host: dict[Value, int], moved: set[Operation]) -> list[_Group]:

@@ -4,6 +4,7 @@ Pillow decodes and resizes outside of Python's global lock, so reading threads w
 """
 
 import io
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ _UNCLEAR = ("I", "F")  # 32 bits: no agreed black and white
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Pictures:
+class Pictures(ABC):
     """Encoded pictures with their classes, by random access; safe to read in threads."""
 
     name: str  # of the source
@@ -37,17 +38,17 @@ class Pictures:
         with ThreadPoolExecutor(_READERS) as readers:
             return np.fromiter(readers.map(self.score, range(count)), np.float64, count)
 
+    @abstractmethod
     def score(self, index: int, /) -> float:
         """Return the content score of a picture."""
-        raise NotImplementedError
 
+    @abstractmethod
     def name_of(self, index: int, /) -> str:
         """Return a name of a picture for errors: its file, or its table and row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def content(self, index: int, /) -> bytes | NDArray[Any]:
         """Return an encoded picture, or its values [height, width, channels]. Raises OSError if it cannot be read."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -203,18 +203,14 @@ def image_data(
     normalised = Normalised(_constants("mean", mean, channels), _constants("std", std, channels))
     first = decoded(sets.train, 0, frame)  # also reports at once a codec that is missing, or channels not to be had
     shape = (first.shape[0], first.shape[1], channels)
-
-    def side(pictures: Pictures, rows: NDArray[np.int64]) -> ImageSamples:
-        return ImageSamples(pictures, rows, frame, shape, normalised)
-
     if sets.heldout is None:
-        train, held = (
-            side(sets.train, rows) for rows in split_samples(sets.train.scores, heldout_fraction, sets.train.name)
-        )
+        rows = split_samples(sets.train.scores, heldout_fraction, sets.train.name)
     else:
-        train, held = (
-            side(pictures, np.arange(len(pictures.labels.numbers))) for pictures in (sets.train, sets.heldout)
-        )
+        rows = (np.arange(len(pictures.labels.numbers)) for pictures in (sets.train, sets.heldout))
+    train, held = (
+        ImageSamples(pictures, own, frame, shape, normalised)
+        for pictures, own in zip((sets.train, sets.heldout or sets.train), rows, strict=True)
+    )
     return ImageData(str(source), train, held, sets.train.labels.classes, by_content=sets.heldout is None)
 
 

@@ -12,32 +12,35 @@ import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from jdp.base.bucket import Remote, Stored
-from jdp.base.bucket_address import address_of
+from jdp.base.bucket import Remote, Stored, place_of
 from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice_anywhere, show_as
-from jdp.base.user_path import PathError, user_path
+from jdp.base.user_path import PathError
 
 _COMPLETE = "fetched.json"
 
 
 def local_path(source: str | os.PathLike[str], *, only: Callable[[str], bool] | None = None) -> Path:
-    """Return the path of data: as given, or of the local copy for an address."""
-    if address_of(source) is None:
-        return user_path(source)
-    remote = Remote.at(os.fspath(source))
-    base, pattern = _split(remote.address)
+    """Return the path of data that a user names: as given, or of the local copy for an address."""
+    return local_copy(place_of(source), only=only)
+
+
+def local_copy(place: Path | Remote, *, only: Callable[[str], bool] | None = None) -> Path:
+    """Return a path as it is, and for a folder, file or glob in a bucket the path of its local copy."""
+    if isinstance(place, Path):
+        return place
+    base, pattern = _split(place.address)
     remote_folder = Remote(base)
     found = remote_folder.matching(pattern or "*") if pattern or only else remote_folder.files()
     files = {name: stored for name, stored in found.items() if only is None or only(name)}
     if not files and not pattern:  # it may be one file
-        base, _, pattern = remote.address.rpartition("/")
+        base, _, pattern = place.address.rpartition("/")
         remote_folder = Remote(base)
         files = {} if base.endswith("/") else remote_folder.matching(pattern)
     if not files:
         raise ValueError(
-            f"an address must lead to a file, a glob or a folder that exists; given {remote.address}, where there is "
+            f"an address must lead to a file, a glob or a folder that exists; given {place.address}, where there is "
             f"nothing{' of the files that are read' if found else ''}: fix the address"
         )
     folder = fetch(remote_folder, files)

@@ -225,12 +225,7 @@ def text_data(
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
     if packing not in ("stream", "documents"):
         raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
-    opened = None if tokenizer == NONE else open_tokenizer(tokenizer)
-    if opened is not None and vocab_size is not None and opened.vocab_size > vocab_size:
-        raise ValueError(
-            f"a model must have all tokens of its tokenizer; given vocab_size {vocab_size} and {opened.vocab_size} in "
-            f"{opened.name}: set vocab_size to {opened.vocab_size} or more"
-        )
+    opened = None if tokenizer == NONE else _fitting(open_tokenizer(tokenizer), vocab_size)
     sides = _sides(
         find_token_ids(source, suffixes=suffixes) if opened is None else find_text(source, suffixes=suffixes),
         opened,
@@ -239,26 +234,39 @@ def text_data(
         heldout_fraction=heldout_fraction,
         in_files=in_files,
     )
-    train, heldout = sides.train, sides.heldout
-    if packing == "stream" and len(train.ids) < length + 1:
-        unit = "bytes" if opened == _BYTES else "tokens"
-        raise ValueError(
-            f"training text must fill one sample: length {length} needs {length + 1} {unit}; given {len(train.ids)} "
-            f"(of {len(train.ids) + len(heldout.ids)} in {sides.name}, the others held out): give more text or a "
-            "smaller length"
-        )
+    if packing == "stream":
+        _check_fills(sides, length, "bytes" if opened == _BYTES else "tokens")
     if not sides.whole:
         notice(f"{sides.name}: too few documents to hold some out whole, so the tail of each is held out")
     return TextData(
         name=sides.name,
         documents=sides.documents,
-        train=_samples(train, length, packing),
-        heldout=_samples(heldout, length, packing),
+        train=_samples(sides.train, length, packing),
+        heldout=_samples(sides.heldout, length, packing),
         whole=sides.whole,
         vocab_size=sides.vocab_size,
         tokenizer=opened,
         folder=sides.folder,
     )
+
+
+def _fitting(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
+    """Return the tokenizer if a model of this vocabulary has all its tokens."""
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"a model must have all tokens of its tokenizer; given vocab_size {vocab_size} and {tokenizer.vocab_size} "
+            f"in {tokenizer.name}: set vocab_size to {tokenizer.vocab_size} or more"
+        )
+    return tokenizer
+
+
+def _check_fills(sides: TextSides, length: int, unit: str) -> None:
+    train, every = len(sides.train.ids), len(sides.train.ids) + len(sides.heldout.ids)
+    if train < length + 1:
+        raise ValueError(
+            f"training text must fill one sample: length {length} needs {length + 1} {unit}; given {train} (of {every} "
+            f"in {sides.name}, the others held out): give more text or a smaller length"
+        )
 
 
 def _sides(

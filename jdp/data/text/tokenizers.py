@@ -7,6 +7,7 @@ separator that closes a document.
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.base.bucket_address import address_of
+from jdp.base.user_path import address_of
 from jdp.data.sources.in_bucket import local_path
 from jdp.data.sources.optional_packages import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
@@ -31,7 +32,7 @@ _BATCH_BYTES = 2**22  # of text that is tokenised at a time: the library's encod
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class Tokenizer(ABC):
     """Text to ids and back."""
 
     name: str  # for people
@@ -39,9 +40,9 @@ class Tokenizer:
     vocab_size: int  # ids are below it
     separator: int  # the id that closes a document
 
+    @abstractmethod
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return text as tokens: int32 [n]."""
-        raise NotImplementedError
 
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens [n] as text. Raises ValueError for one outside the vocabulary."""
@@ -54,12 +55,12 @@ class Tokenizer:
             )
         return self._text(values)
 
-    def _text(self, values: NDArray[Any]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _text(self, values: NDArray[Any]) -> str: ...
 
+    @abstractmethod
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
         """Return documents as ids, without separators; `name_of` returns a document's name for errors."""
-        raise NotImplementedError
 
 
 def open_tokenizer(name: str) -> Tokenizer:

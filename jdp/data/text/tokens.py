@@ -1,21 +1,26 @@
-"""The documents of a source as tokens, with the score of each, by which they are split."""
+"""The documents of a source as tokens, with the score of each, by which they are split.
 
+The tokens of large texts are kept on disk, and found again by content: a resumed run does not tokenise anew.
+"""
+
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.notices import notice
 from jdp.data.held_out import content_score, split_documents
 from jdp.data.text.documents import Found, corpus_of, text_parts, token_id_parts
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
-from jdp.data.text.token_cache import entry_name, load, store
 from jdp.data.text.tokenizers import BYTES, Tokenizer
 
 _MOST_IDS = 2**31  # samples are int32
+WORTHWHILE_BYTES = 2**23  # of text: less is tokenised in a few seconds, so it is not kept on disk
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +59,10 @@ def sides_in_memory(
         tokens, scores = part.tokens.astype(smallest_uint(size)), part.scores
     else:
         corpus, size = corpus_of(found.name, text_parts(found, field)), tokenizer.vocab_size
-        entry = None if tokenizer.name == BYTES else entry_name(tokenizer.identity, corpus.documents)
-        if (tokens := load(entry)) is None:
+        entry = None if tokenizer.name == BYTES else _entry_name(tokenizer.identity, corpus.documents)
+        if (tokens := _load(entry)) is None:
             tokens = tokenizer.tokenize(corpus.documents, corpus.name_of)
-            store(entry, tokens)
+            _store(entry, tokens)
         _report_separators(found.name, _with_separator(tokens, tokenizer), tokenizer)
         scores = _scores(corpus.documents)
     spans = split_documents(scores, tokens.bounds, heldout_fraction)
@@ -139,3 +144,37 @@ def _report_separators(name: str, doubtful: int, tokenizer: Tokenizer) -> None:
 
 def _scores(documents: Iterable[bytes]) -> NDArray[np.float64]:
     return np.array([content_score(document) for document in documents])
+
+
+# Tokens on disk.
+
+
+def _entry_name(identity: str, documents: Sequence[bytes]) -> str | None:
+    """Return the file name of an entry; None for a text too small to be kept."""
+    if sum(map(len, documents)) < WORTHWHILE_BYTES:
+        return None
+    digest = hashlib.blake2b(identity.encode(), digest_size=20)
+    for document in documents:
+        digest.update(len(document).to_bytes(8, "little"))
+        digest.update(document)
+    return f"{digest.hexdigest()}.npz"
+
+
+def _load(name: str | None) -> TokenArray | None:
+    """Return the tokens of an entry; None if there is no entry that can be read."""
+    return _cache().load(name, _read) if name is not None else None
+
+
+def _store(name: str | None, tokens: TokenArray) -> None:
+    """Store tokens as an entry, unless its name is None."""
+    if name is not None:
+        _cache().store(name, lambda file: np.savez(file, ids=tokens.ids, bounds=tokens.bounds))
+
+
+def _cache() -> Cache:
+    return Cache(default_folder() / "tokens", limit_bytes=2**34, names=r"[0-9a-f]{40}\.npz", contents="tokens")
+
+
+def _read(file: BinaryIO) -> TokenArray:
+    with np.load(file) as arrays:
+        return TokenArray(arrays["ids"], arrays["bounds"])

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from jdp.base.bucket import Remote
-from jdp.base.bucket_address import address_of
+from jdp.base.bucket import Remote, place_of
 from jdp.base.shorten import cut
-from jdp.base.user_path import user_path
+from jdp.base.user_path import address_of, user_path
 from jdp.base.words import CompilerPreset
 from jdp.core.compiling.options import Compiler
 
@@ -55,10 +54,7 @@ def package_name(name: str) -> str:
 
 def _path(path: str) -> str:
     """Return a possible path (a word such as "stdlib" too) or address. Raises PathError."""
-    if address_of(path) is None:
-        user_path(path)
-    else:
-        Remote.at(path)
+    place_of(path)
     return path
 
 

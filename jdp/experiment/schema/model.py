@@ -38,7 +38,7 @@ def model_entry(name: str) -> Entry:
     """Return the entry of a name: a size, a plug-in's model, or "hf:FOLDER". Raises KeyError or ValueError."""
     if not name.startswith(HF):
         return MODELS.entries[name]
-    from jdp.checkpoint.safetensors import gpt_config_from_hf  # late: it imports Orbax, which takes a second
+    from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf  # late: Orbax takes a second
     from jdp.data.sources.in_bucket import local_path
 
     return _own(HF, gpt_config_from_hf(local_path(name.removeprefix(HF), only=lambda file: file == "config.json")))

@@ -31,9 +31,8 @@ class Scaling:
 
     def efficiency(self, report: PlanReport) -> float | None:
         """Return tokens a second and device over those of the first target that has a speed; None where it has none."""
-        speeds = [_speed_of_one(each) for each in self.reports]
-        first, own = next((speed for speed in speeds if speed is not None), None), _speed_of_one(report)
-        return None if own is None or first is None else own / first
+        each = [speed / other.devices for other in self.reports if (speed := other.speed) is not None]
+        return None if report.speed is None else report.speed / report.devices / each[0]
 
     def table(self) -> list[tuple[str, ...]]:
         """Return a row for each target, under `headings`."""
@@ -107,18 +106,13 @@ class Scaling:
                     "fits": None if report.choice is None else report.choice.fits,
                     "tokens_per_step": report.estimates[0].tokens,
                     "step_seconds": None if report.choice is None else report.choice.step_seconds,
-                    "tokens_per_second": None if report.choice is None else report.choice.tokens_per_second,
+                    "tokens_per_second": report.speed,
                     "efficiency": self.efficiency(report),
                 }
                 for report in self.reports
             ],
             "why": " ".join(self.why),
         }
-
-
-def _speed_of_one(report: PlanReport) -> float | None:
-    speed = None if report.choice is None else report.choice.tokens_per_second
-    return None if speed is None else speed / report.devices
 
 
 def _speed_cells(choice: Estimate, efficiency: float) -> tuple[str, ...]:

@@ -13,19 +13,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jdp.base.disk_cache import Cache
-from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds
+from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds, listed
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
-from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, sent_by, shapes_of, signs
-from jdp.foresight.any_step.relocate import lowering, move
+from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
+from jdp.foresight.any_step.relocate import move
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
-from jdp.foresight.targets.relocate import compile_for, cudnn_of, lowering_for
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
 from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.foresight.traffic.contract import TOLERANCE
-from jdp.foresight.traffic.origin import Sites
 
 
 def forecast(
@@ -44,13 +42,10 @@ def forecast(
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])
     parameters = chosen(params, moved.traced.arguments)
     limit = None if against is None else bound(against, parameters, moved)
-    with lowering_for(devices.devices[0], cudnn_of(devices)), lowering(moved):
-        lowered = moved.traced.lower()
-    compiled = compile_for(devices, lowered, moved.traced.options, Cache.usual(cache))
-    shapes = shapes_of(moved, parameters or [e for e in moved.traced.arguments if e.number not in moved.batch])
-    sites = Sites(compiled.program)
-    sent = sent_by(compiled, sites, moved, shapes)
-    timed = devices.chip is not None or devices.kind == "cpu"
+    compiled = moved.compile(devices, Cache.usual(cache))
+    known = parameters or [each for each in moved.traced.arguments if each.number not in moved.batch]
+    reading = reading_of(compiled, moved, known)
+    sent = sent_by(reading)
     counted = [each for each in sent if each.over_batch or limit is None or not limit.over_batch]
     wire = sum(each.wire_bytes for each in counted)
     kept = None if limit is None else wire <= TOLERANCE * limit.wire_bytes
@@ -65,9 +60,9 @@ def forecast(
         batch_axes=moved.batch_axes,
         memory=memory_of(compiled, moved, devices),
         sent=sent,
-        timeline=timeline(compiled.program, devices) if timed else None,
+        timeline=timeline(compiled.program, devices) if devices.is_timed else None,
         bound=limit,
-        symptoms=signs(compiled, sites, moved, shapes, sent),
+        symptoms=signs(reading, moved, sent),
         notes=tuple(dict.fromkeys((*moved.notes, *_notes(sent, devices, limit)))),
     )
 
@@ -116,19 +111,13 @@ class StepForecast(StepReport):
         """Return the report as plain objects."""
         seconds = ("step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds")
         return {
-            "kept": self.kept,
-            "name": self.name,
-            "target": self.target,
-            "mesh": self.mesh,
-            "wire_bytes_per_device": self.wire_bytes_per_device,
+            **self._as_json("kept name target mesh wire_bytes_per_device"),
             "bound_wire_bytes_per_device": None if self.bound is None else self.bound.wire_bytes,
             "ratio": self.ratio,
             "memory": asdict(self.memory),
             "sent": [asdict(each) for each in self.sent],
             "schedule": None if self.timeline is None else {name: getattr(self.timeline, name) for name in seconds},
-            "breaches": list(self.breaches),
-            "symptoms": list(self.symptoms),
-            "notes": list(self.notes),
+            **self._as_json("breaches symptoms notes"),
         }
 
     def paragraphs(self) -> list[list[str]]:
@@ -192,10 +181,9 @@ _SENT = ("collective", "tensor", "times", "axes", "wire a device", "at", "the sh
 
 
 def _row(each: Sent) -> tuple[str, ...]:
-    like = ", ".join(each.like[:2]) + (f" and {len(each.like) - 2} more" if len(each.like) > 2 else "")
-    tensor = f"{each.dtype}{list(each.dims)}"
+    tensor, like = f"{each.dtype}{list(each.dims)}", listed(each.like, 2) or "no argument"
     wire, axes = format_bytes(each.wire_bytes), ", ".join(each.axes)
-    return each.kind, tensor, str(each.count), axes, wire, each.source or "", like or "no argument"
+    return each.kind, tensor, str(each.count), axes, wire, each.source or "", like
 
 
 def _given_up(each: HeldArgument) -> str:

@@ -15,18 +15,19 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jdp.base.formatting import format_bytes, format_percent
+from jdp.base.formatting import format_bytes, format_percent, listed
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.foresight.any_step.relocate import Relocated
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.memory.liveness import Liveness
-from jdp.foresight.memory.peak import Headroom, Held, headroom, largest_held
+from jdp.foresight.memory.peak import Headroom, Held, at_peak, headroom
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.traffic.contract import TINY, collectives_on
-from jdp.foresight.traffic.origin import Parameters, Sites, list_paths
-from jdp.foresight.traffic.symptoms import symptoms, written_into
+from jdp.foresight.traffic.origin import Parameters
+from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.symptoms import symptoms
 
 # Memory.
 
@@ -57,13 +58,12 @@ class StepMemory:
 
 def memory_of(compiled: Compiled, moved: Relocated, target: Target) -> StepMemory:
     """Return what a compiled step holds on a device."""
-    live, arguments, program = Liveness(compiled.program), moved.traced.arguments, compiled.program
-    in_place, sizes = written_into(program), dict[int, int]()
+    arguments, program = moved.traced.arguments, compiled.program
+    in_place, sizes = {number for _, number, _ in program.written_into}, dict[int, int]()
     for step in program[program.entry]:
         if (number := step.parameter_number) is not None:
             sizes[number] = 0 if HOST_MEMORY in step.type else step.result_bytes
-    time, held = live.peak
-    at_peak = live.schedule[time][1]
+    at, largest = at_peak(Liveness(program), {})
     needed = compiled.total_bytes
     return StepMemory(
         tuple(
@@ -73,8 +73,8 @@ def memory_of(compiled: Compiled, moved: Relocated, target: Target) -> StepMemor
         compiled.output_bytes - compiled.alias_bytes,
         compiled.temp_bytes,
         needed,
-        largest_held(live, held, dict.fromkeys(live.temporaries, ""), time),
-        next(iter(program.source_lines(at_peak)), at_peak.op_name),
+        largest,
+        at,
         None if target.memory_bytes is None else headroom(needed, target.memory_bytes),
         compiled.host_bytes,
     )
@@ -100,30 +100,34 @@ class Sent:
 
     def __str__(self) -> str:
         times = f" {self.count} times" if self.count > 1 else ""
-        what = f"the shape of {list_paths(self.like)}" if self.like else "no argument has this shape"
+        what = f"the shape of {listed(self.like)}" if self.like else "no argument has this shape"
         at = f", at {self.source}" if self.source else ""
         tensor = f"{self.kind} of {self.dtype}{list(self.dims)}{times}{at}"
         return f"{tensor} ({what}): {format_bytes(self.wire_bytes)} a device"
 
 
-def shapes_of(moved: Relocated, arguments: Iterable[Argument]) -> Parameters:
-    """Return arguments to be found by shape: as placed at rest, and gathered along the batch's axes for compute."""
+def reading_of(compiled: Compiled, moved: Relocated, arguments: Iterable[Argument]) -> Reading:
+    """Read a step whose tensors are recognised as `arguments`: at rest, or gathered along the batch's axes."""
 
     def placement(each: Argument) -> Placement:
         rest = PartitionSpec() if each.sharding is None else each.sharding.spec
         compute = PartitionSpec(*(tuple(a for a in axes_of(e) if a not in moved.batch_axes) or None for e in rest))
         return Placement(each.path, each.shape, str(each.dtype), rest, compute, 0, "given")
 
-    return Parameters(tuple(placement(each) for each in arguments if each.shape), dict(moved.mesh.shape), True)
+    found = Parameters(tuple(placement(each) for each in arguments if each.shape), dict(moved.mesh.shape), True)
+    donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
+    meant = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
+    offloads = any(each is not None and each.memory_kind == "pinned_host" for each in meant)
+    return Reading(compiled, moved.mesh, moved.batch_axes, found, donated, offloads)
 
 
-def sent_by(compiled: Compiled, sites: Sites, moved: Relocated, shapes: Parameters) -> tuple[Sent, ...]:
+def sent_by(reading: Reading) -> tuple[Sent, ...]:
     """Return what a compiled step sends, most bytes first."""
     sent = dict[tuple[Any, ...], Sent]()
-    for each in collectives_on(moved.mesh, compiled, sites, moved.batch_axes):
+    for each in collectives_on(reading):
         c, axes = each.collective, each.axes
-        for piece in sites.pieces(c):
-            like = tuple(placement.path for placement in shapes.like(piece.dims))
+        for piece in reading.sites.pieces(c):
+            like = tuple(placement.path for placement in reading.parameters.like(piece.dims))
             wire = c.wire_bytes * piece.payload_bytes / max(c.payload_bytes, 1)
             key = (c.kind, piece.dtype, piece.dims, axes, each.over_batch, piece.source_line, like)
             before = sent.get((*key, c.caveats), Sent(*key, 0, 0.0, c.caveats))
@@ -138,19 +142,11 @@ _SHARE = 0.01  # of what a device sends, below which a line is not worth a sente
 _LINES = 4  # that get one
 
 
-def signs(
-    compiled: Compiled, sites: Sites, moved: Relocated, shapes: Parameters, sent: Sequence[Sent]
-) -> tuple[str, ...]:
+def signs(reading: Reading, moved: Relocated, sent: Sequence[Sent]) -> tuple[str, ...]:
     """Return signs of something unintended, a sentence each."""
-    donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
-    meant = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
-    offloads = any(each is not None and each.memory_kind == "pinned_host" for each in meant)
     placing = "no result has its shape, dtype and sharding. Return it so (out_shardings), or do not donate it."
-    return (
-        *_activations(sent, moved.batch_axes),
-        *symptoms(compiled, sites, shapes, donated, placing, offloads=offloads),
-        *_not_donated(compiled, moved),
-    )
+    own = _not_donated(reading.compiled, moved)
+    return (*_activations(sent, reading.batch_axes), *symptoms(reading, placing), *own)
 
 
 def _activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:
@@ -187,6 +183,6 @@ def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
     if total >= _SHARE * compiled.total_bytes and total > TINY:
         first = [path for path, _ in sorted(replaced, key=lambda pair: -pair[1])]
         yield (
-            f"Donation: no argument is donated, so {list_paths(first)} ({format_bytes(total)} a device) are held "
+            f"Donation: no argument is donated, so {listed(first)} ({format_bytes(total)} a device) are held "
             "beside their new values. Give them up: jax.jit(step, donate_argnums=...), and use what the step returns."
         )

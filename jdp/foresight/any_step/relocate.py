@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +20,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from jdp.base.disk_cache import Cache
 from jdp.core.sharding.axes import DATA, factors
 from jdp.core.sharding.mesh import following, without_mesh
 from jdp.core.sharding.placement import axes_of, spec_entry
 from jdp.foresight.any_step.replace_mesh import Exchange, OtherSize
 from jdp.foresight.any_step.traced import Argument, Arguments, Traced, mesh_in, trace
+from jdp.foresight.program.compiled import Compiled
+from jdp.foresight.targets.relocate import MISMATCHES, compile_for, cudnn_of, lowering_for
 from jdp.foresight.targets.resolve import Target
 
 
@@ -40,12 +42,17 @@ class Relocated:
     notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
     in_context: bool = False  # it was traced with `mesh` as the context's, and is lowered so
 
+    def compile(self, target: Target, cache: Cache | None) -> Compiled:
+        """Compile the program for `target`, whose devices its mesh is made of, or find the result in `cache`."""
+        explicit = AxisType.Explicit in self.mesh.axis_types
+        context = jax.set_mesh(self.mesh) if explicit or self.in_context else without_mesh()
+        with lowering_for(target.devices[0], cudnn_of(target)), context:
+            lowered = self.traced.lower()
+        return compile_for(target, lowered, self.traced.options, cache)
+
 
 def move(
-    function: Callable[..., Any],
-    given: tuple[Any, ...],
-    target: Target | None,
-    sizes: Mapping[str, int] | None = None,
+    function: Callable[..., Any], given: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
 ) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
     arguments = Arguments.of(function, given)
@@ -169,10 +176,6 @@ def _check_divides(argument: Argument, mesh: Mesh) -> None:
 # Meshes in the program.
 
 
-_MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
-"""What jax says where a function's own mesh is not the context's."""
-
-
 def _trace_for(
     function: Callable[..., Any], arguments: Arguments, traced: Traced | None, old: Mesh | AbstractMesh, mesh: Mesh
 ) -> tuple[Traced, bool]:
@@ -199,13 +202,7 @@ def _trace_for(
         try:
             return attempt()
         except ValueError as error:
-            if not isinstance(error, OtherSize) and not any(sign in str(error) for sign in _MISMATCHES):
+            if not isinstance(error, OtherSize) and not any(sign in str(error) for sign in MISMATCHES):
                 raise
             reasons.append(error)
     raise next((error for error in reasons if isinstance(error, OtherSize)), reasons[0]) from None
-
-
-def lowering(moved: Relocated) -> AbstractContextManager[Any]:
-    """Return the context in which a moved program is lowered: the one it was traced in, or that Explicit axes need."""
-    explicit = AxisType.Explicit in moved.mesh.axis_types
-    return jax.set_mesh(moved.mesh) if explicit or moved.in_context else without_mesh()

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.sharding.axes import factors
+from jdp.foresight.targets.relocate import dtype_on_device
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,7 @@ class Arguments:
             number = path[0].idx
             named = "/".join(filter(None, (names[number], path_of(path[1:]).removesuffix("/value"))))
             weak = bool(getattr(leaf, "weak_type", False))
-            dtype = leaf.dtype
-            if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):  # a key's
-                dtype = jax.dtypes.canonicalize_dtype(dtype)
-            return Argument(named, tuple(leaf.shape), dtype, _sharding(leaf, named), number, weak)
+            return Argument(named, tuple(leaf.shape), dtype_on_device(leaf.dtype), _sharding(leaf, named), number, weak)
 
         def rebuild(arrays: Sequence[Any]) -> tuple[Any, ...]:
             filled = [leaf for _, leaf in leaves]

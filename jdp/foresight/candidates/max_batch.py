@@ -59,7 +59,7 @@ def largest_batch(
     assert target.memory_bytes is not None, target
     available = available_bytes(target.memory_bytes)
     step, group = candidate.step, candidate.step.group
-    per_group = replace(step, group=group).batch_unit.rows
+    per_group = step.batch_unit.rows
     held: dict[int, Memory] = {}
 
     def needs(groups: int) -> int:

@@ -108,7 +108,7 @@ def search_axes(
 ) -> MeshSearch:
     """Choose ways on other meshes to compile. Nothing is compiled here."""
     count, rounded = accumulate[0], math.lcm(*accumulate)
-    own = abstract_on(replace(step, accumulate=count), state, batch, target, microbatches=rounded)
+    own = abstract_on(step.changed(accumulate=count), state, batch, target, microbatches=rounded)
     sizes, rows = dict(own.step.plan.mesh.shape), batch_rows(own.batch)
     model_axis, left_out = _model_axis(own.step)
     if target.hosts == 1:
@@ -125,7 +125,7 @@ def search_axes(
             way = MeshWay(name, axes)
             try:
                 plan = replace(own.step.plan, strategy=name)
-                other = replace(own.step, plan=plan)
+                other = own.step.changed(plan=plan)
                 found = abstract_on(other, state, batch, target, microbatches=rounded, axes=axes)
                 placements = found.step.plan.placements(found.state)
             except ValueError as error:  # a rule that does not divide
@@ -191,10 +191,7 @@ def _model_axis(step: Step) -> tuple[str | None, list[str]]:
 
 
 def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
-    """Return what a step sends: seconds, or bytes of a device where the links' rates are not known.
-
-    `tokens` are those of a microbatch.
-    """
+    """Return what a step sends, `tokens` a microbatch: seconds; a device's bytes where link rates are not known."""
     step, state, mesh = candidate.step, candidate.state, candidate.step.plan.mesh
 
     def cost(kind: str, payload: float, axes: Sequence[str], times: int) -> float:
@@ -203,15 +200,7 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
             return times * ring_bytes(kind, payload, devices)
         return times * collective_seconds(kind, payload, _groups(mesh, axes, target), target)
 
-    promised = theory(
-        step.plan,
-        state.params,
-        accumulate=step.accumulate,
-        precision=step.precision,
-        static=state.static,
-        wire=step.wire,
-        buckets=step.buckets,
-    )
+    promised = theory(step.plan, state.params, replace(step.settings, local_steps=None), static=state.static)
     stacked = (leaf.shape for leaf in jax.tree.leaves(own_shapes(state.params, state.static)) if len(leaf.shape) > 2)
     layers = max((shape[0] for shape in stacked), default=1) if step.plan.row.gather == "use" else 1
     total = 0.0

@@ -51,10 +51,6 @@ class Bill:
         """Return (least, most) of seconds, device-hours or money by the times' error; None where that is not known."""
         return None if self.error is None else (value / (1 + self.error), value * (1 + self.error))
 
-    def cells(self) -> tuple[str, str]:
-        """Return days and money as text, "–" without a price."""
-        return format_days(self.seconds), "–" if self.money is None else format_amount(self.money)
-
     def __str__(self) -> str:
         span = self.within_error(self.seconds)
         known = "" if span is None else f" ({format_days(span[0])} to {format_days(span[1])})"
@@ -86,11 +82,7 @@ class Bill:
         """Return the `bill` that `jdp plan --json` prints: seconds, device-hours, money; a range is (least, most)."""
         span, costs = self.within_error(self.seconds), None if self.money is None else self.within_error(self.money)
         return {
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "price": self.price,
-            "goodput": self.goodput,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in ("tokens", "steps", "price", "goodput", "seconds")},
             "seconds_range": None if span is None else list(span),
             "days": self.seconds / DAY,
             "device_hours": self.device_hours,

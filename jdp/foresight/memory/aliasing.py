@@ -124,10 +124,9 @@ class Aliases:
 
     def _join_donated(self) -> None:
         entry, root, _ = self.result(self.program.entry)
-        table = self.program.header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
-        for output, number, path in re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", table):
-            _, name, _ = self._parameter(entry, int(number))
-            self._join((entry, name, ints(path)), (entry, root, ints(output)))
+        for output, number, path in self.program.written_into:
+            _, name, _ = self._parameter(entry, number)
+            self._join((entry, name, path), (entry, root, output))
 
     def _parameter(self, computation: str, number: int) -> Array:
         steps = self.program[computation]

@@ -48,14 +48,7 @@ class Buffer:
 
 
 class Liveness:
-    """Buffers of a scheduled program.
-
-    Attributes:
-        program: the program.
-        aliases: its arrays.
-        schedule: (computation, instruction) in the order of execution, loop bodies once; times are positions in it.
-        buffers: all of them.
-    """
+    """Buffers of a scheduled program; times are positions in its `schedule` (`Aliases`)."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jdp.base.formatting import format_bytes, format_percent
@@ -106,11 +106,6 @@ class Memory:
         """What XLA allocates: arguments, temporaries, and results that are not written into an argument."""
         return sum(self.by_class().values())
 
-    @property
-    def gap(self) -> float:
-        """Fraction of `total` that is unattributed."""
-        return self.unattributed / self.total if self.total else 0.0
-
     def by_class(self) -> dict[str, int]:
         """Return class -> bytes per device, in the order of `CLASSES`."""
         return {name: getattr(self, name) for name in CLASSES}
@@ -163,7 +158,7 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
 
     arguments = {"parameters": WEIGHTS, "optimizer": OPTIMIZER, "batch": "batch"}
     arguments = {name: argument_bytes(prefix) for name, prefix in arguments.items()}
-    time, held = live.peak
+    _, held = live.peak
     working, graded = working_copies(live), gradients(live)
     roles = {b: "working" if b in working else "gradients" if b in graded else "activations" for b in live.temporaries}
     sizes = {role: sum(b.bytes for b in held if roles[b] == role) for role in _ROLES}
@@ -174,7 +169,7 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
     _subtract(sizes, max(-beyond, 0))
     plan = step.plan.on(mesh_of(state) or step.plan.mesh)
     at_rest = sum(placement.bytes_per_device for placement in plan.placements(state) if not placement.on_host)
-    at_peak = live.schedule[time][1]
+    at, largest = at_peak(live, roles)
     saved = sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b))
     return Memory(
         **arguments,
@@ -185,8 +180,8 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
         most={role: live.most(b for b in live.temporaries if roles[b] == role)[1] for role in _ROLES},
         outside=max(at_rest - argument_bytes("state"), 0),
         host=compiled.host_bytes,
-        at=next(iter(compiled.program.source_lines(at_peak)), at_peak.op_name),
-        largest=largest_held(live, held, roles, time),
+        at=at,
+        largest=largest,
     )
 
 
@@ -217,18 +212,20 @@ def _pass(op_name: str | None) -> str | None:
     return "backward" if "transpose(jvp" in op_name else "forward" if "jvp(" in op_name else None
 
 
-def largest_held(live: Liveness, held: Iterable[Buffer], roles: Mapping[Buffer, str], time: int) -> tuple[Held, ...]:
-    """Return the largest of the buffers held at a time, equal ones together."""
-    counted = Counter[Held]()
+def at_peak(live: Liveness, roles: Mapping[Buffer, str]) -> tuple[str | None, tuple[Held, ...]]:
+    """Return what runs at the peak (`Memory.at`), and the largest buffers held then, equal ones together."""
+    (time, held), counted = live.peak, Counter[Held]()
     for buffer in held:
         step = max((w for w in buffer.writes if w.time <= time), key=lambda w: w.time, default=buffer.writes[0]).step
-        source = next(iter(live.program.source_lines(step)), None)
-        counted[Held(roles[buffer], 1, buffer.bytes, buffer.dtype, buffer.dims, step.op_name, source)] += 1
+        source = live.program.source_line(step)
+        counted[Held(roles.get(buffer, ""), 1, buffer.bytes, buffer.dtype, buffer.dims, step.op_name, source)] += 1
     all_of = [
         Held(one.role, count, count * one.bytes, one.dtype, one.dims, one.op_name, one.source)
         for one, count in counted.items()
     ]
-    return tuple(sorted(all_of, key=lambda one: -one.bytes)[:_LISTED])
+    running = live.schedule[time][1]
+    at = live.program.source_line(running) or running.op_name
+    return at, tuple(sorted(all_of, key=lambda one: -one.bytes)[:_LISTED])
 
 
 _LISTED = 12

@@ -79,10 +79,7 @@ def _taken(
 
 
 def _fused(program: Program, fused: str, path: tuple[int, ...], follow: Mapping[str, slice], strict: bool) -> set[int]:
-    """Return the numbers of a fusion's operands that its array at `path` is made from by opcodes in `follow` alone.
-
-    With `strict` none, if the array is made from anything else too.
-    """
+    """Return the numbers of a fusion's operands that its array at `path` is made from, as `_taken` does."""
     steps = program.by_name[fused]
     root = next(step for step in program[fused] if step.is_root)
     todo = [steps[root.operands[path[0]]] if root.opcode == "tuple" and path else root]

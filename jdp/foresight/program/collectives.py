@@ -122,10 +122,7 @@ _CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 def _of_instruction(
     step: Instruction, program: Program, of_computation: Callable[[str], tuple[Collective, ...]]
 ) -> Iterable[Collective]:
-    """Return the collectives of one execution of an instruction, those of computations that it calls included.
-
-    A done has none: it repeats its start.
-    """
+    """Return the collectives of one execution of an instruction, called ones included; a done repeats its start."""
     if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
         return []
     if step.kind in KINDS:

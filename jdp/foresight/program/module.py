@@ -118,14 +118,22 @@ class Program:
         return {key: {step.name: step for step in steps} for key, steps in self.computations.items()}
 
     def source_lines(self, step: Instruction) -> tuple[str, ...]:
-        """Where the operation was written, "file:line", innermost first; empty where the text does not tell.
-
-        Newer texts have tables of stack frames; older ones the innermost place on the line itself.
-        """
+        """Return where the operation was written, "file:line", innermost first; empty where the text does not tell."""
         if match := _FRAME.search(step.line):
             return self.frames.get(match[1], ())
-        place = _SOURCE.search(step.line)
+        place = _SOURCE.search(step.line)  # older texts have only the innermost
         return (f"{place[1]}:{place[2]}",) if place else ()
+
+    def source_line(self, step: Instruction) -> str | None:
+        """Return the innermost of `source_lines`."""
+        return next(iter(self.source_lines(step)), None)
+
+    @cached_property
+    def written_into(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
+        """(path in the result, parameter's number, path in it) of each result that is written into an argument."""
+        table = self.header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
+        found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", table)
+        return tuple((ints(output), int(number), ints(path)) for output, number, path in found)
 
 
 def parse(text: str) -> Program:

@@ -2,7 +2,4 @@
 
 from jdp.foresight.targets.resolve import Target, target
 
-__all__ = [
-    "Target",
-    "target",
-]
+__all__ = ["Target", "target"]

@@ -50,10 +50,7 @@ device_description_str: "{gpu.name}"
 
 
 def fields(text: str) -> dict[str, str]:
-    """Return every scalar of a text proto by its path, `"gpu_device_info.core_count": "132"`, strings without quotes.
-
-    Of a repeated field the last is kept: none of those that jdp reads is repeated.
-    """
+    """Return the scalars of a text proto by path, `"gpu_device_info.core_count": "132"`, strings without quotes."""
     path, scalars, at = list[str](), dict[str, str](), 0
     end = len(text.rstrip())
     while at < end:

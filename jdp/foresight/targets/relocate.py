@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
 from jdp.core.batch import batch_rows
-from jdp.core.sharding.axes import DATA, REPLICA
-from jdp.core.sharding.batch_divisor import BatchUnit
+from jdp.core.sharding.axes import DATA, REPLICA, BatchUnit
 from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -88,11 +87,8 @@ class Candidate:
         return replace(self, batch=jax.tree.map(resize, self.batch))
 
     def lower(self) -> jax.stages.Lowered:
-        """Return `step.lower(state, batch)` for devices that are only described.
-
-        The mesh is the context's too, so that a loss written under `jax.set_mesh` finds its axes.
-        """
-        mesh = self.step.plan.mesh
+        """Return `step.lower(state, batch)` for devices that are only described."""
+        mesh = self.step.plan.mesh  # the context's too: a loss written under `jax.set_mesh` finds its axes
         with lowering_for(mesh.devices.flat[0], self.cudnn), jax.set_mesh(mesh):
             return self.step.lower(self.state, self.batch)
 
@@ -109,6 +105,8 @@ def compile_for(
     return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]))
 
 
+MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
+"""What jax says where a function's own mesh is not the context's."""
 _OTHER_MESH = (
     "The loss names a mesh, which is another one on the target: a NamedSharding made for this machine's devices, say. "
     "Write jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(...)) and train under jax.set_mesh(mesh); or "
@@ -118,9 +116,7 @@ _IMPOSSIBLE = {
     "Unknown backend": "The step calls back to the host (jax.debug.print, jax.debug.callback, pure_callback, "
     "io_callback), and a callback cannot be compiled for devices that are only described. Take it out of the loss, or "
     "leave the target out to compile for this machine's devices.",
-    "incompatible devices": _OTHER_MESH,
-    "cannot change the size of the mesh": _OTHER_MESH,
-    "should match the mesh": _OTHER_MESH,
+    **dict.fromkeys(MISMATCHES, _OTHER_MESH),
 }
 """What jax says when a step cannot be lowered for a target -> what to do about it."""
 
@@ -155,7 +151,7 @@ def abstract_on(
     plan = step.plan.on(_mesh(step, state, target, axes))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
-        relocated = replace(step, plan=plan, accumulate=microbatches or step.accumulate)
+        relocated = step.changed(plan=plan, accumulate=microbatches or step.accumulate)
         rows, notes = round_up_rows(rows, relocated.batch_unit)
     keep = target is None
     if target is not None:
@@ -199,7 +195,12 @@ def _mesh(step: Step, state: TrainState, on: Target | None, axes: Mapping[str, i
 
 
 def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: bool = False) -> jax.ShapeDtypeStruct:
-    own, dtype = getattr(leaf, "sharding", None), leaf.dtype
-    if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):  # a key's
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=own if keep and isinstance(own, NamedSharding) else sharding)
+    own = getattr(leaf, "sharding", None)
+    kept = own if keep and isinstance(own, NamedSharding) else sharding
+    return jax.ShapeDtypeStruct(shape, dtype_on_device(leaf.dtype), sharding=kept)
+
+
+def dtype_on_device(dtype: Any) -> Any:
+    """Return the dtype that jax gives an array of this one: float32 of NumPy's float64; a key's own."""
+    is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+    return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)

@@ -70,6 +70,11 @@ class Target:
         return f"{self.kind}:{self.shape or f'{self.hosts}x{self.per_host}'}"
 
     @property
+    def is_timed(self) -> bool:
+        """Whether its rates are known: published, or measured on this machine's processor."""
+        return self.chip is not None or self.kind == "cpu"
+
+    @property
     def fingerprint(self) -> str:
         """Everything about the target that decides what the compiler makes for it, as text."""
         named = (self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or "")
@@ -142,10 +147,7 @@ def _installed(package: str) -> str | None:
 
 
 def _check_compiler(name: str) -> None:
-    """Raise ValueError with what to install, before jax or XLA fail less clearly.
-
-    Checked are XLA's GPU plugin, its version, which must be jaxlib's, and ptxas with libdevice.
-    """
+    """Raise ValueError with what to install, before jax or XLA fail less clearly."""
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
     family = next((f for f in families if all(map(_installed, f))), None)
     if family is None:

@@ -8,10 +8,7 @@ _LANES = (COMPUTE, COMMUNICATION, HOST)
 
 
 def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
-    """Return the JSON object of Chrome's Trace Event Format: one process called `name`, a thread for each lane.
-
-    Events are complete ones ("X"), their times in microseconds.
-    """
+    """Return Chrome's Trace Event Format: one process called `name`, a thread for each lane; times in microseconds."""
     named = [
         ("process_name", 0, name),
         *(("thread_name", i, lane) for i, lane in enumerate(_LANES) if lane != HOST or timeline.host_seconds),

@@ -187,21 +187,15 @@ def unknown_work(step: Instruction) -> str | None:
 
 
 class _Demand:
-    """How many elements of each value a kernel needs, from its results backwards to its inputs.
-
-    Attributes:
-        elements: name -> elements needed, by all users together.
-        read, written: bytes of the inputs, as far as they are needed, and of the results.
-        operations, integer_operations, special_functions: element-wise work to compute what is needed.
-        transposes: whether an operation in it changes the order in memory.
-    """
+    """How many elements of each value a kernel needs, from its results backwards to its inputs."""
 
     def __init__(self, steps: tuple[Instruction, ...], by_name: dict[str, Instruction]) -> None:
         self.by_name = by_name
         self.made = {step.name for step in steps if step.opcode != "parameter"}
-        self.elements: dict[str, float] = {}
+        self.elements: dict[str, float] = {}  # name -> elements needed, by all users together
         self.in_place = set[str]()
-        self.transposes = False
+        self.transposes = False  # an operation in it changes the order in memory
+        # bytes of the results; element-wise work to compute what is needed
         self.written = self.operations = self.integer_operations = self.special_functions = 0.0
         root = next((step for step in steps if step.is_root), steps[-1])
         for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -209,6 +203,7 @@ class _Demand:
         for step in reversed(steps):  # users before what they use: texts are in the other order
             if step.name in self.made and (needed := self.elements.get(step.name, 0.0)) > 0:
                 self._need(step, min(needed, _size(step)))
+        # bytes of the inputs, as far as they are needed
         self.read = sum(self._bytes(by_name[name]) for name in self.elements if name not in self.made)
 
     def _bytes(self, given: Instruction) -> float:

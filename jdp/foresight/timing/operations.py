@@ -63,12 +63,7 @@ class Total:
 
 
 class Schedule:
-    """The operations of `program`, timed for `target`.
-
-    Attributes:
-        program: as scheduled.
-        caveats: where the times may be wrong; grows as computations are read.
-    """
+    """The operations of `program`, timed for `target`; `caveats` grow as computations are read."""
 
     def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:
         self.program = program
@@ -130,7 +125,7 @@ class Schedule:
         return TimedOp("loop", step, inner=(condition, body))
 
     def _warn(self, caveat: str, step: Instruction) -> None:
-        line = next(iter(self.program.source_lines(step)), None)
+        line = self.program.source_line(step)
         self.caveats[f"{caveat} ({line})" if line else caveat] = None
 
     def total(self, computation: str) -> Total:

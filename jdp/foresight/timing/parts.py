@@ -81,7 +81,7 @@ def _part(schedule: Schedule, op: TimedOp, beside_attention: bool) -> str:
 
 
 def _line(schedule: Schedule, op: TimedOp) -> str | None:
-    return next(iter(schedule.program.source_lines(op.step)), None)
+    return schedule.program.source_line(op.step)
 
 
 def _has_length_twice(op: TimedOp) -> bool:

@@ -107,20 +107,15 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
 
 
 class _Walk:
-    """The state of the simulation.
-
-    Attributes:
-        compute, lane, host: seconds at which the compute, the communication and the host's lane are free again.
-        host_wait: seconds that compute waited for the host's lane.
-        events: of both lanes.
-        recording: whether operations become events.
-    """
+    """The state of the simulation."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.compute = self.lane = self.host = self.host_wait = 0.0
+        # seconds at which the compute, the communication and the host's lane are free again
+        self.compute = self.lane = self.host = 0.0
+        self.host_wait = 0.0  # seconds that compute waited for the host's lane
         self.events = list[Event]()
-        self.recording = True
+        self.recording = True  # operations become events
 
     def computation(self, name: str) -> None:
         """Execute a computation once."""
@@ -213,8 +208,7 @@ class _Walk:
                 self.events.append(Event(op.step.name, lane, start, busy, what, source, times))
 
     def _origin(self, op: TimedOp) -> tuple[str, str | None]:
-        source = next(iter(self.schedule.program.source_lines(op.step)), None)
-        return op.step.op_name or op.step.kind, source
+        return op.step.op_name or op.step.kind, self.schedule.program.source_line(op.step)
 
 
 def _median(durations: Counter[float]) -> float:

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jdp.base.formatting import format_bytes
+from jdp.base.formatting import format_bytes, listed
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
-from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.tracing.collectives import Issued
 from jdp.foresight.program.module import bits
 from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
-from jdp.foresight.traffic.origin import Parameters, Piece, Sites, is_own_line, list_paths, users_line
+from jdp.foresight.traffic.origin import Parameters, Piece, is_own_line, users_line
+from jdp.foresight.traffic.reading import Reading
 from jdp.foresight.traffic.theory import Promise, Theory
 
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
@@ -37,17 +37,15 @@ class Stray:
     words: str  # the same in a sentence, with the source line and the remedy
 
 
-def strays(
-    collectives: Iterable[MeshCollective], promised: Theory, sites: Sites, step: Step, state: TrainState
-) -> tuple[Stray, ...]:
+def strays(collectives: Iterable[MeshCollective], promised: Theory, reading: Reading, step: Step) -> tuple[Stray, ...]:
     """Return what runs along the batch axes and has no parameter's shape: activations, data; most bytes first.
 
     Left out are the statistics of batch norms, as far as they are planned, and what is no larger than counts and
     metrics are.
     """
-    judge = _Judge(promised, step, state)
-    tensors = _tensors((each for each in collectives if each.over_batch), promised, sites)
-    faults = judge.faults((each, piece) for each, piece in tensors if not judge.parameters.like(piece.dims))
+    tensors = _tensors((each for each in collectives if each.over_batch), promised, reading)
+    unknown = ((each, piece) for each, piece in tensors if not reading.parameters.like(piece.dims))
+    faults = _Judge(promised, reading.parameters, step).faults(unknown)
     return tuple(
         Stray(fault.sent_by.collective.kind, fault.excess_bytes, str(fault))
         for fault in faults
@@ -59,9 +57,8 @@ def breaches(
     collectives: Iterable[MeshCollective],
     promised: Theory,
     verdict: Verdict,
-    sites: Sites,
+    reading: Reading,
     step: Step,
-    state: TrainState,
     stray: Sequence[Stray] = (),
 ) -> tuple[str, ...]:
     """Return why the contract is not kept, one sentence a reason; empty when it is. `stray`: what `strays` found."""
@@ -72,8 +69,8 @@ def breaches(
         blamed |= {each.kind for each in stray}
     blamed = blamed or {row.kind for row in verdict.rows}
     counted = [each for each in collectives if each.over_batch and each.collective.kind in blamed]
-    tensors = sorted(_tensors(counted, promised, sites), key=lambda pair: bits(pair[1].dtype))
-    faults, unsharded = _Judge(promised, step, state).faults(tensors), promised.unsharded
+    tensors = sorted(_tensors(counted, promised, reading), key=lambda pair: bits(pair[1].dtype))
+    faults, unsharded = _Judge(promised, reading.parameters, step).faults(tensors), promised.unsharded
     of_weight = [fault for fault in faults if fault.paths or fault.payload_bytes > TINY]
     of_weight = of_weight or ([] if unsharded.paths else faults)
     if of_weight:
@@ -84,7 +81,7 @@ def breaches(
     sentence = f"a device sends {total} a step where {bound} are promised."
     if unsharded.paths:
         sentence += (
-            f" {list_paths(unsharded.paths)}, of fewer than {unsharded.fewer_than} elements, are all-reduced whole by "
+            f" {listed(unsharded.paths)}, of fewer than {unsharded.fewer_than} elements, are all-reduced whole by "
             f"plan: {format_bytes(unsharded.wire_bytes)}, more than scattered and gathered in this precision. "
             "Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
         )
@@ -92,11 +89,11 @@ def breaches(
 
 
 def _tensors(
-    collectives: Iterable[MeshCollective], promised: Theory, sites: Sites
+    collectives: Iterable[MeshCollective], promised: Theory, reading: Reading
 ) -> Iterator[tuple[MeshCollective, Piece]]:
     """Yield each collective with each tensor that it sends, without batch statistics."""
     for each in collectives:
-        for piece in sites.pieces(each.collective):
+        for piece in reading.sites.pieces(each.collective):
             if not (each.statistics_bytes and promised.statistics.fits(piece)):
                 yield each, piece
 
@@ -126,7 +123,7 @@ class Fault:
     def __str__(self) -> str:
         c = self.sent_by.collective
         often = "" if c.count == 1 else f", {c.count} times a step"
-        what = f" for {list_paths(self.paths)} (by shape)" if self.paths else ""
+        what = f" for {listed(self.paths)} (by shape)" if self.paths else ""
         at = f", at {self.source_line}" if self.source_line else ""
         excess = f"{format_bytes(self.excess_bytes)} a device too much."
         if self.reason.bytes_at_rest:
@@ -139,8 +136,8 @@ class Fault:
 class _Judge:
     """Compares tensors with the promises, and keeps what is left of each parameter's share of them."""
 
-    def __init__(self, promised: Theory, step: Step, state: TrainState) -> None:
-        self.promised, self.step, self.parameters = promised, step, Parameters.of(step.plan, state)
+    def __init__(self, promised: Theory, parameters: Parameters, step: Step) -> None:
+        self.promised, self.parameters, self.step = promised, parameters, step
         self._left: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def faults(self, tensors: Iterable[tuple[MeshCollective, Piece]]) -> list[Fault]:

@@ -9,7 +9,7 @@
    parameters too small to shard are all-reduced by plan (`theory.Unsharded`), within the same total.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
 from jdp.foresight.program.collectives import Collective
-from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
-from jdp.foresight.traffic.origin import Sites
+from jdp.foresight.traffic.reading import Reading
 from jdp.foresight.traffic.theory import Theory
 
 TOLERANCE = 1.02
@@ -60,10 +59,7 @@ class MeshCollective:
         """Return the object that `jdp verify --json` prints for one collective."""
         c = self.collective
         return {
-            "kind": c.kind,
-            "dtype": c.dtype,
-            "payload_bytes": c.payload_bytes,
-            "count": c.count,
+            **{name: getattr(c, name) for name in ("kind", "dtype", "payload_bytes", "count")},
             "in_accumulation_loop": self.in_accumulation_loop,
             "axes": list(self.axes),
             "counted": self.over_batch,
@@ -76,42 +72,29 @@ class MeshCollective:
         }
 
 
-def collectives_on(
-    mesh: Mesh,
-    compiled: Compiled,
-    sites: Sites,
-    over: Iterable[str],
-    statistics: BatchStatistics | None = None,
-) -> list[MeshCollective]:
-    """Return every collective of a program that sends something, in schedule order; `over`: the batch's axes."""
+def collectives_on(reading: Reading, statistics: BatchStatistics | None = None) -> list[MeshCollective]:
+    """Return every collective of a program that sends something, in schedule order."""
     placed, statistics_left = list[MeshCollective](), statistics.payload_bytes if statistics else 0
-    for c in compiled.collectives:
+    for c in reading.compiled.collectives:
         if c.group_size > 1:
-            axes = axes_along(c.groups, mesh)
-            over_batch, statistics_bytes = not set(axes).isdisjoint(over), 0
+            axes = axes_along(c.groups, reading.mesh)
+            over_batch, statistics_bytes = not set(axes).isdisjoint(reading.batch_axes), 0
             if statistics and statistics_left and over_batch and c.kind == "all-reduce":
-                candidates = sum(piece.payload_bytes for piece in sites.pieces(c) if statistics.fits(piece))
+                candidates = sum(piece.payload_bytes for piece in reading.sites.pieces(c) if statistics.fits(piece))
                 statistics_bytes = min(candidates * c.count, statistics_left)
                 statistics_left -= statistics_bytes
-            placed.append(MeshCollective(c, axes, sites.in_accumulation_loop(c), over_batch, statistics_bytes))
+            placed.append(MeshCollective(c, axes, reading.sites.in_accumulation_loop(c), over_batch, statistics_bytes))
     return placed
 
 
-def axes_along(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes along which the members of a group differ, in mesh order.
-
-    `groups` hold positions in the mesh's device order; a permute's are its (source, target) pairs.
-    """
-    return _axes_along(tuple(groups), tuple(mesh.devices.shape), tuple(mesh.axis_names))
-
-
 @lru_cache(maxsize=256)
-def _axes_along(groups: tuple[tuple[int, ...], ...], shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    varies = np.zeros(len(shape), bool)
+def axes_along(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> tuple[str, ...]:
+    """Return the mesh axes along which members of a group, positions in the mesh's device order, differ."""
+    varies = np.zeros(mesh.devices.ndim, bool)
     for group in groups:
-        coordinates = np.stack(np.unravel_index(np.array(group), shape))
+        coordinates = np.stack(np.unravel_index(np.array(group), mesh.devices.shape))
         varies |= (coordinates != coordinates[:, :1]).any(axis=1)
-    return tuple(name for name, differs in zip(names, varies, strict=True) if differs)
+    return tuple(name for name, differs in zip(mesh.axis_names, varies, strict=True) if differs)
 
 
 # The comparison.

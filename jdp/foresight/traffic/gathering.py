@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 
-from jdp.base.formatting import align_columns, format_bytes, format_percent
+from jdp.base.formatting import align_columns, format_bytes, format_percent, listed
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.tracing.collectives import Gathered
-from jdp.foresight.traffic.origin import list_paths
 
 MOSTLY = 0.5
 """Share of the gathered parameters' bytes; a zero3 that gathers more than this at the top is called a zero2."""
@@ -59,7 +58,7 @@ class Gathering:
         return (
             f"This zero3 holds its weights like zero2: {format_bytes(top)} of {gathered} gathered weights a device "
             f"({format_percent(top / (top + layered))}) are gathered at the top of the step and held until the "
-            f"backward pass is done with them ({list_paths(each.path for each in first)}). Remedy: {remedy}."
+            f"backward pass is done with them ({listed(each.path for each in first)}). Remedy: {remedy}."
         )
 
     def table(self) -> list[str]:
@@ -70,7 +69,7 @@ class Gathering:
         rows: list[tuple[str, ...]] = [_HEADERS]
         for key, same in groups.items():
             payload = format_bytes(sum(each.payload_bytes for each in same))
-            rows.append((*key, str(len(same)), payload, list_paths(each.path for each in same)))
+            rows.append((*key, str(len(same)), payload, listed(each.path for each in same)))
         return align_columns(rows)
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -196,14 +196,11 @@ def line_of(source_lines: Sequence[str]) -> str | None:
 
 
 def users_line(source_lines: Iterable[str]) -> str | None:
-    """Return the innermost line outside jax, the libraries on it and jdp (whose models are the user's), else None.
-
-    The line that calls the step is not meant: the search ends at the step itself.
-    """
+    """Return the innermost line outside jax, the libraries on it and jdp (whose models are the user's), else None."""
     for line in source_lines:
         posix = line.replace("\\", "/")
         if _STEP.match(posix):
-            return None
+            return None  # next is the line that calls the step
         if not _LIBRARIES.search(posix) and not is_own_line(line):
             return line
     return None
@@ -215,12 +212,6 @@ def is_own_line(line: str) -> bool:
 
 
 # Parameters.
-
-
-def list_paths(paths: Iterable[str]) -> str:
-    """Return paths in words: "embed/tokens, layers/mlp/up/kernel, layers/mlp/down/kernel and 3 more"."""
-    names = list(paths)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jdp.core.plan import Plan
-from jdp.core.precision import Precision
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
-from jdp.core.wire.settings import Wire
+from jdp.core.step_settings import StepSettings
 
 _LATENCY_BYTES = 4e6  # "auto": buckets of √(M · 4 MB)
 
@@ -46,10 +45,8 @@ class Promise:
 class Reductions:
     """The gradients of a step, and how they are sent."""
 
-    plan: Plan  # of the step, as the next three are
-    precision: Precision
-    wire: Wire
-    buckets: int | str | None
+    plan: Plan  # of the step, as the settings are
+    settings: StepSettings
     leaves: Sequence[tuple[int, Placement]]  # (elements of a device, placement) of each trained parameter
 
     def promises(self, rounds: int) -> list[Promise]:
@@ -73,10 +70,10 @@ class Reductions:
         ]
 
     def _scattered(self, counts: Sequence[int], devices: int, rounds: int) -> Iterator[Promise]:
-        r = self.precision.reduce_dtype.itemsize
+        r = self.settings.precision.reduce_dtype.itemsize
         codes, plain = self._by_encoding(counts, devices)
         if codes and devices > 1:
-            payload = devices * sum(self.wire.row_bytes(count // devices) for count in codes)
+            payload = devices * sum(self.settings.wire.row_bytes(count // devices) for count in codes)
             most = self._collectives(codes, rounds)
             yield Promise("all-to-all", rounds * payload, (DATA,), devices, rounds, 1, sum(codes), most)
         if plain and devices > 1:
@@ -84,18 +81,18 @@ class Reductions:
             yield Promise("reduce-scatter", rounds * r * sum(plain), (DATA,), devices, rounds, r, sum(plain), most)
 
     def _summed(self, counts: Sequence[int], axes: tuple[str, ...], devices: int) -> Iterator[Promise]:
-        r = self.precision.reduce_dtype.itemsize
+        r = self.settings.precision.reduce_dtype.itemsize
         codes, plain = self._by_encoding(counts, devices)
         if devices == 1:
             return
         for kind in ("all-to-all", "all-gather") if codes else ():
-            payload = devices * sum(self.wire.row_bytes(-(-count // devices)) for count in codes)
+            payload = devices * sum(self.settings.wire.row_bytes(-(-count // devices)) for count in codes)
             yield Promise(kind, payload, axes, devices, 1, 1, sum(codes), self._collectives(codes))
         if plain:
             yield Promise("all-reduce", r * sum(plain), axes, devices, 1, r, sum(plain), self._collectives(plain))
 
     def _by_encoding(self, counts: Sequence[int], devices: int) -> tuple[list[int], list[int]]:
-        encodes: Callable[[int], bool] = lambda count: self.wire.encodes(count, devices)  # noqa: E731
+        encodes: Callable[[int], bool] = lambda count: self.settings.wire.encodes(count, devices)  # noqa: E731
         return [c for c in counts if encodes(c)], [c for c in counts if not encodes(c)]
 
     def _collectives(self, counts: Sequence[int], rounds: int = 1) -> int | None:
@@ -105,19 +102,19 @@ class Reductions:
         """
         if self.plan.row.gather == "use":
             return None
-        r = self.precision.reduce_dtype.itemsize
+        r = self.settings.precision.reduce_dtype.itemsize
         every = [r * count for count, _ in self.leaves]
         auto = math.sqrt(sum(every) * _LATENCY_BYTES)
-        size = self.buckets if isinstance(self.buckets, int) else auto
+        size = self.settings.buckets if isinstance(self.settings.buckets, int) else auto
         return rounds * min(len(counts), int(2 * r * sum(counts) / size) + 1)
 
     def _factors(self, leaf: tuple[int, Placement]) -> int:
         """Return the elements of the two factors that PowerSGD sends of a leaf; 0 where it sends the leaf itself."""
         shape, model_shards = leaf[1].own_shape, shards(leaf[1].compute, dict(self.plan.mesh.shape))
-        if self.wire.gradients != "powersgd" or len(shape) < 2 or model_shards > 1:
+        if self.settings.wire.gradients != "powersgd" or len(shape) < 2 or model_shards > 1:
             return 0
         count, *rest = (1, *shape) if len(shape) == 2 else shape
         sides = [(math.prod(rest[:i]), math.prod(rest[i:])) for i in range(1, len(rest))]
         rows, columns = min(sides, key=sum)
-        factors = self.wire.rank * (rows + columns)
+        factors = self.settings.wire.rank * (rows + columns)
         return count * factors if factors < rows * columns else 0

@@ -12,30 +12,24 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jdp.base.formatting import format_bytes
+from jdp.base.formatting import format_bytes, listed
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
-from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths
+from jdp.foresight.traffic.origin import Parameters, line_of
+from jdp.foresight.traffic.reading import Reading
 
 AS_PLANNED = "it is not placed where the plan has it. Place the state as the plan does (jdp.init_state, jdp.restore)."
 """Why a leaf of a training step's state is not updated in place, and what to do."""
 
 
-def symptoms(
-    compiled: Compiled,
-    sites: Sites,
-    parameters: Parameters,
-    donated: Mapping[int, str],
-    placing: str = AS_PLANNED,
-    *,
-    offloads: bool = False,
-) -> tuple[str, ...]:
-    """Return every sign, a sentence each, none twice."""
+def symptoms(reading: Reading, placing: str = AS_PLANNED) -> tuple[str, ...]:
+    """Return every sign, a sentence each, none twice; `placing`: why a donated argument may be held twice."""
+    program = reading.compiled.program
     sentences = [
-        *_resharded(compiled, parameters),
-        *_random(compiled, sites),
-        *_host(compiled.program, offloads=offloads),
-        *_held_twice(compiled.program, donated, placing),
+        *_resharded(reading.compiled, reading.parameters),
+        *_random(reading),
+        *_host(program, offloads=reading.offloads),
+        *_held_twice(program, reading.donated, placing),
     ]
     return tuple(dict.fromkeys(sentences))
 
@@ -62,7 +56,7 @@ def _resharded(compiled: Compiled, parameters: Parameters) -> Iterator[str]:
         change = _CHANGE.search(warning)
         dims = _global_dims(local, change[1] if change else "")
         like = parameters.like(dims)
-        named = f" (the shape of {list_paths(placement.path for placement in like)})" if like else ""
+        named = f" (the shape of {listed(placement.path for placement in like)})" if like else ""
         shardings = f" to go from {change[1]} to {change[2]}" if change else ""
         line = _copied_at(dims, operation[2] or "", compiled)
         yield (
@@ -109,13 +103,13 @@ _DRAWS = re.compile(
 )
 
 
-def _random(compiled: Compiled, sites: Sites) -> Iterator[str]:
+def _random(reading: Reading) -> Iterator[str]:
     groups: dict[tuple[str, str | None], int] = {}
-    for c in compiled.collectives:
+    for c in reading.compiled.collectives:
         drawn = c.op_name is not None and _DRAWS.search(c.op_name) is not None
         # Random bits and key words are unsigned; tokens, labels and indices are signed in jax, gradients are floats.
         if c.group_size > 1 and (drawn or c.dtype == "u32"):
-            key = (c.kind, next((piece.source_line for piece in sites.pieces(c) if piece.source_line), None))
+            key = (c.kind, next((piece.source_line for piece in reading.sites.pieces(c) if piece.source_line), None))
             groups[key] = groups.get(key, 0) + c.payload_bytes * c.count
     for (kind, line), total in groups.items():
         yield (
@@ -157,8 +151,6 @@ def _line(program: Program, step: Instruction) -> str:
 
 # Donation.
 
-_ALIASES = re.compile(r"input_output_alias=\{(.*?\)) \}")
-_ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 _MENTIONED_BYTES = 1024
 
 
@@ -170,15 +162,9 @@ def donated_state(program: Program) -> dict[int, str]:
     }
 
 
-def written_into(program: Program) -> set[int]:
-    """Return the numbers of the program's parameters that XLA aliases with a result."""
-    aliases = _ALIASES.search(program.header)
-    return {int(number) for number in _ALIASED.findall(aliases[1])} if aliases else set[int]()
-
-
 def _held_twice(program: Program, donated: Mapping[int, str], placing: str) -> Iterator[str]:
     """Arguments that were donated, and that XLA aliases with no result."""
-    kept, large = written_into(program), dict[str, int]()
+    kept, large = {number for _, number, _ in program.written_into}, dict[str, int]()
     for step in program[program.entry]:
         number = step.parameter_number
         if number is not None and number in donated.keys() - kept and step.result_bytes >= _MENTIONED_BYTES:
@@ -186,7 +172,7 @@ def _held_twice(program: Program, donated: Mapping[int, str], placing: str) -> I
     if large:
         first = sorted(large, key=lambda path: -large[path])
         yield (
-            f"Donation: {list_paths(first)} ({format_bytes(sum(large.values()))} a device) cannot be updated in place "
+            f"Donation: {listed(first)} ({format_bytes(sum(large.values()))} a device) cannot be updated in place "
             f"and is held twice while the step runs: {placing}"
         )
 

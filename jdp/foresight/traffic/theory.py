@@ -29,6 +29,7 @@ Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Ba
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,13 +37,13 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
-from jdp.core.precision import Precision
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import Static
+from jdp.core.step_settings import StepSettings
 from jdp.core.tracing.collectives import Gathered
 from jdp.core.types import PyTree
-from jdp.core.wire.settings import WIDE, Wire
+from jdp.core.wire.settings import Wire
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
 from jdp.foresight.traffic.reductions import Promise, Reductions, ring_bytes
 
@@ -99,74 +100,78 @@ class Theory:
         return next((promise for promise in self.promises if promise.kind == kind), None)
 
 
+Leaf = tuple[int, Placement]
+"""The elements of a parameter that a device computes with, and its placement."""
+
+
 def theory(
     plan: Plan,
     params: PyTree,
+    settings: StepSettings,
     *,
-    accumulate: int,
-    precision: Precision,
     static: Static | None = None,
-    sync_batch_norm: bool = True,
     gathered: tuple[Gathered, ...] | None = None,
-    wire: Wire = WIDE,
-    buckets: int | str | None = None,
-    local_steps: int | None = None,
     metrics: tuple[tuple[int, ...], ...] = (),
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
-    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. A frozen parameter's c is
-    its own element's size where that is less.
+    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones.
     """
-    sizes = dict(plan.mesh.shape)
+    sizes, wire, r = dict(plan.mesh.shape), settings.wire, settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
-    counts = [math.prod(placement.own_shape) // shards(placement.compute, sizes) for placement in placements]
-    psi = sum(counts)
-    trained = sum(count for count, placement in zip(counts, placements, strict=True) if placement.trained)
-    c, r = precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize
-    n, replicas = sizes[DATA], sizes.get(REPLICA, 1)
-    working = [
-        _gathered_bytes(count, placement, c, n, wire) for count, placement in zip(counts, placements, strict=True)
-    ]
-    inner = local_steps or 1
-    rounds = inner * (accumulate if plan.row.reduce_each_microbatch else 1)
-    gathers = inner * {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
-    gather_rounds = inner * (accumulate if plan.row.gather == "use" else 1)
-    most = exact = gathers * sum(working)
-    if plan.row.gather != "use":
-        gathered = None
-    elif gathered is not None:
-        small = gathers * sum(size for size, leaf in zip(working, placements, strict=True) if leaf.dim is None)
-        exact = min(most, small + sum(each.payload_bytes for each in gathered))
-    if plan.row.shard_state:
-        gathers = Promise("all-gather", exact, (DATA,), n, gather_rounds, 1 if wire.weights else c, psi)
-        promises = (
-            Promise("reduce-scatter", rounds * r * trained, (DATA,), n, rounds, r, trained),
-            gathers,
-            Promise("all-reduce", r * trained / n, (REPLICA,), replicas, 1, r, trained),
-        )
-    else:
-        gathers = None
-        promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
-    packed, unsharded = dict[str, float](), _unsharded(plan, placements, counts, rounds * r)
-    if local_steps is not None:
-        unsharded = replace(unsharded, devices=n)
-        promises = _of_a_round(promises, plan, rounds, trained, unsharded.payload_bytes / (rounds * r))
-    if (wire.gradients is not None or buckets is not None) and plan.batch_shards > 1:
-        leaves = [(count, leaf) for count, leaf in zip(counts, placements, strict=True) if leaf.trained]
-        reductions = Reductions(plan, precision, wire, buckets, leaves).promises(rounds)
-        packed = {each.kind: 0.0 for each in reductions}
+    leaves = [(math.prod(leaf.own_shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
+    trained = [(count, leaf) for count, leaf in leaves if leaf.trained]
+    inner = settings.local_steps.steps if settings.local_steps else 1
+    rounds = inner * (settings.accumulate if plan.row.reduce_each_microbatch else 1)
+    gathered = gathered if plan.row.gather == "use" else None
+    gathers, most = _gathers(plan, settings, leaves, inner, gathered)
+    first, *others = _reductions(plan, rounds, r, sum(count for count, _ in trained))
+    promises, packed = (first, *gathers, *others), defaultdict[str, float](float)
+    unsharded = _unsharded(plan, trained, rounds * r)
+    if settings.local_steps is not None:
+        unsharded = replace(unsharded, devices=sizes[DATA])
+        promises = _of_a_round(promises, plan, rounds, first.parameters, unsharded.payload_bytes / (rounds * r))
+    if (wire.gradients is not None or settings.buckets is not None) and plan.batch_shards > 1:
+        reductions = Reductions(plan, settings, trained).promises(rounds)
+        promises = (*reductions, *gathers)
         for each in reductions:
             packed[each.kind] += each.payload_bytes
         if unsharded.payload_bytes:
-            packed["all-reduce"] = packed.get("all-reduce", 0.0) + unsharded.payload_bytes
-        promises = (*reductions, *([gathers] if gathers is not None else []))
-    if wire.weights is not None and gathers is not None:
-        packed["all-gather"] = packed.get("all-gather", 0.0) + exact
-    adapter = static.adapter if static is not None and sync_batch_norm else None
-    statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate, metrics)
+            packed["all-reduce"] += unsharded.payload_bytes
+    for each in gathers if wire.weights is not None else ():
+        packed["all-gather"] += each.payload_bytes
+    adapter = static.adapter if static is not None and settings.sync_batch_norm else None
+    statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
-    return Theory(psi, promises, statistics, unsharded, gathered, most, packed)
+    return Theory(sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, dict(packed))
+
+
+def _reductions(plan: Plan, rounds: int, r: int, trained: int) -> Sequence[Promise]:
+    """Return the promises of reducing `trained` elements of `r` bytes one by one, `rounds` times."""
+    if not plan.row.shard_state:
+        return [Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained)]
+    n, replicas = plan.mesh.shape[DATA], plan.mesh.shape.get(REPLICA, 1)
+    return [
+        Promise("reduce-scatter", rounds * r * trained, (DATA,), n, rounds, r, trained),
+        Promise("all-reduce", r * trained / n, (REPLICA,), replicas, 1, r, trained),
+    ]
+
+
+def _gathers(
+    plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], inner: int, gathered: Sequence[Gathered] | None
+) -> tuple[list[Promise], float]:
+    """Return (the promise of gathering weights, if the row has one; the bytes that it is at most)."""
+    n, c, wire = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize, settings.wire
+    times = inner * {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
+    rounds = inner * (settings.accumulate if plan.row.gather == "use" else 1)
+    working = [(times * _gathered_bytes(count, leaf, c, n, wire), leaf) for count, leaf in leaves]
+    most = exact = sum(size for size, _ in working)
+    if gathered is not None:
+        small = sum(size for size, leaf in working if leaf.dim is None)
+        exact = min(most, small + sum(each.payload_bytes for each in gathered))
+    psi = sum(count for count, _ in leaves)
+    promise = Promise("all-gather", exact, (DATA,), n, rounds, 1 if wire.weights else c, psi)
+    return [promise] if plan.row.shard_state else [], most
 
 
 def _of_a_round(
@@ -185,16 +190,12 @@ def _of_a_round(
     return (*inside, Promise("all-reduce", 4 * held, (REPLICA,), replicas, 1, 4, trained))
 
 
-def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int], bytes_each: int) -> Unsharded:
-    """`counts` are the elements that a device computes with, `bytes_each` what is reduced of each in a step."""
+def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharded:
+    """Return what is not sharded by plan; `bytes_each` are reduced of an element in a step."""
     limit = min(plan.min_shard_size, MIN_SHARD_SIZE)
     if not plan.row.shard_state or plan.mesh.shape[DATA] == 1:
         return Unsharded()
-    small = [
-        (placement.path, count)
-        for placement, count in zip(placements, counts, strict=True)
-        if placement.trained and placement.dim is None and math.prod(placement.own_shape) < limit
-    ]
+    small = [(each.path, count) for count, each in trained if each.dim is None and math.prod(each.own_shape) < limit]
     payload = bytes_each * sum(count for _, count in small)
     return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
 

@@ -1,4 +1,4 @@
-"""Rules (`row_rules`) for products, convolutions, windows, decompositions and draws."""
+"""Rules (`rules.py`) for products, convolutions, windows, decompositions and draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How operations carry on what a value depends on (`row_states`): a rule for each primitive that a loss may contain.
+"""How operations carry on what a value depends on (`states.py`): a rule for each primitive that a loss may contain.
 
 What is certain to combine rows in another way than by a sum gives `Mixed`; what no rule covers gives `Unknown`.
 """

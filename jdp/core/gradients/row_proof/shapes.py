@@ -1,4 +1,4 @@
-"""Rules (`row_rules`) for operations that move, cut, join and reduce dimensions."""
+"""Rules (`rules.py`) for operations that move, cut, join and reduce dimensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss on a plan: what `make_train_step` and `value_and_grad` have in common.
+"""A loss on a plan, which a step and a gradient each have one of.
 
 It settles the partitioning once for each shape of the batch, tries the loss on a few rows, and sums its gradients over
 devices and microbatches (`jdp.core.gradients`). What becomes of the gradients is not decided here.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from operator import attrgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +23,14 @@ from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients import auto, manual
-from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.gradients.spec import GradientSpec
 from jdp.core.plan import Plan
-from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
+from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import AnyState
@@ -39,101 +40,92 @@ from jdp.core.types import Batch, LossFn, PyTree
 VIEWS = {"auto": auto, "manual": manual}
 
 
-class Settled:
-    """What a step or gradient found out: the part of it that changes.
-
-    Attributes:
-        choices: by shapes of parameters and batch, the partitioning and the reason.
-        programs: by shapes, the programs of the loss that a choice was made by, for the next trace of the step.
-        placements: by parameters, their placements.
-        corrected: choices that the loss's values changed, for batches of any shape.
-        is_checked: True once a first call had values.
-        agreed: the shapes that all processes agree on.
-        compiled: jitted functions, by name; they are made anew when a choice is corrected.
-    """
-
-    def __init__(self, before: Settled | None = None) -> None:
-        self.choices: dict[Any, Choice] = {}
-        self.programs: dict[Any, Programs] = {}
-        self.placements: dict[Any, PyTree] = {}
-        self.corrected: list[Choice] = [] if before is None else list(before.corrected)
-        self.is_checked = before is not None and before.is_checked
-        self.agreed: set[Any] = set()
-        self.compiled: dict[str, Any] = {}
+def read_only(path: str, doc: str = "As in `jdp.make_train_step`.") -> Any:
+    """Return a property that reads what a step or a gradient is made of: an attribute of an attribute."""
+    return property(attrgetter(path), doc=doc)
 
 
-@dataclass(frozen=True)
-class PartitionedLoss(StepSettings):
-    """A loss, the devices that compute it, and the settings that a training step shares with other gradients.
+class PartitionedLoss:
+    """A loss on a plan: it settles how it is called, and computes its gradient.
 
     Attributes:
         loss_fn: the loss function.
         plan: the mesh and the strategy.
+        settings: those of the step or the gradient.
+        noun: what it is of, in reports.
+        is_checked: True once a first call had values.
+        compiled: jitted functions of the step or the gradient, by name; made anew when a choice is corrected.
     """
 
-    loss_fn: LossFn
-    plan: Plan
-    _settled: Settled = field(init=False, default_factory=Settled, repr=False, compare=False)
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        plan: Plan,
+        settings: StepSettings,
+        noun: str,
+        place: Callable[[Plan, AnyState], PyTree] | None = None,
+    ) -> None:
+        self.loss_fn, self.plan, self.settings, self.noun = loss_fn, plan, settings, noun
+        self.is_checked = False
+        self.compiled: dict[str, Any] = {}
+        self._place = place  # the parameters' placements where they are not those of a train state
+        self._choices: dict[Hashable, Choice] = {}
+        self._programs: dict[Hashable, Programs] = {}  # that a choice was made by, for the next trace
+        self._corrected: list[Choice] = []  # by the loss's values: they hold for batches of any shape
+        self._placements: dict[Hashable, PyTree] = {}
+        self._agreed: set[Hashable] = set()  # the shapes that all processes agree on
+
+    @property
+    def last(self) -> Choice | None:
+        """The last choice; None before the first trace."""
+        return next(reversed(self._choices.values()), None)
 
     @property
     def partitioning(self) -> Partitioning | None:
         """ "auto" or "manual"; None if jdp is to choose and has not traced the loss yet."""
-        return self._last.partitioning if self._last else self.requested
+        return self.last.partitioning if self.last else self.settings.requested
 
     @property
     def why(self) -> str:
         """The reason for `partitioning`."""
-        if self._last:
-            return self._last.why
-        return REQUESTED if self.requested else "settled when the step is first traced"
-
-    @property
-    def _last(self) -> Choice | None:
-        return next(reversed(self._settled.choices.values()), None)
-
-    @property
-    def noun(self) -> str:
-        """What this is, in reports."""
-        return "train step" if self.train else "eval step"
+        if self.last:
+            return self.last.why
+        return REQUESTED if self.settings.requested else "settled when the step is first traced"
 
     @property
     def microbatches(self) -> int:
         """Number of parts of a device's rows that are computed one after another, in all steps of a call."""
-        return self.accumulate * (self.local_steps.steps if self.local_steps else 1)
+        return self.settings.accumulate * self.settings.rounds
 
     @property
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
-        steps = self.local_steps.steps if self.local_steps else 1
-        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
-
-    def choose_partitioning(self, state: AnyState, batch: Batch) -> str:
-        """Return "auto" or "manual", as `choose` does."""
-        return self.choose(state, batch).partitioning
+        own = self.settings
+        return batch_unit(self.plan.mesh.shape, own.accumulate, own.group, own.rounds, named=self.plan.called)
 
     def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once."""
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
-        self.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
+        self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = _shapes(state, batch)
-        if shapes not in self._settled.choices or values:
+        if shapes not in self._choices or values:
             state, batch = self.plan.entered((on_device(state), batch))
             request = self._request(state)
-            known = self._settled.choices.pop(shapes, None)
+            known = self._choices.pop(shapes, None)
             if known is None:
-                known, self._settled.programs[shapes] = request.choose(state, batch), request.spec.programs
-            for found in self._settled.corrected:  # what the check found holds for batches of other shapes too
+                known, self._programs[shapes] = request.choose(state, batch), request.spec.programs
+            for found in self._corrected:  # what the check found holds for batches of other shapes too
                 known = replace(known, partitioning=found.partitioning, why=found.why, proven=True)
-            chosen = request.check(known, state, batch) if values and self.check_loss else known
-            if not (chosen.proven or values or self._settled.is_checked):
+            chosen = request.check(known, state, batch) if values and self.settings.check_loss else known
+            if not (chosen.proven or values or self.is_checked):
                 chosen = request.assumed(chosen) if assume else request.without_values(chosen)
             if values and chosen.partitioning != known.partitioning:
-                self._settled.corrected.append(chosen)
-                self._settled.compiled.clear()  # it may have been lowered for the choice before
-            self._settled.choices[shapes] = chosen
+                self._corrected.append(chosen)
+                self.compiled.clear()  # it may have been lowered for the choice before
+            self._choices[shapes] = chosen
             request.announce(chosen, state, self.noun)
-        return self._settled.choices[shapes]
+        return self._choices[shapes]
 
     def check_first(self, state: AnyState, batch: Batch) -> None:
         """Choose the partitioning before the first trace, which tries the loss once where there are values.
@@ -143,19 +135,23 @@ class PartitionedLoss(StepSettings):
         """
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
-        if self._settled.is_checked or any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
+        if self.is_checked or any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return
         values = not [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
         with tracing_on(self.plan.mesh):
             self.choose(state, batch, values=values, assume=not values)
         if values:
-            self._settled.is_checked = True
-            report_remade(self, (state, batch))
+            self.is_checked = True
+            report_remade(self.noun, self.loss_fn, (self.plan, self.settings), (state, batch))
 
-    def under(self, plan: Plan, **changes: Any) -> Self:
-        """Return the same for another plan, with what was found when the loss was tried."""
-        other = replace(self, plan=plan, **changes)
-        object.__setattr__(other, "_settled", Settled(self._settled))
+    def forget_programs(self) -> None:
+        """Have the next trace read the loss again: what it closes over may have changed."""
+        self._programs.clear()
+
+    def under(self, plan: Plan, **changes: Any) -> PartitionedLoss:
+        """Return the same for another plan and changed settings, with what was found when the loss was tried."""
+        other = PartitionedLoss(self.loss_fn, plan, replace(self.settings, **changes), self.noun, self._place)
+        other.is_checked, other._corrected = self.is_checked, list(self._corrected)
         return other
 
     @cached_property
@@ -173,33 +169,37 @@ class PartitionedLoss(StepSettings):
         compiler_options: Mapping[str, CompilerValue] | None = None,
     ) -> None:
         """Check once for these shapes that all processes agree, before they compute together."""
-        if shapes is None or shapes in self._settled.agreed:
+        if shapes is None or shapes in self._agreed:
             return
         check_global(batch)
         agree_on_inputs(caller, state, batch, self.plan)
-        if not self._settled.is_checked:
+        if not self.is_checked:
             self.check_first(state, batch)
         agree_on_program(caller, lower(), self.plan, compiler_options or {})
-        self._settled.agreed.add(shapes)
+        self._agreed.add(shapes)
 
     def param_placements(self, state: AnyState) -> PyTree:
         """Return a tree like the parameters, of `Placement`."""
+        if self._place is not None:
+            return self._place(self.plan, state)
         leaves, structure = jax.tree.flatten(state.params)
         static, shapes = state.static, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
         key = structure, shapes, static.specs, static.trained, static.flat
-        if key not in self._settled.placements:
-            self._settled.placements[key] = self.plan.param_placements(state.params, state.static)
-        return self._settled.placements[key]
+        if key not in self._placements:
+            self._placements[key] = self.plan.param_placements(state.params, static)
+        return self._placements[key]
 
     def gradient_spec(self, state: AnyState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
-        overlap = self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap
+        overlap = self.settings.overlap
+        if overlap is None:
+            overlap = self.plan.mesh.devices.flat[0].platform != "cpu"
         return GradientSpec(
             self.loss_fn,
             state.static.adapter,
             self.param_placements(state),
             self.plan.row,
-            self.settings(accumulate=self.microbatches, overlap=overlap),
+            replace(self.settings, accumulate=self.microbatches, overlap=overlap),
             state.static.trained,
             reading=reading,
         )
@@ -233,7 +233,7 @@ class PartitionedLoss(StepSettings):
     @contextmanager
     def _handed_on(self, spec: GradientSpec, state: AnyState, batch: Batch) -> Generator[GradientSpec]:
         """Have the step use the programs that the choice was made by, once: their constants may be of this trace."""
-        programs = self._settled.programs.pop(_shapes(state, batch), None) or spec.programs
+        programs = self._programs.pop(_shapes(state, batch), None) or spec.programs
         try:
             yield replace(spec, programs=programs)
         finally:
@@ -243,7 +243,7 @@ class PartitionedLoss(StepSettings):
         """Return the parameters; of what rests on the host and is trained the device holds the compute dtype alone."""
         if self.plan.offload is None:
             return state.params
-        dtype = self.precision.compute_dtype
+        dtype = self.settings.precision.compute_dtype
         return jax.tree.map(
             lambda x, placement: x.astype(dtype) if placement.on_host and placement.trained else x,
             state.params,

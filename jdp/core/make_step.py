@@ -1,0 +1,182 @@
+"""`jdp.make_train_step` and `jdp.make_eval_step`: a loss, a plan and settings make a `Step`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
+from jdp.core.compiling.options import Compiler, CompilerOptions
+from jdp.core.gradients.loss_signature import check_loss_takes
+from jdp.core.gradients.partitioned_loss import PartitionedLoss
+from jdp.core.plan import Plan, check_plan
+from jdp.core.precision import Precision
+from jdp.core.step import Step
+from jdp.core.step_settings import StepSettings, check_settings, check_training_settings, settled_partitioning
+from jdp.core.types import LossFn
+from jdp.core.update.local_steps import LocalSteps
+from jdp.core.wire.settings import Wire
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    precision: PrecisionName | Precision = "fp32",
+    partitioning: Partitioning | None = None,
+    clip_norm: float | None = None,
+    sync_batch_norm: bool = True,
+    group: int = 1,
+    wire: Encoding | Wire | None = None,
+    buckets: Buckets | None = None,
+    local_steps: int | LocalSteps | None = None,
+    noise_scale: bool = False,
+    overlap: bool | None = None,
+    check_loss: bool = True,
+    donate: bool = True,
+    compiler: CompilerOptions | Compiler = "default",
+) -> Step[Literal["train"]]:
+    """Make `train_step(state, batch) -> (state, metrics)`. The state is donated: the new state takes its memory.
+
+        >>> train_step = jdp.make_train_step(loss_fn, plan, accumulate=2, precision="bf16", clip_norm=1.0)
+        >>> for _ in range(3):
+        ...     state, metrics = train_step(state, batch)
+        >>> int(state.step), sorted(metrics)
+        (3, ['grad_norm', 'loss', 'skipped', 'weight'])
+
+    The batch is a pytree of arrays that share their leading dimension, the rows (examples) of the global batch. They
+    are NumPy arrays, or with several processes the global arrays that `jdp.shard_batches` makes.
+
+    Args:
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar. A scalar is a mean over the batch's rows, or a
+            quotient of two sums over rows, such as `(nll * mask).sum() / mask.sum()`, which is read as total and
+            weight. `model` is the NNX module in training mode if `init` returned one, else the parameters, in the
+            compute dtype. `batch` is the whole batch or a part of its rows; `rng` is a key.
+        plan: the mesh and the strategy.
+        accumulate: number of microbatches per step, K. Raise it when the activations of a batch do not fit into memory.
+            The rows of a batch must divide by K × the plan's batch shards.
+        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); "fp8"; or a
+            `Precision`. "bf16" is usual on GPUs and TPUs. "fp8" also makes the products of activations and weights in
+            float8, for H100 GPUs and later.
+        partitioning: "auto" (XLA places the collectives), "manual" (jdp does, under `jax.shard_map`), or None: the one
+            that keeps the communication contract. Set it to compare the two, or when `jdp.verify` advises it. After the
+            first trace `Step.partitioning` and `Step.why` report the choice.
+        clip_norm: scale the gradient down to this global L2 norm if it is larger (Pascanu et al. 2013,
+            arXiv:1211.5063). Usual for transformers and recurrent models, which have rare large gradients. None: no
+            clipping. Then a gradient whose squared norm overflows float32 is skipped, because it would make second
+            moments infinite for ever.
+        sync_batch_norm: True: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as
+            under "auto". False: each device over its own rows, and the running averages are averaged; it saves
+            collectives when a device's rows are enough. In both cases the statistics are those of one microbatch.
+        group: number of neighbouring rows that belong together and are never split over devices or microbatches. Needed
+            for losses of pairs (2), such as DPO or contrastive pairs.
+        wire: how gradients are encoded while they are sent, for slow links between devices. None (as `precision` says),
+            "bf16", "int8", "fp8", "topk", "powersgd", or a `Wire`, which can encode ZeRO's weights too. Sums are made
+            in float32. The error of encoding is kept in the state and added to the next gradient, except under zero3.
+            Requires partitioning="manual".
+        buckets: the most bytes of gradients that one collective carries, in the order in which the backward pass
+            finishes them. Useful for models of many small parameters, whose collectives take latency. "auto": jdp
+            chooses. None: one collective a parameter, which XLA may combine; "auto" if gradients are encoded. zero3
+            reduces layer by layer instead. Requires partitioning="manual".
+        local_steps: H, for replicas with slow links between them (`replica` of 2 or more). Every replica takes H
+            optimizer steps by itself, each with 1/H of its rows. Then the replicas' weights are averaged, or updated by
+            an outer optimizer (DiLoCo) if a `LocalSteps` is given. A batch is then the rows of H steps, and metrics are
+            means over them. Requires partitioning="manual", and no `wire` or `buckets`.
+        noise_scale: add the gradient noise scale to the metrics (McCandlish et al. 2018, arXiv:1812.06162), averaged
+            over some 20 steps. Use it to choose a batch size: up to it, more rows a step reduce the number of steps.
+            Its unit is that of the metric `weight`: rows, or tokens if the loss's weight counts tokens. Requires
+            partitioning="manual" and a strategy other than zero3, which never has a device's whole gradient.
+        overlap: under "manual", have `scan_layers` communicate while it computes. A layer's weights are gathered during
+            the layer before, and its gradient is reduced during the next. That takes memory for one more layer's
+            weights and gradient, and some compile time: give False when this memory is needed. None: on devices that
+            can do both at once, which CPUs cannot.
+        check_loss: before a loss is called on parts of the batch ("manual", or K > 1), prove from its program that it
+            is a sum over examples. A loss that cannot be proven is tried on a few rows, together and apart. A loss that
+            mixes examples, or that cannot be tried, gets "auto" with K = 1, or an error. Give False when you know that
+            it is a sum and the check refuses it.
+        donate: False keeps the old state, in memory of its own. Give it to compare states before and after a step, or
+            to take several steps from one state. `jax_debug_nans` does so too: it runs a step whose result is not
+            finite once more, operation by operation.
+        compiler: options of XLA's compiler. "default"; "overlap", for steps whose communication XLA's default does not
+            hide (`jdp.core.compiling.options.PRESETS`); or option -> value, when you know which option you need. They
+            are resolved for the mesh's devices: options unknown to their compiler are left out and reported by name.
+
+    Returns:
+        A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm before
+        clipping), `weight` (Σweight) and the loss function's own; and `skipped`, int32: skipped steps so far.
+
+    Raises:
+        ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, a donated
+            state, and a loss that has to be a sum over examples and is none. With several processes it also raises it
+            for a batch of this process alone, and if processes differ in shapes, plan, key or program.
+    """
+    check_plan(plan)
+    check_loss_takes(loss_fn, 3)
+    check_settings(accumulate, group, partitioning)
+    check_training_settings(clip_norm, noise_scale, overlap, donate)
+    wire, local = Wire.of(wire), LocalSteps.of(local_steps, plan)
+    settings = StepSettings(
+        precision=Precision.of(precision),
+        requested=settled_partitioning(partitioning, plan, wire, buckets, local, noise_scale),
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        sync_batch_norm=sync_batch_norm,
+        group=group,
+        wire=wire,
+        buckets=buckets,
+        local_steps=local,
+        noise_scale=noise_scale,
+        overlap=overlap,
+        check_loss=check_loss,
+        donate=donate,
+        compiler=Compiler.of(compiler),
+    )
+    return Step(PartitionedLoss(loss_fn, plan, settings, "train step"))
+
+
+def make_eval_step(
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    precision: PrecisionName | Precision = "fp32",
+    partitioning: Partitioning | None = None,
+    group: int = 1,
+    check_loss: bool = True,
+    compiler: CompilerOptions | Compiler = "default",
+) -> Step[Literal["eval"]]:
+    """Make `eval_step(state, batch) -> metrics`: forward only, without gradients; the state is not donated.
+
+        >>> eval_step = jdp.make_eval_step(loss_fn, plan)
+        >>> metrics = eval_step(state, batch)
+        >>> sorted(metrics), float(metrics["weight"])
+        (['loss', 'weight'], 16.0)
+
+    Args:
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
+            `rng` is None, and an NNX module is in evaluation mode.
+        plan: the mesh and the strategy.
+        accumulate, precision, partitioning, group, check_loss, compiler: as for `make_train_step`, and needed when it
+            needs them. Microbatches are computed one after another.
+
+    Returns:
+        A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `weight` (Σweight) and the loss function's
+        own. To average over batches, weight each batch's metrics by its `weight`.
+
+    Raises:
+        ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, and for
+            the faults of a loss and of several processes that `make_train_step` lists.
+    """
+    check_plan(plan)
+    check_loss_takes(loss_fn, 3)
+    check_settings(accumulate, group, partitioning)
+    settings = StepSettings(
+        precision=Precision.of(precision),
+        requested=partitioning,
+        accumulate=accumulate,
+        train=False,
+        group=group,
+        check_loss=check_loss,
+        compiler=Compiler.of(compiler),
+    )
+    return Step(PartitionedLoss(loss_fn, plan, settings, "eval step"))

@@ -1,0 +1,71 @@
+"""The end of a step: clip the gradient, update the optimizer, and keep the old state where a value is not finite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp.core.state import SQUARES, TrainState, map_flat, trained_part, with_trained
+from jdp.core.types import PyTree
+from jdp.core.update import noise_scale
+from jdp.core.update.padded import optimized
+
+
+def guarded_update(
+    clip_norm: float | None,
+    state: TrainState,
+    grads: PyTree,
+    total: jax.Array,
+    weight: jax.Array,
+    model_state: PyTree,
+    sync: dict[str, PyTree],
+) -> tuple[TrainState, jax.Array]:
+    """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
+    trained = state.static.trained
+    params = trained_part(state.params, trained)
+    # Padding counts as zero: divided by a weight of zero it would be NaN where the gradient itself is infinite.
+    norm, square = _norm(map_flat(lambda g, flat: flat.masked(g), grads, "params", state.static), state.step)
+    if SQUARES in sync:
+        noise = noise_scale.updated(state.sync["noise"], sync[SQUARES], norm**2, weight)
+        sync = {name: tree for name, tree in sync.items() if name != SQUARES} | {"noise": noise}
+    finite = jnp.isfinite(norm if clip_norm is not None else square) & jnp.isfinite(total)
+    finite &= _stays_finite(state.model_state, model_state)
+    if clip_norm is not None:
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    params, opt_state = optimized(state.static, grads, state.opt_state, params, total / weight)
+    params = with_trained(state.params, params, trained)
+    updated = replace(
+        state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
+    )
+    kept = replace(state, skipped=state.skipped + 1)
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept), norm
+
+
+def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
+    """Return a boolean scalar: True if no number turned into NaN or infinity.
+
+    What was infinite may stay so: a running maximum begins at -inf.
+    """
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    changed = [(old, new) for old, new in pairs if old is not new and jnp.issubdtype(new.dtype, jnp.inexact)]
+    broken = [(jnp.isfinite(old) & ~jnp.isfinite(new)) | (jnp.isnan(new) & ~jnp.isnan(old)) for old, new in changed]
+    return jnp.logical_not(reduce(jnp.logical_or, map(jnp.any, broken), jnp.bool_(False)))
+
+
+def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the global L2 norm of float32 gradients, and its square; the square may overflow, the norm does not.
+
+    Beside Σg² it sums (g · 2⁻¹⁰⁰)² in the same pass over the gradients, which is finite if Σg² overflows. The factor
+    depends on a value: otherwise XLA would multiply the squares by its square, which is zero.
+    """
+    tiny = jnp.where(step >= 0, jnp.float32(2.0**-100), jnp.float32(1))
+    square = optax.tree.norm(grads, squared=True)
+    scaled = optax.tree.norm(jax.tree.map(lambda g: g * tiny, grads), squared=True)
+    return jnp.where(jnp.isinf(square), jnp.sqrt(scaled) / tiny, jnp.sqrt(square)), square
