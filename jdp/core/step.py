@@ -13,7 +13,7 @@ A step, traced once for each shape of batch and compiled:
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
@@ -33,7 +33,7 @@ from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.state import SQUARES, STACKED, TrainState, trained_part
-from jdp.core.step_settings import StepSettings
+from jdp.core.step_settings import StepSettings, check_settings, check_training_settings
 from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
 from jdp.core.update import noise_scale
@@ -43,6 +43,7 @@ from jdp.core.update.offloaded import constrained, params_on_device, streamed
 from jdp.core.wire.settings import Wire
 
 Kind = TypeVar("Kind")
+_CHANGEABLE = ("accumulate", "overlap", "check_loss", "compiler")
 
 
 class Step(Generic[Kind]):
@@ -69,6 +70,8 @@ class Step(Generic[Kind]):
         clip_norm, local_steps, noise_scale, donate, compiler: likewise.
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
+
+    __slots__ = ("__weakref__", "_complete", "_options", "loss", "sends")  # no other can be set, by mistake
 
     loss_fn: LossFn = read_only("loss.loss_fn", "The loss function.")
     plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
@@ -98,6 +101,7 @@ class Step(Generic[Kind]):
         self.loss = loss
         self.sends: TracedCollectives | None = None
         self._complete: set[Any] = set()  # what `complete` knows to need nothing
+        self._options: dict[str, CompilerValue] | None = None
 
     def __repr__(self) -> str:
         return f"Step({self.loss_fn!r}, {self.plan!r}, {self.settings!r})"
@@ -141,10 +145,12 @@ class Step(Generic[Kind]):
             compiled["keeping"] = self._jit(donated=())
         return compiled["keeping"]
 
-    @cached_property
+    @property
     def compiler_options(self) -> dict[str, CompilerValue]:
         """XLA's options that the step is compiled with on its mesh. Raises ValueError for a value that XLA refuses."""
-        return self.compiler.for_mesh(self.plan.mesh)
+        if self._options is None:
+            self._options = self.compiler.for_mesh(self.plan.mesh)
+        return self._options
 
     def _jit(self, donated: tuple[int, ...]) -> Any:
         loss, plan = self.loss, self.plan
@@ -285,10 +291,21 @@ class Step(Generic[Kind]):
         Args:
             loss_fn: another loss function; None: the same.
             plan: another mesh and strategy; None: the same.
-            settings: by the names of `settings`, checked and resolved as they are there.
+            settings: `accumulate`, `overlap`, `check_loss` and `compiler`, as for `make_train_step`.
+
+        Raises:
+            ValueError: another setting is given, or one of these is out of range.
         """
+        if others := sorted(settings.keys() - {*_CHANGEABLE}):
+            raise ValueError(
+                f"A step is changed in loss_fn, plan, {', '.join(_CHANGEABLE)}; given {', '.join(others)}. Make "
+                "another step with it: jdp.make_train_step."
+            )
         own = self.loss
         changed = replace(own.settings, **settings)
+        check_settings(changed.accumulate, changed.group, changed.requested)
+        check_training_settings(None, False, changed.overlap, True)
+        changed = replace(changed, compiler=Compiler.of(changed.compiler))
         return Step(PartitionedLoss(loss_fn or own.loss_fn, plan or own.plan, changed, own.noun))
 
 

@@ -1,6 +1,7 @@
 """The settings of a step, checked before anything is traced: what each may be, and which of them go together."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jdp.base.notices import notice
@@ -108,6 +109,32 @@ def settled_partitioning(
     if noise_scale:
         _check_noise_scale(plan, partitioning, local)
     return "manual" if local is not None or sends_otherwise or noise_scale else partitioning
+
+
+def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
+    """Return the numbers of the differentiated models. Raises ValueError."""
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
+            "or (0, 1)."
+        )
+    if wrt is not None and len(numbers) > 1:
+        raise ValueError(
+            f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
+            "the parameters into a model that is trained and one that is read."
+        )
+    return numbers
+
+
+def without_feedback(wire: Wire) -> Wire:
+    """Return the encodings without error feedback. Raises ValueError for those that need it."""
+    if wire.gradients in ("topk", "powersgd"):
+        raise ValueError(
+            f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
+            f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
+        )
+    return wire if wire.gradients is None else replace(wire, error_feedback=False)
 
 
 def _check_local_steps(wire: Wire, buckets: Any, partitioning: Partitioning | None) -> None:

@@ -18,7 +18,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notices import notice
-from jdp.base.numbers import is_integer
 from jdp.base.tree_paths import path_in_model
 from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
@@ -34,9 +33,17 @@ from jdp.core.init.trees import check_tree, refuse_offload
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
+from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.state import AnyState, Models, Static, trained_part
-from jdp.core.step_settings import StepSettings, check_settings, check_training_settings, settled_partitioning
+from jdp.core.step_settings import (
+    StepSettings,
+    check_settings,
+    check_training_settings,
+    checked_numbers,
+    settled_partitioning,
+    without_feedback,
+)
 from jdp.core.types import Batch, LossFn, PyTree
 from jdp.core.wire.settings import Wire
 
@@ -116,9 +123,9 @@ def value_and_grad(
     refuse_offload(plan)
     check_settings(accumulate, group, partitioning)
     check_training_settings(None, False, overlap, True)
-    numbers = _checked_numbers(argnums, wrt)
+    numbers = checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
-    wire = _without_feedback(Wire.of(wire))
+    wire = without_feedback(Wire.of(wire))
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=settled_partitioning(partitioning, plan, wire, buckets, None, False),
@@ -136,32 +143,6 @@ def value_and_grad(
         numbers if isinstance(argnums, Sequence) else int(argnums),
         wrt,
     )
-
-
-def _checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
-    """Return the numbers of the differentiated models. Raises ValueError."""
-    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
-        raise ValueError(
-            f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
-            "or (0, 1)."
-        )
-    if wrt is not None and len(numbers) > 1:
-        raise ValueError(
-            f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
-            "the parameters into a model that is trained and one that is read."
-        )
-    return numbers
-
-
-def _without_feedback(wire: Wire) -> Wire:
-    """Return the encodings without error feedback. Raises ValueError for those that need it."""
-    if wire.gradients in ("topk", "powersgd"):
-        raise ValueError(
-            f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
-            f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
-        )
-    return wire if wire.gradients is None else replace(wire, error_feedback=False)
 
 
 def _unpacked(loss_fn: Any) -> LossFn:
@@ -189,23 +170,31 @@ class ValueAndGrad(Generic[*Arguments]):
         argnums: which of the models are differentiated.
         wrt: which of their parameters are; None for all.
         plan: the mesh and the strategy.
+        settings: all settings in one object; the gradient itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
         precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
     """
 
+    __slots__ = (
+        "__weakref__", "_checked_counts", "_first_keys", "_laid_out", "_numbers", "_on_meshes", "argnums", "loss", "wrt"
+    )  # fmt: skip
+
     plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
+    settings: StepSettings = read_only("loss.settings", "All settings.")
+    microbatches: int = read_only("loss.microbatches", "Parts of a device's rows that are computed one after another.")
+    batch_unit: BatchUnit = read_only("loss.batch_unit", "What a global batch's rows must divide by.")
     partitioning: Partitioning | None = read_only("loss.partitioning", "auto or manual; None before jdp has chosen.")
     why: str = read_only("loss.why", "The reason for `partitioning`.")
 
-    precision: Precision = read_only("loss.settings.precision")
-    requested: Partitioning | None = read_only("loss.settings.requested")
-    accumulate: int = read_only("loss.settings.accumulate")
-    sync_batch_norm: bool = read_only("loss.settings.sync_batch_norm")
-    group: int = read_only("loss.settings.group")
-    wire: Wire = read_only("loss.settings.wire")
-    buckets: Buckets | None = read_only("loss.settings.buckets")
-    overlap: bool | None = read_only("loss.settings.overlap")
-    check_loss: bool = read_only("loss.settings.check_loss")
+    precision: Precision = read_only("settings.precision")
+    requested: Partitioning | None = read_only("settings.requested")
+    accumulate: int = read_only("settings.accumulate")
+    sync_batch_norm: bool = read_only("settings.sync_batch_norm")
+    group: int = read_only("settings.group")
+    wire: Wire = read_only("settings.wire")
+    buckets: Buckets | None = read_only("settings.buckets")
+    overlap: bool | None = read_only("settings.overlap")
+    check_loss: bool = read_only("settings.check_loss")
 
     def __init__(self, loss: PartitionedLoss, argnums: int | tuple[int, ...], wrt: Any) -> None:
         self.loss, self.argnums, self.wrt = loss, argnums, wrt
@@ -214,6 +203,9 @@ class ValueAndGrad(Generic[*Arguments]):
         self._first_keys: list[bytes] = []
         self._checked_counts: set[int] = set()  # of arguments
         self._laid_out: set[Any] = set()  # the layouts of models that were checked
+
+    def __repr__(self) -> str:
+        return f"ValueAndGrad({self.loss.loss_fn!r}, {self.plan!r}, {self.settings!r}, argnums={self.argnums!r})"
 
     def __call__(self, *arguments: *Arguments) -> tuple[Any, Any]:
         loss, plan = self.loss, self.loss.plan

@@ -74,8 +74,24 @@ def test_quantised_weights_are_not_read_as_if_they_had_no_scales(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(file_of({"w": {**OK, "dtype": "F8_E4M3", "shape": [16]}}))
     with pytest.raises(jdp.CheckpointError, match=r"Tensors of F64, .* can be read; .* has w as F8_E4M3"):
         import_safetensors(tmp_path / "m.safetensors", {"w": jnp.zeros(16)})
-    with pytest.raises(jdp.CheckpointError, match=r"w is float8_e4m3fn.*Pass dtype=jnp.float32"):
-        export_safetensors(tmp_path / "f8.safetensors", AIM, dtype=jnp.float8_e4m3fn)
+
+
+UNWRITABLE = {
+    "eight bits": (AIM, jnp.float8_e4m3fn, r"w is float8_e4m3fn\. Pass dtype=jnp\.float32"),
+    "four bits": ({"w": jnp.zeros(2, jnp.int4)}, None, r"w is int4\. Cast it, or leave it out"),
+    "a key": ({"w": jax.random.key(0)}, None, r"w is key<fry>\. Cast it, or leave it out"),
+    "the name of metadata": ({"__metadata__": jnp.ones(2)}, None, "A file keeps __metadata__ for itself"),
+    "weights as integers": (AIM, int, "cast to a floating-point dtype; given dtype=<class 'int'>"),
+    "a dtype of no one's": (AIM, "fp32", "cast to a floating-point dtype; given dtype='fp32'"),
+}
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_what_a_file_cannot_hold_is_refused_and_nothing_is_written(tmp_path, kind):
+    tree, dtype, message = UNWRITABLE[kind]
+    with pytest.raises(jdp.CheckpointError, match=message):
+        export_safetensors(tmp_path / "m.safetensors", tree, dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
@@ -88,6 +104,9 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
     held = load_file(tmp_path / "host.safetensors")
     assert {name: leaf.tobytes() for name, leaf in held.items()} == {name: x.tobytes() for name, x in host.items()}
     assert held["wide"].dtype == np.float64 and held["long"].dtype == np.int64
+    swapped = {name: leaf.astype(leaf.dtype.newbyteorder(">"))[::-1] for name, leaf in host.items() if leaf.ndim}
+    export_safetensors(tmp_path / "swapped.safetensors", swapped)
+    assert all(np.array_equal(x, host[name][::-1]) for name, x in load_file(tmp_path / "swapped.safetensors").items())
     with pytest.raises(jdp.CheckpointError, match=r"Weights are arrays; w is 3\. Leave it out, or make it an array"):
         export_safetensors(tmp_path / "m.safetensors", {"w": 3})
     back = import_safetensors(tmp_path / "m.safetensors", tree)

@@ -73,6 +73,15 @@ def test_a_changed_copy_of_a_step_chooses_for_itself(plan):
     copy = step.changed(accumulate=2)
     assert step.partitioning is not None
     assert copy.partitioning is None
+    changed = [
+        ({"accumulate": 0}, "at least 1; given 0"),
+        ({"overlap": "no"}, "overlap is True, False, or None"),
+        ({"compiler": "fast"}, "The compiler's options are"),
+        ({"clip_norm": -1.0, "wire": "int8"}, "given clip_norm, wire. Make another step with it"),
+    ]
+    for settings, message in changed:
+        with pytest.raises(ValueError, match=message):
+            step.changed(**settings)
 
 
 def test_settings_are_read_and_a_gradient_has_its_own_alone(plan):
@@ -82,6 +91,11 @@ def test_settings_are_read_and_a_gradient_has_its_own_alone(plan):
     for one in (step, gradient):
         with pytest.raises(AttributeError):  # a change after the first trace would change nothing
             one.accumulate = 4
+        with pytest.raises(AttributeError):
+            one.acumulate = 4
+        assert (one.settings.accumulate, one.microbatches) == (one.accumulate, one.accumulate)
+        assert repr(plan) in repr(one) and f"accumulate={one.accumulate}" in repr(one)
+        assert one.batch_unit.rows == 8 * one.accumulate
 
 
 def test_a_step_that_donates_nothing_keeps_the_old_state(plan):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,7 @@ _INDEX = ".index.json"
 _MARK = "jdp"
 # "pt" marks the layout of kernels as PyTorch's; Hugging Face's loaders refuse a file without it.
 _METADATA = {"format": "pt"}
+_METADATA_NAME = "__metadata__"
 _AGAIN = "Copy or download it again."
 # Eight-bit floats are left out: in files they are quantised weights, whose scales no layer of jdp applies.
 _CODES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
@@ -72,13 +74,18 @@ class Stored:
         return np.zeros(shape, self.dtype) if 0 in shape else self.source[tuple(index)]
 
 
-def write(path: Path, specs: Specs, value: Callable[[str], np.ndarray], limit: int, version: str) -> None:
-    """Write tensors to `path`, or to shards and an index if they take more than `limit` bytes together."""
+def check_writable(specs: Specs) -> None:
+    """Check that a file can have tensors of these names and dtypes."""
+    if _METADATA_NAME in specs:
+        raise CheckpointError(f"A file keeps {_METADATA_NAME} for itself; a tensor is given that name. Rename it.")
     for name, spec in specs.items():
         if spec.dtype not in _CODE_OF:
-            raise CheckpointError(
-                f"Tensors of {', '.join(_CODES)} can be written; {name} is {spec.dtype}. Pass dtype=jnp.float32."
-            )
+            fix = "Pass dtype=jnp.float32." if jnp.issubdtype(spec.dtype, jnp.floating) else "Cast it, or leave it out."
+            raise CheckpointError(f"Tensors of {', '.join(_CODES)} can be written; {name} is {spec.dtype}. {fix}")
+
+
+def write(path: Path, specs: Specs, value: Callable[[str], np.ndarray], limit: int, version: str) -> None:
+    """Write tensors to `path`, or to shards and an index if they take more than `limit` bytes together."""
     shards, index = _shards(path, specs, limit), _index_path(path)
     table = json.dumps(
         {
@@ -158,7 +165,7 @@ def _shards(path: Path, specs: Specs, limit: int) -> dict[Path, Specs]:
 
 def _write_one(file: Path, specs: Specs, value: Callable[[str], np.ndarray]) -> None:
     """Write a file, one tensor at a time: the package would take all of them at once."""
-    header, offsets, end = dict[str, Any](__metadata__=_METADATA), dict[str, int](), 0
+    header, offsets, end = dict[str, Any]({_METADATA_NAME: _METADATA}), dict[str, int](), 0
     for name, spec in sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):  # aligned
         offsets[name], start, end = end, end, end + _bytes(spec)
         header[name] = {"dtype": _CODE_OF[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}

@@ -103,6 +103,7 @@ def export_hf(
             "A model with updates is its base and an adapter; given lora_rank="
             f"{config.lora_rank}. Export the adapter, jdp.export.export_peft; or the sum, jdp.export.merge_lora."
         )
+    _check_dtype(dtype)
     names = hf_names(config)
     weights = weights_of(params)
     own = next((leaf.dtype for leaf in weights.values()), np.float32)
@@ -192,13 +193,17 @@ def export_weights(
 ) -> None:
     """Write leaves, by slash path, to a safetensors file."""
     check_values(leaves)
+    _check_dtype(dtype)
     tensors = resolve(names, leaves)
     check_cover(tensors, leaves)
     specs = dict[str, jax.ShapeDtypeStruct]()
     for name, tensor in tensors.tensors.items():
-        own = np.dtype(leaves[tensor.parts[0].path].dtype)
-        kind = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
-        specs[name] = jax.ShapeDtypeStruct(file_shape(tensor, leaves), kind)
+        own = leaves[tensor.parts[0].path].dtype
+        if isinstance(own, np.dtype):  # no key of jax.random
+            own = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own.newbyteorder("=")
+        specs[name] = jax.ShapeDtypeStruct(file_shape(tensor, leaves), own)
+
+    files.check_writable(specs)
 
     def value(name: str) -> np.ndarray:
         return _gather(tensors.tensors[name], leaves).astype(specs[name].dtype, copy=False)
@@ -213,6 +218,15 @@ def export_weights(
         for name in specs:  # a gather needs every process
             value(name)
     meet("the end of jdp.export_safetensors")
+
+
+def _check_dtype(dtype: Any) -> None:
+    try:
+        is_float = dtype is None or jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise CheckpointError(f"Weights are cast to a floating-point dtype; given dtype={dtype!r}. Pass jnp.bfloat16.")
 
 
 def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
