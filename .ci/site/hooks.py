@@ -107,7 +107,7 @@ def _cell(text: str) -> str:
 
 def _commands() -> str:
     main = importlib.import_module("jdp.cli.main")
-    parts = ["# Commands and exit codes", inspect.getdoc(main).partition("\n\n")[2].partition("\n\n")[0]]
+    parts = ["# Every option of every command", inspect.getdoc(main).partition("\n\n")[2].partition("\n\n")[0]]
     for command in main.COMMANDS:
         parts.append(f"## `jdp {command}`\n\n" + _help(command))
     return "\n\n".join(parts)
