@@ -39,6 +39,17 @@ def test_every_link_of_the_site_leads_somewhere(site):
     assert list(dangling(pages, files)) == []
 
 
+def test_every_page_is_in_the_contents_and_its_code_in_blocks(site):
+    """A guide has its own line there, not that of its section; a fence that is shown is a block that is none."""
+    contents = (site / "index.html").read_text().partition("md-nav--primary")[2].partition("md-sidebar--secondary")[0]
+    entry = re.compile(r'<a href="([^"]+)" class="md-nav__link.*?md-ellipsis">\s*(.*?)\s*<', flags=re.S)
+    listed = dict(entry.findall(contents))
+    assert listed["jdp/models/index.html"] == "Models"
+    for page in site.rglob("*.html"):
+        assert page.name == "404.html" or page.relative_to(site).as_posix() in listed
+        assert "```" not in page.read_text(), page
+
+
 def dangling(pages, files):
     """Yield the links to a file of the site, or to a place on a page, that is not there."""
     folders = {posixpath.dirname(name) or "." for name in pages}

@@ -1,6 +1,7 @@
 """How docstrings of jdp are read for the site: examples as code, and a line for each of several arguments."""
 
 import re
+from textwrap import dedent
 from typing import Any
 
 import griffe
@@ -14,7 +15,8 @@ class Docstrings(griffe.Extension):
 
 
 def _fenced(example: re.Match[str]) -> str:
-    return f"{example[1]}```pycon\n{example[0].rstrip()}\n{example[1]}```\n"
+    """Return an example as a block; indented by four, Markdown would show the fence as text."""
+    return f"```pycon\n{dedent(example[0]).rstrip()}\n```\n"
 
 
 def _each(line: re.Match[str]) -> str:

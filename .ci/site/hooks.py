@@ -37,6 +37,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave the language of a block only: of "```python pmap before" MkDocs would make no block."""
+    return re.sub(r"^(```\w+) [\w ]+$", r"\1", markdown, flags=re.M)
+
+
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     return output.replace(SEARCH_WORKER, get_relative_url("iframe_worker.js", page.url))
 
@@ -102,7 +107,7 @@ def _cell(text: str) -> str:
 
 def _commands() -> str:
     main = importlib.import_module("jdp.cli.main")
-    parts = ["# Commands and exit codes", inspect.getdoc(main).partition("\n\n")[2].partition("\n\n")[0]]
+    parts = ["# Every option of every command", inspect.getdoc(main).partition("\n\n")[2].partition("\n\n")[0]]
     for command in main.COMMANDS:
         parts.append(f"## `jdp {command}`\n\n" + _help(command))
     return "\n\n".join(parts)

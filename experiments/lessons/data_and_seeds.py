@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     heads = ("sampler", "samples not read", "read twice or more", f"different rows in a batch of {BATCH}")
     show(f"An epoch of {SAMPLES} samples on {RANKS} ranks", heads, rows, said)
     rows = [(way, *resumed(way, 15)) for way in RESUMED]
-    said = f"""Who begins the epoch again reads what was read, twice. Who skips as many rows a rank skips too few:
+    said = f"""A loader that begins the epoch again reads rows twice. One that skips as many rows a rank skips too few:
         one of {FEWER} ranks has {BATCH // FEWER} rows of a batch, not {BATCH // RANKS}. A position is the same on any
         number of ranks; what is not read here is the start of the batch that goes on into the next epoch."""
     heads = ("resumed", "samples not read", "read twice")
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     drawn = {way: {ranks: masks(way, ranks) for ranks in (1, RANKS)} for way in KEYS}
     rows = [(w, len(np.unique(m[RANKS], axis=0)), str(bool((m[1] == m[RANKS]).all()))) for w, m in drawn.items()]
     apart = float(np.abs(learnt_by_jdp(1) - learnt_by_jdp(RANKS)).max())
-    said = f"""One key on all ranks gives rows of different ranks the same mask. A key for each rank mends that, but
+    said = f"""One key on all ranks gives rows of different ranks the same mask. A key for each rank fixes that, but
         another number of ranks learns something else. One key and the global row gives both: jdp's weights after a
         step with dropout, on 1 and on {RANKS} devices, are {apart:.1g} apart. Initial weights take one key, always."""
     show("Dropout masks", ("key", f"different masks of {BATCH} rows", f"the same on 1 and {RANKS} ranks"), rows, said)

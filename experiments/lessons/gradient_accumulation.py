@@ -128,8 +128,8 @@ def main(argv: list[str] | None = None) -> None:
     most, (least, few), each = (found[job] for job in (("once", 1), ("once", 8), ("each", 8)))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(given[0]))
     said = f"""The gradient is the same, to rounding, however it is cut. Eight microbatches take {few / most[1]:.0%} of
-        the temporary memory, not an eighth: the gradients themselves ({size / 1e6:.2f} MB) are as large as ever. Who
-        reduces in each sends {each[0] / least:.0f} times as much for one sum; who scatters keeps an eighth of it."""
+        the temporary memory, not an eighth: the gradients themselves ({size / 1e6:.2f} MB) do not shrink. Reducing
+        in each sends {each[0] / least:.0f} times as much for one sum; a reduce-scatter keeps an eighth of it."""
     heads = ("way", "microbatches", "sent, bytes", "temporary, bytes", "error / gradient's norm")
     show(f"One gradient of {ROWS} rows on {mesh.size} devices", heads, rows, said)
     trained = [(name, k, *with_jdp(mesh, name, k)) for name in STRATEGIES for k in (1, 4)]

@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     table = [(n, float(x[-BATCHES:].mean()), float(s[-1]), int((~f).sum())) for n, (_, (x, s, f)) in ways.items()]
     said = f"""The loop begins with a factor that overflows, skips {table[-1][-1]} steps, and settles. (All four
         learn alike: this toy loses few gradients without it.) On many devices all must skip the same steps, or
-        their weights part: look at the summed gradient, which is not finite everywhere if it is not somewhere. jdp
+        their weights diverge: look at the summed gradient, which is not finite everywhere if it is not somewhere. jdp
         skips such steps in any precision (`skipped` in the metrics)."""
     show(f"{STEPS} steps of Adam", ("computed in", "last losses", "last factor", "steps skipped"), table, said)
     small = {kept: train(jnp.bfloat16, kept=kept, rate=SMALL)[1][0] for kept in ("f4", "bfloat16")}

@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
     found = [count(way, n, size // 4) for way in WAYS for n in counts]
     rows = [(c.way, c.devices, c.steps, c.sent / size, formula(c.way, c.devices, 1), c.error) for c in found]
-    said = """Each round a device sends one chunk to the right. After 3 rounds each chunk is whole somewhere, after
-        6 everywhere: each was sent twice, less the last."""
+    said = """Each round a device sends one chunk to the right. After 3 rounds each chunk is complete on one device,
+        after 6 on all: each was sent twice, less the last."""
     show("A ring of 4, four chunks each: parts in them", ("round", *(f"device {i}" for i in range(4))), drawn(4), said)
     headers = ("way", "devices", "collectives", "sent a device, × M", "by formula, × M", "largest error")
     said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more
