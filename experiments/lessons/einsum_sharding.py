@@ -4,8 +4,9 @@ The claim: "with 5120 rows over two devices each sees 2560 rows and all weights;
 communication, the weight gradient an all-reduce". True, and one of four ways.
 
 Say where x, w and y are, and XLA inserts what is missing: nobody writes a collective here. What is summed over a
-dimension that is split must be added up over the devices (all-reduce); what a device needs whole must be brought to it
-(all-gather). The programs are compiled and read, on two devices and on eight, and drawn.
+split dimension must be added up over the devices (all-reduce): the gradient of w, where the rows are split. What a
+device needs whole must be brought to it (all-gather). The programs are compiled and read, on two devices and on eight,
+and drawn.
 
     python experiments/lessons/einsum_sharding.py [--sizes 5120 2048 1024] [--target h100:1x8] [--picture FILE.svg]
 
@@ -13,10 +14,12 @@ dimension that is split must be added up over the devices (all-reduce); what a d
     batch (data parallel)       -                 all-reduce of ∂w, D·F elements                   549
     weight (tensor parallel)    -                 all-reduce of ∂x, B·D                            110
     both, one axis (ZeRO-3)     all-gather of w   all-gather of w, reduce-scatter of ∂w            366
-    both, two axes (4 by 2)     -                 all-reduce of ∂w over 4 and of ∂x over 2, parts  480
+    both, two axes (4 by 2)     -                 all-reduce of parts: ∂w over 4, ∂x over 2        480
 
-XLA:CPU says all-reduce where XLA:GPU says reduce-scatter. In jdp rows 1 and 3 are `Plan(mesh, "ddp")` and `"zero3"`, 2
-and 4 rules such as `("*/kernel", P(None, "model"))` on a mesh with that axis. The JAX scaling book, chapters 3 and 5.
+y stays split as x and w are. With both split over D, the dimension that is summed, each device would have a partial sum
+of y, and the forward pass an all-reduce. XLA:CPU has an all-reduce where XLA:GPU has a reduce-scatter. In jdp rows 1
+and 3 are `Plan(mesh, "ddp")` and `"zero3"`, 2 and 4 rules such as `("*/kernel", P(None, "model"))` on a mesh with that
+axis. The JAX scaling book, chapters 3 and 5.
 """
 
 from collections.abc import Sequence
@@ -125,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     headers = ("devices", "sharded", "x and w on a device", "forward", "backward", "FLOPs a byte sent")
     said = """Splitting the batch sends the gradient of w, splitting w that of x: the smaller of the two is the
         better to send. With the batch split a byte sent is worth 0.75·B/(N−1) FLOPs: rows a device decide, not the
-        layer's size. Splitting both keeps less on a device, and gathers w for each pass."""
+        layer's size. Splitting both on one axis keeps less on a device, and gathers w for each pass; XLA:GPU then
+        reduce-scatters the gradient of w, which sends half of XLA:CPU's all-reduce."""
     show(f"bd,df->bf with B = {b}, D = {d}, F = {f}", headers, rows, said)
     x, w = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((b, d), (d, f)))
     one, parallel = Linear(w)(x), DataParallel(Linear(w))(x)

@@ -2,10 +2,11 @@
 
 The claim: "gradients are synchronised bucket by bucket, last layers first, while the backward pass goes on".
 
-The backward pass starts at the loss, so the last layer's gradients come first. Their order is read from the jaxpr. A
-bucket is ready when its last gradient is made; its collective starts then, or when the one before it has ended. A clock
-that counts FLOPs draws that for each strategy, with microbatches. Heat maps show what each device has of each gradient,
-before and after.
+The backward pass starts at the loss, so the last layer's gradients come first. Their order is read from the jaxpr,
+JAX's list of operations. A bucket is gradients sent together, ready when the last is made. Its collective starts then,
+or when the one before it has ended. A clock that counts FLOPs draws that for each strategy (ddp; zero1 to zero3 shard
+state, lesson 7), with microbatches: parts of a batch. Heat maps show each device's part of each gradient, before and
+after.
 
     python experiments/lessons/gradient_sync_visualizer.py [--bucket-bytes 65536] [--accumulate 2]
         [--flops-per-byte 32] [--picture FILE.svg] [--page FILE.html]
@@ -118,15 +119,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     ddp = late[0]
     tables = [
         ("Gradients, in the order they are made", ("gradient", "bytes", "equation", "FLOPs done", "bucket"), order),
-        (f"Collectives, in microbatches; the last backward pass ends at {k}", ("what", "ready", "start", "end"), sent),
+        (f"Collectives; time in microbatches, the last of which ends at {k}", ("what", "ready", "start", "end"), sent),
         ("The last collective ends", ("strategy", "collectives", "with buckets", "with one bucket"), late),
     ]
     said = [
-        f"""The last layer's gradient is there after {order[1][3]} of the FLOPs, the first layer's at the end.""",
-        """A collective starts when its bucket is ready and the one before has ended. Strategies that keep whole
-            gradients (ddp, zero1) wait for the last microbatch; the others reduce in each.""",
-        f"""With buckets the last all-reduce of ddp ends at {ddp[2]}, with one bucket at {ddp[3]}: what began early
-            is done early. A reduce-scatter sends half, and ends sooner.""",
+        f"""The forward pass comes first. The last layer's gradient is there after {order[1][3]} of the FLOPs, the first
+            layer's at the end.""",
+        """A collective starts when its bucket is ready and the one before has ended. ddp and zero1 add up
+            the microbatches' whole gradients, and send after the last; zero2 and zero3 reduce in each.""",
+        f"""With buckets the last all-reduce of ddp ends at {ddp[2]}, with one bucket at {ddp[3]}: the first
+            buckets go while the backward pass computes. Nothing hides the last: its gradients are made at the end.
+            A reduce-scatter (zero1 to zero3) sends half of an all-reduce.""",
     ]
     for each, shown in zip(tables, said, strict=True):
         show(*each, shown)

@@ -116,8 +116,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = [count(way, n, size // 4) for way in WAYS for n in counts]
     rows = [(c.way, c.devices, c.steps, c.sent / size, formula(c.way, c.devices, 1), c.error) for c in found]
     said = """Each round a device sends one chunk to the right. After 3 rounds each chunk is complete on one device,
-        after 6 on all: each was sent twice, less the last."""
-    show("A ring of 4, four chunks each: parts in them", ("round", *(f"device {i}" for i in range(4))), drawn(4), said)
+        after 6 on all: a device has sent 6 quarters of its array."""
+    headers = ("round", *(f"device {i}" for i in range(4)))
+    show("A ring of 4: how many devices' parts are in each of four chunks", headers, drawn(4), said)
     headers = ("way", "devices", "collectives", "sent a device, × M", "by formula, × M", "largest error")
     said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more
         device. All three compute the same sum, but for the order of float32 additions."""
@@ -125,11 +126,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     many = [2**k for k in range(1, 11)]
     times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive", "server")}
     equal, waits = size_where_equal(8, alpha, beta) / 1e6, 2 * (many[-1] - 1) * alpha * 1e3 / times["ring"][-1]
-    said = f"""The ring wins where bytes count: what a parameter server sends and receives grows with N. Where steps
-        count it does not: on 8 devices the naive exchange is faster below {equal:.3g} MB. On {many[-1]} devices
-        {waits:.0%} of the ring's time is latency, which is why NCCL also has trees."""
+    said = f"""Where bytes count the ring wins: a device in a naive exchange sends more with each device, and so does a
+        parameter server, the one machine that adds up for all. Where steps count it loses: on 8 devices the naive
+        exchange is faster below {equal:.3g} MB. On {many[-1]} devices {waits:.0%} of the ring's time is latency, which
+        is why NCCL also has trees."""
     rows = [*zip(many, *times.values(), strict=True)]
-    show("Time by the model α, β, milliseconds", ("devices", *times), rows, said)
+    title = f"Milliseconds, if a step takes {options.latency_us:g} µs (α) and a device sends {options.gb_s:g} GB/s (β)"
+    show(title, ("devices", *times), rows, said)
     figure, (sent, time) = chart(2)
     for way, mark in zip(WAYS, "osx", strict=True):
         sent.plot(counts, [c.sent / 1e6 for c in found if c.way == way], mark, label=f"{way}, counted")

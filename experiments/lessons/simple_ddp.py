@@ -5,8 +5,8 @@ the copies stay equal. True; and two ways to do it wrong raise no error: a mean 
 and no sum at all.
 
 Replicas begin different on purpose. A broadcast makes them equal. Each device takes the gradient of its own rows, a sum
-over the devices makes one of them, and all make the same update. Then the same without the sum, and with jdp, whose
-weights must be those by hand.
+over the devices makes one gradient, and all make the same update. The lesson repeats this without the sum, and with
+jdp, whose weights must equal those made by hand.
 
     python experiments/lessons/simple_ddp.py [--picture FILE.svg]
 
@@ -66,8 +66,8 @@ def distance(replicas: Any) -> float:
     return max(float(np.ptp(np.asarray(leaf), axis=0).max()) for leaf in jax.tree.leaves(replicas))
 
 
-# 2. Local gradients, one sum, the same update. Σ gᵢ / Σ |Bᵢ| over devices is the gradient of the mean over all rows,
-# however these are split. The mean of the devices' means is that only where all |Bᵢ| are equal.
+# 2. Local gradients, one sum, the same update. Σ gᵢ / Σ |Bᵢ| is the gradient of the mean over all rows; the mean of the
+# devices' means is that only where all |Bᵢ| are equal. A row's "weight" is 1, or 0 for padding: they add up to |Bᵢ|.
 
 
 def gradients(params: Any, rows: dict[str, jax.Array], average: str) -> Any:
@@ -139,8 +139,8 @@ def main(argv: list[str] | None = None) -> None:
     said = """A mean of means counts a row of a small shard for more. Add up gradients *and* rows, then divide: that
         is right for any split, within float32 rounding."""
     show("Gradient of shards of 4 and 32 rows", ("how", "error / gradient's norm"), wrong, said)
-    said = """The same weights. jdp's step costs more than ours as it also has the gradient's norm, and keeps the
-        old weights where that is not finite; in a model of any size neither shows."""
+    said = """The same weights. Dispatch is processor time until a call returns. jdp's step costs more: it also takes
+        the gradient's norm, and keeps the old weights where that is not finite. In a large model neither shows."""
     show("Against jdp, 30 steps", ("what", "number"), [*against_jdp(mesh, 30, 100).items()], said)
     figure = curves("How far the replicas are apart", ("step", range(61)), "largest difference of a weight", drift)
     keep(figure, options.picture, "Distance between replicas over 60 steps, with and without the sum of gradients")
