@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from runs import refused
+from tiny_runs import refused
 
 from jdp.data import augmented, global_batches, image_data, mixture
 from jdp.experiment.assembly import Assembly

@@ -8,8 +8,8 @@ import pyarrow
 import pytest
 from corpora import parquet
 from picture_files import LABELS, PNGS, members, samples_of, write_tar
-from runs import refused
 from tiny_experiment import entries
+from tiny_runs import refused
 
 from jdp.cli import main as cli
 from jdp.data import image_data

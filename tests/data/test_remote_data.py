@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 from corpora import parquet
 from picture_files import members, write_tar
-from runs import refused
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import refused
 
 from jdp.base import notices
 from jdp.base.bucket import Remote, RemoteError

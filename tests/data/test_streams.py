@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 from corpora import read_corpus
 from huggingface_hub.utils import http_backoff
-from runs import rows
 from tiny_experiment import entries, train_here
+from tiny_runs import rows
 
 import jdp
 from jdp.cli import main as cli

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 from own_process import ROOT, python
-from runs import refused
 from tiny_experiment import entries, points_text, tables, write_points
+from tiny_runs import refused
 
 from jdp.cli.main import main
 from jdp.data import global_batches

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 from own_process import python
-from runs import rows, stopped_at
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import rows, stopped_at
 
 from jdp.base import notices
 from jdp.checkpoint import Checkpoints

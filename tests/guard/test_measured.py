@@ -1,8 +1,8 @@
 """What saves and restarts took, read from events; from a real run in `tests/run/test_measured_times.py`."""
 
 import pytest
-from runs import refused
 from tiny_experiment import tables, write_tiny
+from tiny_runs import refused
 
 from jdp.guard.save_times import Measured, measured
 

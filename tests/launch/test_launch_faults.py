@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 from own_process import environment, start_python
-from runs import rows
 from tiny_experiment import points_text, tables, train_here, write_points
+from tiny_runs import rows
 
 from jdp.checkpoint import Checkpoints
 from jdp.experiment.assembly import Assembly

@@ -6,8 +6,8 @@ import sys
 import pytest
 from open_mpi import MPIRUNS
 from own_process import environment
-from runs import rows
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import rows
 
 from jdp.core.cluster.initialize import FAILED
 

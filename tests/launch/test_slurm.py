@@ -6,8 +6,8 @@ import sys
 import pytest
 import slurm_cluster
 from own_process import ROOT, python
-from runs import rows
 from tiny_experiment import tables, write_tiny
+from tiny_runs import rows
 
 TRAIN = {"steps": 80, "batch_size": 8, "log_every": 1, "checkpoint_every": 10, "eval_batches": 1}
 DONE = ("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", "TIMEOUT")

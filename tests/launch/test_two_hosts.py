@@ -14,8 +14,8 @@ import two_hosts
 import yaml
 from open_mpi import MPIRUNS
 from own_process import environment
-from runs import rows
 from tiny_experiment import points_text, tables, train_here, write_points
+from tiny_runs import rows
 
 from jdp.cli.main import main
 

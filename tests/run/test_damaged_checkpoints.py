@@ -2,8 +2,8 @@
 
 import pytest
 from damaged_files import cut, flip
-from runs import refused, rows, train
 from tiny_experiment import write_tiny
+from tiny_runs import refused, rows, train
 
 from jdp.base import notices
 from jdp.checkpoint import check

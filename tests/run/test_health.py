@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 from flipped import flipped
-from runs import refused, rows, saved_steps, train
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import refused, rows, saved_steps, train
 
 from jdp.checkpoint import Checkpoints
 from jdp.experiment import assembly as assemblies

@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 from own_process import ROOT, python
-from runs import rows
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import rows
 
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.nonfinite import read_batch

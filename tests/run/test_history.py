@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from runs import train
 from tiny_experiment import tables, write_tiny
+from tiny_runs import train
 
 from jdp.core.sharding.mesh import make_mesh
 from jdp.experiment.file import load, to_toml

@@ -1,7 +1,7 @@
 """A run that was resumed says what its saves and restarts took, and `jdp plan --mtbf --measured` goes by it."""
 
-from runs import train
 from tiny_experiment import tables, write_tiny
+from tiny_runs import train
 
 from jdp.cli.plan import Options
 from jdp.cli.plan_costs import read_failures

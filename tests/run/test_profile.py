@@ -6,8 +6,8 @@ import signal
 
 import jax
 import pytest
-from runs import refused, rows, stopped_at, train
 from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load

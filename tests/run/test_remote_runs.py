@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from own_process import start_python
-from runs import refused
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import refused
 
 from jdp.base.bucket import Remote, RemoteError
 from jdp.cli.main import main

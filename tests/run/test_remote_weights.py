@@ -6,9 +6,9 @@ import re
 import hf_reference
 import pytest
 from own_process import python
-from runs import refused, rows
 from safetensors.numpy import save_file
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import refused, rows
 
 from jdp.base import notices
 from jdp.base.bucket import Remote

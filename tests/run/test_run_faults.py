@@ -9,8 +9,8 @@ import time
 
 import pytest
 from own_process import python, start_python
-from runs import rows
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import rows
 
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.flight_recorder import read_ranks

@@ -8,8 +8,8 @@ import time
 
 import jax
 import pytest
-from runs import refused, rows, stopped_at, train
 from tiny_experiment import tables, write_tiny
+from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.base import notices
 from jdp.experiment.schema.experiment import Track

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from own_process import ROOT, start_python
-from runs import refused, rows, saved_steps, stopped_at, train
 from tiny_experiment import points_text, tables, write_points
+from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
 from jdp.base.bucket import Remote

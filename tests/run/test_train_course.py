@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from damaged_files import without_checksums
 from full_disk import files_of_at_most
-from runs import refused, rows, saved_steps, stopped_at, train
 from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 from jdp.base import notices
 from jdp.checkpoint import Checkpoints

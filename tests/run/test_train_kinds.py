@@ -5,8 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from runs import refused
 from tiny_experiment import entries
+from tiny_runs import refused
 
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
