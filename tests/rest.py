@@ -175,6 +175,7 @@ REST = {
     "checkpoint/test_kills.py::*": "",
     "checkpoint/test_remote_checkpoints.py::test_two_processes_save_and_restore": "",
     "run/test_health_faults.py::*": "",
+    "run/test_train.py::test_two_processes_train_the_quickstart_as_one": "",
     "run/test_run_faults.py::test_a_signal_to_one_process_stops_all_at_the_same_place": "",
     "run/test_run_faults.py::test_the_stopped_run_is_bit_for_bit_the_calm_one": "",
     "run/test_run_faults.py::test_who_hangs_is_named_and_all_leave_to_be_started_again": "",
