@@ -305,6 +305,11 @@ def test_the_index_has_the_packages_in_order_and_in_their_own_words():
     assert table == {name: ast.get_docstring(MODULES[f"jdp.{name}"].tree).partition("\n")[0] for name in ORDER}
 
 
+def test_the_guide_of_base_names_its_modules():
+    named = [word for row in rows(GUIDES["jdp/base/README.md"]) for word in re.findall(r"`([a-z_]+)`", row[0])]
+    assert sorted(named) == sorted(file.stem for file in ROOT.glob("jdp/base/[a-z]*.py"))
+
+
 def test_every_loop_has_a_row():
     """Those that train: `story.py` and what reads files are parts of the others."""
     loops = [file.name for file in ROOT.glob("experiments/loops/*.py") if "def train(" in file.read_text("utf-8")]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tiny_experiment import SMALL
 
 import jdp
 from jdp.base import machine
@@ -23,16 +24,6 @@ from jdp.experiment.file import Experiment, ExperimentError, describe
 from jdp.run.sweep.results import record
 
 ROOT = Path(__file__).parents[2]
-SMALL = """
-name = "small"
-[model]
-name = "gpt-nano"
-[data]
-length = 32
-[train]
-steps = 50
-batch_size = 16
-"""
 
 
 @pytest.fixture
