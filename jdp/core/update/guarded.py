@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.core.plan import Plan
 from jdp.core.state import SQUARES, TrainState, map_flat, trained_part, with_trained
 from jdp.core.types import PyTree
 from jdp.core.update import noise_scale
@@ -17,6 +18,7 @@ from jdp.core.update.padded import optimized
 
 def guarded_update(
     clip_norm: float | None,
+    plan: Plan,
     state: TrainState,
     grads: PyTree,
     total: jax.Array,
@@ -39,7 +41,7 @@ def guarded_update(
         grads = jax.tree.map(lambda g: g * scale, grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-    params, opt_state = optimized(state.static, grads, state.opt_state, params, total / weight)
+    params, opt_state = optimized(plan, state, grads, total / weight)
     params = with_trained(state.params, params, trained)
     updated = replace(
         state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
