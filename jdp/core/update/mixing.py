@@ -193,8 +193,8 @@ def regions(
 
 
 def _is_heavy(operation: Operation, tracks: Tracks) -> bool:
-    if mixes(operation):
-        return True
+    if mixes(operation) or operation.name in ELEMENTWISE:
+        return operation.name not in ELEMENTWISE
     given = [tracks.get(value, Track()).rest for value in operation.operands]
     if not any(rest is not None and rest.flat is not None for rest in given):
         return False

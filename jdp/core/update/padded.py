@@ -38,8 +38,9 @@ from jdp.core.tracing.graph import FORWARD, Env, Operation, before, called, eval
 from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import unstack
+from jdp.core.update.mixing import Refusal
 from jdp.core.update.optimizer_checks import update
-from jdp.core.update.whole_matrices import computed, stacks_of
+from jdp.core.update.whole_matrices import Stack, computed, stacks_of
 
 FIELDS = ("params", "opt_state")
 """The fields of a state whose leaves may be flat."""
@@ -171,9 +172,7 @@ def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
     """Return a state with the paths of parameters whose matrices an update takes whole; report what cannot be."""
     if not plan.whole_matrices or plan.mesh.shape[DATA] == 1 or plan.offload is not None:
         return state
-    params = trained_part(state.params, state.static.trained)
-    given = (params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
-    stacks, refused = stacks_of(plan, state, read(_traced(state.static, given)[0], FORWARD))
+    stacks, refused = _stacks(plan, state)
     for each in refused:
         notice(
             f"the optimizer's update mixes the elements of {listed(each.paths)} ({each.operation}), and every device "
@@ -181,6 +180,22 @@ def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
         )
     whole = tuple(sorted(region.owner for stack in stacks for region in stack.regions))
     return replace(state, static=replace(state.static, whole=whole))
+
+
+def _stacks(plan: Plan, state: TrainState) -> tuple[list[Stack], list[Refusal]]:
+    params = trained_part(state.params, state.static.trained)
+    given = (params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
+    return stacks_of(plan, state, read(_traced(state.static, given)[0], FORWARD))
+
+
+def exchanged(plan: Plan, state: TrainState) -> dict[str, int]:
+    """Return kind of collective -> payload bytes of an update that takes matrices whole, of a state as stored."""
+    if not state.static.whole:
+        return {}
+    if STACKED in state.sync:
+        state = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
+    sent = [stack.sent() for stack in _stacks(plan, state)[0]]
+    return {kind: sum(each.get(kind, 0) for each in sent) for kind in dict.fromkeys(chain(*sent))}
 
 
 def at_rest(state: TrainState, static: Static) -> TrainState:

@@ -99,7 +99,7 @@ class Stack:
         return -(-self.matrices // self.count) * self.count
 
     def sent(self) -> dict[str, int]:
-        """Return kind of collective -> bytes of its results, of all devices together."""
+        """Return kind of collective -> payload bytes: what a device gives to all-to-alls, and gets of all-gathers."""
         sent = dict[str, int]()
         values = [*zip(self.arrive, self.inputs[0], strict=True)]
         results = [*zip(self.leave, self.regions[0].results, strict=True)]
@@ -108,7 +108,7 @@ class Stack:
             if name := kind.get(travel.kind):
                 elements = math.prod(travel.flat.at_rest) if travel.flat else value.aval.size
                 size = self.padded * (elements // self.each) * value.aval.dtype.itemsize
-                sent[name] = sent.get(name, 0) + size
+                sent[name] = sent.get(name, 0) + (size if name == "all-gather" else size // self.count)
         return sent
 
 
