@@ -164,10 +164,10 @@ class _Judge:
         """Return what is wrong with a tensor of these parameters' shape; None where the promise covers it."""
         c, step, row = sent_by.collective, self.step, self.step.plan.row
         promise, size = self.promised.promise(c.kind), piece.payload_bytes * c.count
-        packed = self.promised.packed.get(c.kind)  # codes, or parts of matrices, of any shape
-        if packed and (not parameters or c.kind == "all-to-all"):
-            if size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
-                return None
+        packed = self.promised.packed.get(c.kind, 0)  # codes, or parts of matrices, of any shape
+        counts = packed and (not parameters or c.kind == "all-to-all")
+        if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
+            return None
         if not parameters:
             words = "no parameter has this shape, so it is activations or a part of the batch"
             return Reason(words, self._keep_local())
