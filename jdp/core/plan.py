@@ -242,6 +242,9 @@ class Plan(Drawn):
         leaves, treedef = jax.tree.flatten(placements)
         if static.trained is not None:
             leaves = [replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)]
+        if static.whole:
+            words = "; each matrix is whole on one device for the update, which mixes its elements"
+            leaves = [replace(p, reason=p.reason + words) if p.path in static.whole else p for p in leaves]
         return treedef.unflatten(list(map(self._in_memory, leaves)))
 
     def check_rules(self, paths: Sequence[str]) -> None:

@@ -227,8 +227,7 @@ def computed(stack: Stack, env: Env, plan: Plan) -> dict[Value, jax.Array]:
         axis_names=set(batch_axes(plan.mesh)),
         check_vma=False,
     )
-    with jax.named_scope("whole_matrices"):
-        results = local(arrays, tuple(known(value, env) for value in stack.taken))
+    results = local(arrays, tuple(known(value, env) for value in stack.taken))
     return {
         value: x
         for region, own in zip(stack.regions, results, strict=True)
