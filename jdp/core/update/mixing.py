@@ -16,7 +16,7 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from jdp.core.sharding.padded import Flat
-from jdp.core.tracing.graph import Graph, Operation, Value, after, before
+from jdp.core.tracing.graph import Graph, Operation, Value, before
 from jdp.core.tracing.jaxprs import ELEMENTWISE, every_eqn
 from jdp.core.tracing.per_index import UNIFORM, Mixes, Place, places_after, same_start
 
@@ -174,9 +174,9 @@ def regions(
             refused.append(Refusal(names, operation.name, "it computes several parameters at once"))
         else:
             heavy.setdefault(owner, []).append(operation)
-    wanted = _wanted(graph, outputs, count)
+    flow = _Flow.of(graph, tracks, _wanted(graph, outputs, count)) if heavy else None
     for owner, operations in heavy.items():
-        region = _region(graph, tracks, wanted, owner, operations)
+        region = _region(flow, owner, operations) if flow else ""
         if isinstance(region, Region):
             found.append(region)
         else:
@@ -240,16 +240,52 @@ def _rest_before(
     return None if dim is None else Rest(dim)
 
 
-def _region(
-    graph: Graph, tracks: Tracks, wanted: Mapping[Value, Rest], owner: str, heavy: Sequence[Operation]
-) -> Region | str:
+@dataclass(frozen=True, eq=False)
+class _Flow:
+    """An update's graph: what is known of its values, how they are wanted, and the operations that take each."""
+
+    graph: Graph
+    tracks: Tracks
+    wanted: dict[Value, Rest]
+    users: dict[Value, list[Operation]]
+    outputs: set[Value]
+
+    @staticmethod
+    def of(graph: Graph, tracks: Tracks, wanted: dict[Value, Rest]) -> _Flow:
+        users = dict[Value, list[Operation]]()
+        for operation in graph.operations:
+            for value in set(operation.operands):
+                users.setdefault(value, []).append(operation)
+        return _Flow(graph, tracks, wanted, users, set(graph.outputs))
+
+    def following(self, operations: Iterable[Operation]) -> set[Operation]:
+        """Return the operations that depend on others."""
+        found, waiting = set[Operation](), list(operations)
+        while waiting:
+            users = {user for value in waiting.pop().results for user in self.users.get(value, ())} - found
+            found |= users
+            waiting += users
+        return found
+
+    def leaving(self, core: Collection[Operation]) -> list[Value]:
+        """Return the results that operations outside of `core` take, or that are results of the graph."""
+
+        def leaves(value: Value) -> bool:
+            return value in self.outputs or any(user not in core for user in self.users.get(value, ()))
+
+        ordered = sorted(core, key=lambda operation: operation.place)
+        return [value for operation in ordered for value in operation.results if leaves(value)]
+
+
+def _region(flow: _Flow, owner: str, heavy: Sequence[Operation]) -> Region | str:
     """Return the region of a parameter around its heavy operations, or why there is none."""
+    graph, tracks, wanted = flow.graph, flow.tracks, flow.wanted
     leading, _ = before([value for operation in heavy for value in operation.operands])
-    between = after(graph.operations, [value for operation in heavy for value in operation.results])
+    between = flow.following(heavy)
     core = {*heavy, *(operation for operation in leading if operation in between)}
     if any(tracks[value].owner != owner for operation in core for value in operation.results):
         return "it computes several parameters at once"
-    core |= _until_stored(graph, tracks, wanted, owner, core)
+    core |= _until_stored(flow, owner, core)
     entering = dict.fromkeys(value for op in core for value in op.operands if value.maker not in core)
     if any(tracks[value].owner == MANY and value.aval.shape for value in entering if value in tracks):
         return "an array of several parameters enters it"
@@ -259,7 +295,7 @@ def _region(
             continue
         inputs = sorted(cut, key=_place_in(graph))
         operations = {*core, *_leading(entering, cut, tracks, owner)}
-        results = _results(graph, core)
+        results = flow.leaving(core)
         stored = [wanted.get(value, Rest() if not value.aval.shape else None) for value in results]
         if None in stored:
             return "how its result is stored is not known"
@@ -291,27 +327,17 @@ def _leading(entering: Iterable[Value], cut: Collection[Value], tracks: Tracks, 
     return before(own, lambda value: value in cut or not _is_of(tracks, value, owner))[0]
 
 
-def _results(graph: Graph, core: Collection[Operation]) -> list[Value]:
-    """Return the values of the core that operations outside of it take, or that are results of the graph."""
-    taken = {value for operation in graph.operations if operation not in core for value in operation.operands}
-    taken |= set(graph.outputs)
-    ordered = sorted(core, key=lambda operation: operation.place)
-    return [value for operation in ordered for value in operation.results if value in taken]
-
-
-def _until_stored(
-    graph: Graph, tracks: Tracks, wanted: Mapping[Value, Rest], owner: str, core: Collection[Operation]
-) -> set[Operation]:
+def _until_stored(flow: _Flow, owner: str, core: Collection[Operation]) -> set[Operation]:
     """Return the operations that follow the core up to where it is known how their results are stored."""
     inside, more = set(core), set[Operation]()
     while True:
-        unknown = {value for value in _results(graph, inside) if value not in wanted and value.aval.shape}
-        users = [op for op in graph.operations if op not in inside and not unknown.isdisjoint(op.operands)]
-        users = [op for op in users if all(tracks[value].owner == owner for value in op.results)]
+        unknown = [value for value in flow.leaving(inside) if value not in flow.wanted and value.aval.shape]
+        users = {user for value in unknown for user in flow.users.get(value, ())} - inside
+        users = {user for user in users if all(flow.tracks[value].owner == owner for value in user.results)}
         if not users:
             return more
-        inside.update(users)
-        more.update(users)
+        inside |= users
+        more |= users
 
 
 def _place_in(graph: Graph) -> Any:

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -39,7 +38,7 @@ from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import unstack
 from jdp.core.update.mixing import Refusal
-from jdp.core.update.optimizer_checks import update
+from jdp.core.update.optimizer_checks import apply, traced_update
 from jdp.core.update.whole_matrices import Stack, computed, stacks_of
 
 FIELDS = ("params", "opt_state")
@@ -85,7 +84,7 @@ def optimized(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> 
     static, params = state.static, trained_part(state.params, state.static.trained)
     given = (grads, state.opt_state, params, loss)
     if not static.flat and not static.whole:
-        return _updated(static.tx, *given)
+        return apply(static.tx, *given)
     traced, shapes = _traced(static, given)
     named = [(name, path, leaf) for name, tree in zip(GIVEN, given, strict=True) for path, leaf in _paths(tree)]
     leaves = [_Value(leaf, *_how(name, path, static)) for name, path, leaf in named]
@@ -100,15 +99,10 @@ def optimized(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> 
     return tuple(map_flat(masked, tree, name, static) for name, tree in zip(FIELDS, new, strict=True))
 
 
-def _updated(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> Any:
-    updates, opt_state = update(tx, grads, opt_state, params, loss)
-    return optax.apply_updates(params, updates), opt_state
-
-
 def _traced(static: Static, given: Sequence[PyTree]) -> tuple[ClosedJaxpr, Any]:
     """Return the update's program in the model's own shapes, and what describes its results."""
     shapes = [own_shaped(_on_this_mesh(tree), name, static) for name, tree in zip(GIVEN, given, strict=True)]
-    return jax.make_jaxpr(partial(_updated, static.tx), return_shape=True)(*shapes)
+    return jax.make_jaxpr(partial(apply, static.tx), return_shape=True)(*shapes)
 
 
 def _with_stacks(plan: Plan, state: TrainState, traced: ClosedJaxpr, leaves: Sequence[_Value]) -> list[_Value]:
@@ -185,7 +179,12 @@ def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
 def _stacks(plan: Plan, state: TrainState) -> tuple[list[Stack], list[Refusal]]:
     params = trained_part(state.params, state.static.trained)
     given = (params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
-    return stacks_of(plan, state, read(_traced(state.static, given)[0], FORWARD))
+    plain = [own_shaped(_described(tree), name, state.static) for name, tree in zip(GIVEN, given, strict=True)]
+    return stacks_of(plan, state, read(traced_update(state.static.tx, *plain)[0], FORWARD))
+
+
+def _described(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def exchanged(plan: Plan, state: TrainState) -> dict[str, int]:

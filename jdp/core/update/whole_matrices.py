@@ -35,7 +35,7 @@ from jdp.core.tracing.graph import Env, Graph, Operation, Value, described, eval
 from jdp.core.tracing.per_index import Along, one_index
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import is_inside_a_replica
-from jdp.core.update.mixing import Refusal, Region, Rest, Track, Tracks, regions, track
+from jdp.core.update.mixing import Refusal, Region, Rest, Track, Tracks, mixes, regions, track
 
 TOGETHER = 2**28
 """Bytes of matrices that a device computes together; it takes larger stacks part by part."""
@@ -121,6 +121,8 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
         graph: of the update (gradients, optimizer state, parameters, loss) -> (parameters, optimizer state), in the
             model's own shapes.
     """
+    if not state.static.flat and not any(map(mixes, graph.operations)):
+        return [], []
     count, placed = plan.mesh.shape[DATA], jax.tree.leaves(plan.state_placements(state))
     by_path = {each.path: each for each in placed}
     params = {path.removeprefix("params/"): each for path, each in by_path.items() if path.startswith("params")}
