@@ -114,6 +114,7 @@ from jax.sharding import PartitionSpec
 from measure import Row, finish, parser
 
 import jdp
+from jdp.experiment.matrices import matrix_dimensions
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.verify import Report, report
@@ -130,7 +131,11 @@ from jdp.models import (
 )
 
 PARTITIONINGS = ("auto", "manual")
-COLUMNS = ("all-reduce", "reduce-scatter", "all-gather")
+COLUMNS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "muon": optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrix_dimensions),
+}
 LENGTH = 1024
 MIB = 2**20
 
@@ -151,12 +156,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Shape:
-    """What all cases share: layers and width of the gpts; the mesh's replicas, and devices along `model`."""
+    """What all cases share: layers and width of the gpts; the mesh's replicas, devices along `model`; the optimizer."""
 
     layers: int
     width: int
     replicas: int
     model: int
+    optimizer: str
 
     def axes(self) -> dict[str, int]:
         """The mesh's, those of one device left out."""
@@ -224,7 +230,7 @@ def compile_case(case: Case, *, shape: Shape, on: dict[str, Target], partitionin
     config, devices = configuration(case.model, shape), on[case.target].devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices, **shape.axes()), case.strategy, rules=shape.rules(case))
     state = jdp.abstract_state(
-        lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.adamw(1e-3), plan, rng=jax.random.key(0)
+        lambda rng: build(config, rngs=nnx.Rngs(rng)), OPTIMIZERS[shape.optimizer], plan, rng=jax.random.key(0)
     )
     batch, loss_fn = abstract_batch(case, config, plan.batch_shards), LOSSES[type(config)]
     settings = {"accumulate": case.accumulate, "precision": case.precision, "clip_norm": 1.0}
@@ -289,6 +295,7 @@ def headline(rows: list[dict[str, Any]], given: argparse.Namespace) -> Row:
     most = {name: max(r["ratio"] for r in chosen if r["strategy"] == name) for name in given.strategies.split(",")}
     axes = {"replica": given.replicas, "model": given.model_axis}
     mesh = "".join(f", {axis}={size}" for axis, size in axes.items() if size != 1)
+    mesh += f", {given.optimizer}" if given.optimizer != "adamw" else ""
     measures = (
         f"wire bytes against the table of strategies: {given.models}; {given.targets}{mesh}; K = {given.accumulate}"
     )
@@ -304,6 +311,7 @@ def main() -> None:
     options.add_argument("--width", type=int, default=768, help="of the gpt; 64 a head")
     options.add_argument("--replicas", type=int, default=1, help="of the mesh")
     options.add_argument("--model-axis", type=int, default=1, help="devices that share each layer of the gpts")
+    options.add_argument("--optimizer", default="adamw", choices=[*OPTIMIZERS])
     options.add_argument("--precisions", default="fp32,bf16")
     options.add_argument("--strategies", default="ddp,zero1,zero2,zero3")
     options.add_argument("--accumulate", default="1,4")
@@ -314,7 +322,7 @@ def main() -> None:
     cases = [Case(m, t, p, s, int(k)) for m, t, p, s, k in itertools.product(*(field.split(",") for field in fields))]
     on, shape = (
         {name: target(name) for name in given.targets.split(",")},
-        Shape(given.layers, given.width, given.replicas, given.model_axis),
+        Shape(given.layers, given.width, given.replicas, given.model_axis, given.optimizer),
     )
     compiled = partial(compile_case, shape=shape, on=on, partitionings=given.partitionings.split(","))
     rows = []

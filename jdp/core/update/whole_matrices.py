@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jdp.base.tree_paths import path_of
@@ -154,9 +156,9 @@ def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan)
     if owner is None or not shape:
         return Track()
     leading = owner.own_shape[0] if len(owner.own_shape) > 2 else None
-    others = {axis for entry in placed.rest for axis in axes_of(entry)} - {DATA}
-    known_rest = not any(plan.mesh.shape[axis] > 1 for axis in others)
-    rest = Rest(None if placed.flat else placed.dim, placed.flat) if known_rest else None
+    dim = None if placed.flat else placed.dim
+    shared = dim is not None and any(plan.mesh.shape[axis] > 1 for axis in axes_of(placed.rest[dim]) if axis != DATA)
+    rest = None if shared else Rest(dim, placed.flat)
     return Track(owner.path.removeprefix("params/"), Along(0) if shape[0] == leading else None, rest=rest)
 
 
@@ -336,6 +338,7 @@ def _by_matrix(stack: Stack, inputs: Sequence[Any], taken: Sequence[Any]) -> Seq
     region, is_by_matrix = stack.regions[0], stack.regions[0].matrices is not None
 
     def operation(each: Operation, operands: list[Any]) -> Any:
+        operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # constants are on another mesh
         places = [stack.tracks.get(value, Track()).place for value in each.operands]
         return one_index(each.eqn, operands, places if is_by_matrix else [None] * len(places))
 
