@@ -201,7 +201,11 @@ def muon():
     return optax.contrib.muon(1e-2)
 
 
-@pytest.mark.parametrize(("make_tx", "flat"), [(factored, 2), (muon, 3)])
+def cover():
+    return optax.sm3(1e-2)
+
+
+@pytest.mark.parametrize(("make_tx", "flat"), [(factored, 2), (muon, 3), (cover, 3)])
 def test_an_update_that_mixes_elements_keeps_its_parameters_replicated(make_tx, flat):
     state = assert_equals_one_device(plan_of(5), make_tx, flat)
     assert state.params["up"]["w"].shape == (IN, HIDDEN)
