@@ -81,6 +81,10 @@ class Plan(Drawn):
             under a rule for them, or if the optimizer mixes a matrix's elements (adafactor, muon). The same holds for
             other trees than a train state (`jdp.init`, `jdp.place`). Give False, and all stay replicated, when your own
             code reads `state.params` in the model's shapes.
+        whole_matrices: an optimizer that mixes the elements of a matrix (Muon, Shampoo) gets each matrix whole on one
+            device for its update (`jdp.core.update.whole_matrices`). Every device computes its share of the matrices,
+            which are sent there and back. Give False, and each device computes all of them, if matrices are so small
+            that the two exchanges take longer.
         offload: "optimizer" keeps the optimizer state and the master weights in the hosts' pinned memory between steps,
             except leaves of fewer than `min_shard_size` elements. Take it when the state does not fit into device
             memory under zero3 either. None: everything is on the devices.
@@ -100,6 +104,7 @@ class Plan(Drawn):
     rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
     min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
     pad: bool = field(default=True, kw_only=True)
+    whole_matrices: bool = field(default=True, kw_only=True)
     offload: Offload | None = field(default=None, kw_only=True)
     data: str = field(default=DATA, kw_only=True)
     replica: str = field(default=REPLICA, kw_only=True)
@@ -123,7 +128,8 @@ class Plan(Drawn):
 
     def __repr__(self) -> str:
         usual = {each.name: each.default for each in fields(self)}
-        own = {name: getattr(self, name) for name in ("rules", "min_shard_size", "pad", "offload", "data", "replica")}
+        names = ("rules", "min_shard_size", "pad", "whole_matrices", "offload", "data", "replica")
+        own = {name: getattr(self, name) for name in names}
         changed = "".join(f", {name}={value!r}" for name, value in own.items() if value != usual[name])
         platform = self.mesh.devices.flat[0].platform
         return f"Plan({factors(self.home.shape)} {platform} devices, {self.strategy!r}{changed})"
@@ -236,6 +242,9 @@ class Plan(Drawn):
         leaves, treedef = jax.tree.flatten(placements)
         if static.trained is not None:
             leaves = [replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)]
+        if static.whole:
+            words = "; each matrix is whole on one device for the update, which mixes its elements"
+            leaves = [replace(p, reason=p.reason + words) if p.path in static.whole else p for p in leaves]
         return treedef.unflatten(list(map(self._in_memory, leaves)))
 
     def check_rules(self, paths: Sequence[str]) -> None:

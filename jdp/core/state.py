@@ -32,6 +32,7 @@ class Static:
         specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; rules override them.
         trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
         flat: (path in the state, such as "params/embedding", `Flat`) for the leaves that are flat and padded.
+        whole: paths of the parameters of which an update takes each matrix whole on one device.
     """
 
     tx: optax.GradientTransformation
@@ -39,6 +40,7 @@ class Static:
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     trained: tuple[bool, ...] | None = None
     flat: tuple[tuple[str, Flat], ...] = ()
+    whole: tuple[str, ...] = ()
 
 
 STACKED = "rounds"
@@ -124,7 +126,7 @@ class TrainState(Drawn, Generic[Model]):
         fields = own_shaped({"params": self.params, "opt_state": self.opt_state}, "", self.static)
         momentum = own_shaped(self.sync[MOMENTUM], "params", self.static) if MOMENTUM in self.sync else None
         sync = self.sync if momentum is None else {**self.sync, MOMENTUM: momentum}
-        return replace(self, **fields, sync=sync, static=replace(self.static, flat=()))
+        return replace(self, **fields, sync=sync, static=replace(self.static, flat=(), whole=()))
 
 
 @jax.tree_util.register_dataclass

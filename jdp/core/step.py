@@ -342,6 +342,9 @@ def _update(loss: PartitionedLoss, state: TrainState, batch: Batch) -> tuple[Tra
             "noise_scale compares gradients of rows that do not depend on each other; given a loss that calls "
             "jdp.gather_rows: leave noise_scale out."
         )
-    update, given = partial(guarded_update, settings.clip_norm), (grads, sums.total, sums.weight, model_state, sync)
+    update, given = (
+        partial(guarded_update, settings.clip_norm, plan),
+        (grads, sums.total, sums.weight, model_state, sync),
+    )
     new, norm = update(state, *given) if plan.offload is None else streamed(update, state, given, plan)
     return new, sums, norm

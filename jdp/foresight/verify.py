@@ -24,6 +24,7 @@ from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
+from jdp.core.update.padded import exchanged
 from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
@@ -138,6 +139,7 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         static=state.static,
         gathered=None if step.sends is None else step.sends.gathered,
         metrics=_metrics(reading, state),
+        exchanged=exchanged(step.plan, state),
     )
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)

@@ -17,10 +17,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jdp.core.random.threefry import derived, random_bits
-from jdp.core.tracing.graph import FORWARD, Env, Graph, Operation, Value, after, before, evaluate, known, read
+from jdp.core.tracing.graph import (
+    FORWARD,
+    Env,
+    Graph,
+    Operation,
+    Value,
+    after,
+    before,
+    described,
+    evaluate,
+    known,
+    read,
+)
 from jdp.core.tracing.jaxprs import bind
 
 _MOST_KEYS = 4096
@@ -41,7 +52,7 @@ def run_init(make: Callable[[jax.Array], Any], key: jax.Array, shardings: Any) -
     for piece in _pieces(graph.outputs, keyed, env):
         wanted, own = [graph.outputs[i] for i in piece], tuple(leaves[i] for i in piece)
         operations, _ = before(wanted, env.__contains__)
-        inputs, name = _described(operations, wanted)
+        inputs, name = described(operations, wanted)
         if (name, own) not in programs:
             programs[name, own] = _program(operations, inputs, wanted, own)
         made = programs[name, own]([known(value, env) for value in inputs])
@@ -97,41 +108,6 @@ def _pieces(outputs: Sequence[Value], keyed: Collection[Operation], env: Env) ->
     yield from pieces.values()
     if unkeyed:
         yield unkeyed
-
-
-def _described(operations: Sequence[Operation], wanted: Sequence[Value]) -> tuple[list[Value], tuple[Any, ...]]:
-    """Return what a piece takes, and a name that two pieces share if they are the same but for what they take."""
-    numbers: dict[Value, int] = {}
-    inputs: list[Value] = []
-
-    def refer(value: Value) -> Any:
-        if value.is_literal:
-            return (str(value.aval), np.asarray(value.constant).tobytes())
-        if value not in numbers:
-            numbers[value] = len(numbers)
-            inputs.append(value)
-        return (numbers[value], str(value.aval))
-
-    lines: list[Any] = []
-    for operation in operations:
-        taken = tuple(map(refer, operation.operands))
-        numbers.update({value: len(numbers) + i for i, value in enumerate(operation.results)})
-        lines.append((operation.name, _name_of(operation), taken))
-    return inputs, (*lines, *map(refer, wanted))
-
-
-def _name_of(operation: Operation) -> Any:
-    """Return the parameters as text; the operation itself if they hold arrays, which the text does not show."""
-    waiting, seen = [operation.eqn.params], set[int]()
-    while waiting:
-        for value in jax.tree.leaves(waiting.pop()):
-            if isinstance(value, np.ndarray | jax.Array):
-                return operation
-            if isinstance(value, ClosedJaxpr | Jaxpr) and id(value) not in seen:
-                seen.add(id(value))
-                literals = [atom.val for eqn in value.eqns for atom in eqn.invars if isinstance(atom, Literal)]
-                waiting += [getattr(value, "consts", ()), literals, [eqn.params for eqn in value.eqns]]
-    return str(operation.eqn.params)
 
 
 def _program(

@@ -41,7 +41,7 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
     """Return the specs of one leaf of the optimizer state."""
     if not shape:
         return LeafSpecs(REPLICATED, REPLICATED, "replicated: a scalar", final=True)
-    parameter = _owner(path, shape, params)
+    parameter = owner_of(path, shape, params)
     if parameter is None:
         return LeafSpecs(REPLICATED, REPLICATED, "it belongs to no parameter")
     if parameter.shape == shape:
@@ -57,11 +57,11 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
 
 def mirrored(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
     """Return the parameter of a leaf of the optimizer state if it has the leaf's shape; else None."""
-    parameter = _owner(path, shape, params) if shape else None
+    parameter = owner_of(path, shape, params) if shape else None
     return parameter if parameter is not None and parameter.shape == shape else None
 
 
-def _owner(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
+def owner_of(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
     """Return the parameter whose path is part of `path`: the one nearest to its end, and of those the longest.
 
     Wrappers may also take the parameters apart: lookahead's optimizer has `w` for the parameter `fast/w`.

@@ -25,6 +25,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jdp.core.tracing.jaxprs import source_lines
 
+UPDATE = "optimizer_update"
+"""The name, in XLA's names of operations, of the optimizer's update."""
 _AT_TOP = "gather_at_top"
 _PARAMETER = re.compile(r"gather\[([^\]]*)\]")
 _REDUCTION = re.compile(r"reduce\[([^\]]*)\]")
@@ -52,6 +54,11 @@ def parameter_scope(path: str) -> AbstractContextManager[Any]:
 def reduction_scope(path: str) -> AbstractContextManager[Any]:
     """Mark what is traced inside as the reduction of the gradient of the parameter at `path`."""
     return jax.named_scope(f"reduce[{quote(path, safe='/')}]")
+
+
+def update_scope() -> AbstractContextManager[Any]:
+    """Mark what is traced inside as the optimizer's update."""
+    return jax.named_scope(UPDATE)
 
 
 def is_gather(eqn: Any) -> bool:

@@ -76,7 +76,13 @@ def user_line(eqn: JaxprEqn) -> str:
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """Apply the operation of `eqn` to other operands."""
-    with _at_source(eqn), eqn.ctx.manager:
+    with eqn.ctx.manager:
+        return bind_here(eqn, arrays)
+
+
+def bind_here(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+    """Apply the operation of `eqn` to other operands on the context's mesh; its own may have other axis types."""
+    with _at_source(eqn):
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.core.plan import Plan
 from jdp.core.state import SQUARES, TrainState, map_flat, trained_part, with_trained
+from jdp.core.tracing.collectives import update_scope
 from jdp.core.types import PyTree
 from jdp.core.update import noise_scale
 from jdp.core.update.padded import optimized
@@ -17,6 +19,7 @@ from jdp.core.update.padded import optimized
 
 def guarded_update(
     clip_norm: float | None,
+    plan: Plan,
     state: TrainState,
     grads: PyTree,
     total: jax.Array,
@@ -39,7 +42,8 @@ def guarded_update(
         grads = jax.tree.map(lambda g: g * scale, grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-    params, opt_state = optimized(state.static, grads, state.opt_state, params, total / weight)
+    with update_scope():
+        params, opt_state = optimized(plan, state, grads, total / weight)
     params = with_trained(state.params, params, trained)
     updated = replace(
         state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync

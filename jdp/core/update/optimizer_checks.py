@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,31 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
         return tx.update(grads, opt_state, params)
 
 
+@lru_cache(maxsize=4)
+def _traced(tx: Any, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Any, Any]:
+    def updated(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> Any:
+        return apply(tx, grads, opt_state, params, loss)
+
+    return jax.make_jaxpr(updated, return_shape=True)(*tree.unflatten(leaves))
+
+
+def traced_update(tx: Any, *given: PyTree) -> tuple[Any, Any]:
+    """Return an update's program, and the shapes of (parameters, optimizer state), traced once for these shapes.
+
+    Args:
+        tx: the optimizer.
+        given: gradients, optimizer state, trained parameters and loss, abstract, as `apply` takes them.
+    """
+    leaves, tree = jax.tree.flatten(given)
+    return _traced(tx, tree, tuple(leaves))
+
+
+def apply(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+    """Return parameters and optimizer state after an update."""
+    updates, opt_state = update(tx, grads, opt_state, params, loss)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def first_state(tx: Any, params: PyTree) -> PyTree:
     """Return `tx.init(params)` with every leaf as a `jax.Array`."""
     opt_state = tx.init(params)
@@ -61,7 +87,7 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
     """Check one update, on shapes alone."""
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        _, after = jax.eval_shape(lambda *shapes: update(tx, *shapes), params, opt_state, params, loss)
+        _, (_, after) = traced_update(tx, params, opt_state, params, loss)
     except Exception as error:
         raise ValueError(_why_not(error, params)) from error
     old, new = (

@@ -16,11 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,14 +33,18 @@ from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.optimizer_state import mirrored
 from jdp.core.sharding.padded import Flat
 from jdp.core.state import MOMENTUM, STACKED, Static, TrainState, map_flat, own_shaped, trained_part
-from jdp.core.tracing.graph import FORWARD, called, run
+from jdp.core.tracing.graph import FORWARD, Env, Operation, before, called, evaluate, known, read, run
 from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import unstack
-from jdp.core.update.optimizer_checks import update
+from jdp.core.update.mixing import Refusal
+from jdp.core.update.optimizer_checks import apply, traced_update
+from jdp.core.update.whole_matrices import Stack, computed, stacks_of
 
 FIELDS = ("params", "opt_state")
 """The fields of a state whose leaves may be flat."""
+GIVEN = ("params", "opt_state", "params", "")
+"""The fields that gradients, optimizer state, parameters and loss are like."""
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"))
 
 
@@ -72,23 +76,21 @@ class _Value:
         """Return its array in the stored shape of such a leaf; a scalar as it is."""
         if self.flat is not None or not jnp.ndim(self.array):
             return self.array
-        return flat.to_rest(self.array) if self.number is None else jnp.broadcast_to(self.number, flat.at_rest)
+        if self.number is not None:
+            return jnp.broadcast_to(self.number, flat.at_rest)
+        return flat.to_rest(jnp.broadcast_to(self.array, flat.shape))  # an operation may spread dimensions of one
 
 
-def optimized(static: Static, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> Any:
+def optimized(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> Any:
     """Return trained parameters and optimizer state after an update, in their shapes at rest, as all arguments are."""
-
-    def plain(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> Any:
-        updates, opt_state = update(static.tx, grads, opt_state, params, loss)
-        return optax.apply_updates(params, updates), opt_state
-
-    if not static.flat:
-        return plain(grads, opt_state, params, loss)
-    given = [(grads, "params"), (opt_state, "opt_state"), (params, "params"), (loss, "")]
-    abstract = [own_shaped(_on_this_mesh(tree), name, static) for tree, name in given]
-    traced, shapes = jax.make_jaxpr(plain, return_shape=True)(*abstract)
-    leaves = [_Value(leaf, *_how(name, path, static)) for tree, name in given for path, leaf in _paths(tree)]
-    results = _run(traced, leaves)
+    static, params = state.static, trained_part(state.params, state.static.trained)
+    given = (grads, state.opt_state, params, loss)
+    if not static.flat and not static.whole:
+        return apply(static.tx, *given)
+    traced, shapes = _traced(static, given)
+    named = [(name, path, leaf) for name, tree in zip(GIVEN, given, strict=True) for path, leaf in _paths(tree)]
+    leaves = [_Value(leaf, *_how(name, path, static)) for name, path, leaf in named]
+    results = _run(traced, leaves) if not static.whole else _with_stacks(plan, state, traced, leaves)
     names = [(name, path) for name, tree in zip(FIELDS, shapes, strict=True) for path, _ in _paths(tree)]
     arrays = [
         _as(value, *_how(name, path, static), f"opt_state/{path}")
@@ -97,6 +99,34 @@ def optimized(static: Static, grads: PyTree, opt_state: PyTree, params: PyTree, 
     new = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
     masked: Any = lambda x, flat: flat.masked(x)  # noqa: E731
     return tuple(map_flat(masked, tree, name, static) for name, tree in zip(FIELDS, new, strict=True))
+
+
+def _traced(static: Static, given: Sequence[PyTree]) -> tuple[ClosedJaxpr, Any]:
+    """Return the update's program in the model's own shapes, and what describes its results."""
+    shapes = [own_shaped(_on_this_mesh(tree), name, static) for name, tree in zip(GIVEN, given, strict=True)]
+    return jax.make_jaxpr(partial(apply, static.tx), return_shape=True)(*shapes)
+
+
+def _with_stacks(plan: Plan, state: TrainState, traced: ClosedJaxpr, leaves: Sequence[_Value]) -> list[_Value]:
+    """Replay a program with each matrix whole on one device where operations mix its elements."""
+    graph = read(traced, FORWARD)
+    stacks, _ = stacks_of(plan, state, graph)
+    env: Env = dict(zip(graph.inputs, leaves, strict=True))
+
+    def operation(each: Operation, operands: list[Any]) -> list[_Value]:
+        return _operation(each.eqn, [x if isinstance(x, _Value) else _Value(x) for x in operands])
+
+    entering = [value for stack in stacks for value in (*chain(*stack.inputs), *stack.taken)]
+    evaluate(before(entering, env.__contains__)[0], env, operation)
+    for stack in stacks:
+        arrays = {value: known(value, env) for value in entering}
+        made = computed(stack, {value: getattr(x, "array", x) for value, x in arrays.items()}, plan)
+        for region in stack.regions:
+            for value, rest in zip(region.results, region.wanted, strict=True):
+                env[value] = _Value(made[value], rest.flat, frozenset((region.owner,)) if rest.flat else frozenset())
+    evaluate(before(graph.outputs, env.__contains__)[0], env, operation)
+    results = (known(value, env) for value in graph.outputs)
+    return [x if isinstance(x, _Value) else _Value(x) for x in results]
 
 
 def _on_this_mesh(tree: PyTree) -> PyTree:
@@ -118,14 +148,10 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
         return at_rest(state, flattened(plan, one).static)
     found = _candidates(plan, state)
     while found:
-        static = _with_opt_state(plan, state, found)
-        laid = at_rest(state, static)
-        params = trained_part(laid.params, static.trained)
+        laid = _with_whole_matrices(plan, at_rest(state, _with_opt_state(plan, state, found)))
+        params = trained_part(laid.params, laid.static.trained)
         try:
-            jax.eval_shape(
-                lambda *given, static=static: optimized(static, *given),
-                *(params, laid.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32)),
-            )
+            jax.eval_shape(partial(optimized, plan), laid, params, jax.ShapeDtypeStruct((), jnp.float32))
         except Mixed as mixed:
             notice(
                 f"the optimizer's update mixes the elements of {listed(sorted(mixed.leaves))} ({mixed.operation}): no "
@@ -135,7 +161,42 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
             found = left if len(left) < len(found) else {}
         else:
             return laid
-    return state
+    return _with_whole_matrices(plan, state)
+
+
+def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
+    """Return a state with the paths of parameters whose matrices an update takes whole; report what cannot be."""
+    if not plan.whole_matrices or plan.mesh.shape[DATA] == 1 or plan.offload is not None:
+        return state
+    stacks, refused = _stacks(plan, state)
+    for each in refused:
+        notice(
+            f"the optimizer's update mixes the elements of {listed(each.paths)} ({each.operation}), and every device "
+            f"computes it, of gathered matrices: {each.reason}"
+        )
+    whole = tuple(sorted(region.owner for stack in stacks for region in stack.regions))
+    return replace(state, static=replace(state.static, whole=whole))
+
+
+def _stacks(plan: Plan, state: TrainState) -> tuple[list[Stack], list[Refusal]]:
+    params = trained_part(state.params, state.static.trained)
+    given = (params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
+    plain = [own_shaped(_described(tree), name, state.static) for name, tree in zip(GIVEN, given, strict=True)]
+    return stacks_of(plan, state, read(traced_update(state.static.tx, *plain)[0], FORWARD))
+
+
+def _described(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def exchanged(plan: Plan, state: TrainState) -> dict[str, int]:
+    """Return kind of collective -> payload bytes of an update that takes matrices whole, of a state as stored."""
+    if not state.static.whole:
+        return {}
+    if STACKED in state.sync:
+        state = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
+    sent = [stack.sent() for stack in _stacks(plan, state)[0]]
+    return {kind: sum(each.get(kind, 0) for each in sent) for kind in dict.fromkeys(chain(*sent))}
 
 
 def at_rest(state: TrainState, static: Static) -> TrainState:

@@ -37,6 +37,7 @@ from jdp.core.sharding.strategy import strategy
 from jdp.core.state import TrainState, own_shapes
 from jdp.core.step import Step
 from jdp.core.types import Batch
+from jdp.core.update.padded import exchanged
 from jdp.foresight.memory.peak import available_bytes
 from jdp.foresight.targets.relocate import Candidate, abstract_on, candidate_name, hybrid_axes
 from jdp.foresight.targets.resolve import Target
@@ -200,7 +201,8 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
             return times * ring_bytes(kind, payload, devices)
         return times * collective_seconds(kind, payload, _groups(mesh, axes, target), target)
 
-    promised = theory(step.plan, state.params, replace(step.settings, local_steps=None), static=state.static)
+    settings, sent = replace(step.settings, local_steps=None), exchanged(step.plan, state)
+    promised = theory(step.plan, state.params, settings, static=state.static, exchanged=sent)
     stacked = (leaf.shape for leaf in jax.tree.leaves(own_shapes(state.params, state.static)) if len(leaf.shape) > 2)
     layers = max((shape[0] for shape in stacked), default=1) if step.plan.row.gather == "use" else 1
     total = 0.0

@@ -18,7 +18,7 @@ from jdp.base.formatting import format_bytes, listed
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.step import Step
-from jdp.core.tracing.collectives import Issued
+from jdp.core.tracing.collectives import UPDATE, Issued
 from jdp.foresight.program.module import bits
 from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
 from jdp.foresight.traffic.origin import Parameters, Piece, is_own_line, users_line
@@ -164,11 +164,14 @@ class _Judge:
         """Return what is wrong with a tensor of these parameters' shape; None where the promise covers it."""
         c, step, row = sent_by.collective, self.step, self.step.plan.row
         promise, size = self.promised.promise(c.kind), piece.payload_bytes * c.count
+        packed = self.promised.packed.get(c.kind, 0)  # codes, or parts of matrices, of any shape
+        counts = packed and (not parameters or c.kind == "all-to-all")
+        if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
+            return None
+        mixed = UPDATE in (c.op_name or "") and piece.payload_bytes > TINY
+        if mixed and (not parameters or not step.plan.whole_matrices):
+            return Reason("the optimizer's update mixes the elements of matrices", self._whole_matrices())
         if not parameters:
-            if (packed := self.promised.packed.get(c.kind)) and size <= TOLERANCE * self._use_up(
-                ("packed", (c.kind,)), packed, size
-            ):
-                return None
             words = "no parameter has this shape, so it is activations or a part of the batch"
             return Reason(words, self._keep_local())
         paths, remedy = tuple(placement.path for placement in parameters), self._manual(c.kind, piece)
@@ -259,6 +262,12 @@ class _Judge:
                 return f"jdp itself sends it, not the loss: report that as a fault of jdp.{meanwhile}"
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
         return "Use partitioning='manual': each device sums its own first, and they synchronise once."
+
+    def _whole_matrices(self) -> str:
+        """Return the remedy: have the update take each matrix whole on one device."""
+        if not self.step.plan.whole_matrices:
+            return "Leave out Plan(whole_matrices=False): then each matrix is whole on one device for its update."
+        return "Making the state reported why these cannot be whole on one device: take an element-wise optimizer."
 
     def _keep_local(self) -> str:
         """Return the remedy: keep a tensor on its device."""

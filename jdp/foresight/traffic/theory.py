@@ -20,6 +20,12 @@ Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and sca
     powersgd   all-reduce of (rows + columns) · rank · 4 bytes for each matrix; other leaves as above
     weights    all-gathers of b bytes an element
 
+An optimizer that mixes the elements of matrices (Muon) has an update that takes each matrix whole on one device
+(`core/update/whole_matrices.py`). S are the bytes of what enters and leaves it, of stacks padded to a multiple of N:
+
+    ddp        all-gather of the S that leave
+    zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, and nothing where a rule shards the stacks
+
 Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica. Over
 replica it sends Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3). H plain steps send H gradients there.
 
@@ -30,7 +36,7 @@ Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Ba
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -112,10 +118,12 @@ def theory(
     static: Static | None = None,
     gathered: tuple[Gathered, ...] | None = None,
     metrics: tuple[tuple[int, ...], ...] = (),
+    exchanged: Mapping[str, int] | None = None,
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
-    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones.
+    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. `exchanged` is what one
+    update sends that takes matrices whole (`core/update/padded.exchanged`).
     """
     sizes, wire, r = dict(plan.mesh.shape), settings.wire, settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -140,6 +148,9 @@ def theory(
             packed["all-reduce"] += unsharded.payload_bytes
     for each in gathers if wire.weights is not None else ():
         packed["all-gather"] += each.payload_bytes
+    for kind, payload in (exchanged or {}).items():
+        promises = (*promises, Promise(kind, inner * payload, (DATA,), sizes[DATA], inner, 4, first.parameters))
+        packed[kind] += inner * payload
     adapter = static.adapter if static is not None and settings.sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
