@@ -131,17 +131,6 @@ def test_the_average_of_one_local_step_of_sgd_is_that_of_a_plain_step():
     assert loss == pytest.approx(plain_loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("tx", [optax.lamb(1e-2), optax.lars(1e-1, momentum=0.9), optax.fromage(1e-2)])
-def test_updates_that_take_norms_of_padded_parameters(tx):
-    mesh, ends = jdp.make_mesh(devices=jax.devices()[:6], replica=2, data=3), []
-    for pad in (True, False):
-        plan = jdp.Plan(mesh, "zero1", min_shard_size=8, pad=pad)
-        state, _ = step_of(plan, STEPS)(start(plan, tx), batch(0, 48))
-        assert bool(state.static.flat) == pad
-        ends.append(jax.device_get(state.unpadded().params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *ends)
-
-
 def test_a_padded_state_is_laid_out_again_for_other_devices_and_the_same_replicas():
     plan, other = plan_of("zero1", 2, 3), plan_of("zero1", 2, 4)
     state, _ = step_of(plan, DILOCO)(start(plan), batch(0, 48))

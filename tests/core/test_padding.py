@@ -201,7 +201,11 @@ def muon():
     return optax.contrib.muon(1e-2)
 
 
-@pytest.mark.parametrize(("make_tx", "flat"), [(factored, 2), (muon, 3)])
+def cover():
+    return optax.sm3(1e-2)
+
+
+@pytest.mark.parametrize(("make_tx", "flat"), [(factored, 2), (muon, 3), (cover, 3)])
 def test_an_update_that_mixes_elements_keeps_its_parameters_replicated(make_tx, flat):
     state = assert_equals_one_device(dataclasses.replace(plan_of(5), whole_matrices=False), make_tx, flat)
     assert state.params["up"]["w"].shape == (IN, HIDDEN)
@@ -256,11 +260,23 @@ def test_padded_gradients_are_encoded_as_they_are_replicated(settings):
     np.testing.assert_allclose(padded, plain, rtol=2e-3 if "wire" in settings else LOSS_BOUND)
 
 
-def test_local_steps_on_padded_parameters():
+def by_norms():
+    """Optimizers that take norms of a parameter, and an inner product of two trees."""
+    each = {
+        "lamb": optax.lamb(1e-2),
+        "lars": optax.lars(0.1, momentum=0.9),
+        "fromage": optax.fromage(1e-2),
+        "prodigy": optax.contrib.prodigy(estim_lr0=1e-2),
+    }
+    return optax.multi_transform(each, {"up": {"w": "lamb", "b": "prodigy"}, "down": {"w": "lars", "b": "fromage"}})
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), by_norms()], ids=["sgd", "norms"])
+def test_local_steps_on_padded_parameters(tx):
     plan = plan_of(6, "zero2", mesh={"replica": 2, "data": 3})
     settings = {"local_steps": jdp.LocalSteps(2, momentum=0.5, lr=0.7), "partitioning": "manual", "rows": 60}
-    tx = optax.sgd(0.1, momentum=0.9)
     state, padded = train(plan, tx, **settings)
+    assert len([path for path, _ in state.static.flat if path.startswith("params")]) >= 3
     other, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
     np.testing.assert_allclose(padded, plain, rtol=LOSS_BOUND)
     assert not any(behind.any() for behind in padding(state))

@@ -6,13 +6,16 @@ Both are checked abstractly when the state is made, so that a mistake shows befo
 from __future__ import annotations
 
 import re
+import traceback
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.types import PyTree
 
@@ -85,14 +88,8 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         _, (_, after) = traced_update(tx, params, opt_state, params, loss)
-    except TypeError as error:
-        if missing := re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []:
-            raise ValueError(
-                f"A step hands an optimizer gradients, state, parameters and {GIVEN}= (the loss); this one's update "
-                f"also needs {', '.join(missing)}. Leave out what needs it (optax.lbfgs(linesearch=None)), or take "
-                "an optimizer that does without."
-            ) from error
-        raise
+    except Exception as error:
+        raise ValueError(_why_not(error, params)) from error
     old, new = (
         {path_of(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (opt_state, after)
@@ -104,3 +101,21 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
                 f"{old.get(path, 'nothing')} before an update and {new.get(path, 'nothing')} after it. Give it in init "
                 "what update returns."
             )
+
+
+def _why_not(error: Exception, params: PyTree) -> str:
+    """Return the sentence for an update that failed on shapes, as it does without jdp."""
+    given = f"A step hands an optimizer gradients, state, parameters and {GIVEN}= (the loss); this one's update"
+    if isinstance(error, TypeError) and "missing" in str(error) and (missing := re.findall(r"'(\w+)'", str(error))):
+        return (
+            f"{given} also needs {', '.join(missing)}. Leave out what needs it (optax.lbfgs(linesearch=None)), or take "
+            "an optimizer that does without."
+        )
+    *_, last = traceback.extract_tb(error.__traceback__)
+    said = next(iter(str(error).splitlines()), "").rstrip(".")
+    scalars = [path_of(path) for path, leaf in jax.tree.leaves_with_path(params) if not leaf.shape]
+    return (
+        f"{given} raised {type(error).__name__}: {said} ({Path(last.filename).name}:{last.lineno}). Take an optimizer "
+        "that does without, or give parameters that it cannot update another one (optax.multi_transform)."
+        + (f" Scalars here: {listed(scalars)}." if scalars else "")
+    )

@@ -3,7 +3,7 @@
 The update is traced for the model's own shapes, so that masks by rank or shape, and means, are those of the model. Then
 it is replayed on the stored leaves:
 - an element-wise operation runs on the rows as they are.
-- a sum, a largest or a smallest element of all of a leaf leaves out the padding.
+- a sum, a largest or a smallest element of all of a leaf leaves out the padding, as an inner product of two does.
 - values that depend on no flat leaf are computed as traced, and made flat where they meet one.
 
 Anything else (a matrix product, sums along one dimension) mixes elements: such a leaf stays replicated. `flattened`
@@ -270,13 +270,24 @@ def _operation(eqn: Any, operands: list[_Value]) -> list[_Value]:
     (flat,) = flats
     if name in ELEMENTWISE:
         return [_Value(array, flat, of) for array in bind(eqn, [operand.at_rest(flat) for operand in operands])]
-    if name in ("reshape", "broadcast_in_dim") and eqn.outvars[0].aval.shape == flat.shape:
+    if name == "reshape" and eqn.params["dimensions"] is None:  # the elements keep their order
+        return [replace(operands[0], flat=replace(flat, shape=eqn.outvars[0].aval.shape))]
+    if name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == flat.shape:
         return operands[:1]
+    if name == "dot_general" and _is_inner_product(eqn):
+        one, other = (flat.masked(x.at_rest(flat)).astype(eqn.outvars[0].aval.dtype) for x in operands)
+        return [_Value((one * other).sum())]
     if name in _REDUCTIONS and len(eqn.params["axes"]) == len(flat.shape):
         masked = flat.masked(operands[0].array, _nothing(name, eqn.invars[0].aval.dtype))
         axes = tuple(range(len(flat.at_rest)))
         return [_Value(x) for x in bind(eqn.replace(params={**eqn.params, "axes": axes}), [masked])]
     raise Mixed(name, of)
+
+
+def _is_inner_product(eqn: Any) -> bool:
+    """Return True for the sum of the products of all elements, in order (`jnp.vdot`)."""
+    (left, right), batch = eqn.params["dimension_numbers"]
+    return batch == ((), ()) and left == right == tuple(range(len(eqn.invars[0].aval.shape)))
 
 
 def _nothing(reduction: str, dtype: Any) -> Any:

@@ -1,0 +1,164 @@
+"""Optimizers of `optax.contrib` lead to one device's weights, on leaves that divide by the devices and on padded ones.
+
+As in `test_optimizers.py` all run in one program. The list is read from the module: a new optimizer comes in by itself.
+"""
+
+import functools
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+from test_optimizers import (
+    FEATURES,
+    OUT,
+    ROWS,
+    assert_laid_as_planned,
+    assert_same,
+    init_one,
+    loss_one,
+    plan_of,
+    regression,
+    train,
+)
+
+import jdp
+
+NAMES = sorted(
+    name
+    for name, value in vars(contrib).items()
+    if inspect.isfunction(value) and not name.startswith("scale_by_") and name != "schedule_free_eval_params"
+)
+SETTINGS = {  # estimates of a rate begin at 1e-6, with which three steps change nothing
+    "dadapt_adamw": {"estim_lr0": 1e-2},
+    "differentially_private_aggregate": {"l2_norm_clip": 1.0, "noise_multiplier": 0.0, "key": jax.random.key(0)},
+    "dog": {"init_step": ("heuristic", 1e-3)},
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.0, "seed": 0},
+    "galore": {"rank": 1},  # more than the gradient has: see the last test
+    "mechanize": {"base_optimizer": optax.adam(1e-2), "s_init": 0.1},
+    "momo": {"learning_rate": 1e-2},
+    "prodigy": {"estim_lr0": 1e-2},
+    "sam": {"optimizer": optax.adam(1e-3), "adv_optimizer": optax.chain(contrib.normalize(), optax.sgd(0.1))},
+    "schedule_free_sgd": {"learning_rate": 1e-4},
+    "schedule_free": {"base_optimizer": optax.adam(1e-3)},
+    "split_real_and_imaginary": {"inner": optax.adam(1e-3)},
+}
+REFUSED = {
+    "differentially_private_aggregate": "expects `grads` to have a batch dimension",
+    "dpsgd": "expects `grads` to have a batch dimension",
+    "hutchinson_estimator_diag_hessian": "obj_fn must be provided",
+    "sophia": "obj_fn must be provided",
+}
+"""Optimizers that need a gradient of each row, or the loss function: the reason, in optax's words."""
+TRAINED = [name for name in NAMES if name not in REFUSED]
+
+
+def made(name):
+    settings = dict(SETTINGS.get(name, {}))
+    rate = inspect.signature(getattr(contrib, name)).parameters.get("learning_rate")
+    if rate is not None and rate.default is inspect.Parameter.empty:
+        settings.setdefault("learning_rate", 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # dpsgd hands its seed on
+        tx = getattr(contrib, name)(**settings)
+    if name in ("normalize", "reduce_on_plateau"):  # of an update, and no optimizers by themselves
+        return optax.chain(tx, optax.sgd(0.1 if name == "normalize" else 1e-3))
+    if name == "sam":  # takes no `value`, which is handed to all of a program or to none
+        return optax.GradientTransformation(tx.init, lambda g, s, p=None: tx.update(g, s, p))
+    return tx
+
+
+def init_odd(rng):
+    """Beside a matrix that divides by eight devices one that does not."""
+    return {**init_one(rng), "odd": 0.5 + jax.random.uniform(rng, (33, 17))}
+
+
+def loss_all(params, batch, rng):
+    odd = {key: jnp.pad(batch[key], ((0, 0), (0, 1)), mode="edge") for key in ("x", "y")}
+    total = 0.0
+    for part in params.values():
+        total += regression(part, batch).sum()
+        if "odd" in part:
+            total += regression({"kernel": part["odd"], "bias": 0.0}, odd).sum()
+    return jdp.Loss(total, jnp.float32(batch["x"].shape[0]))
+
+
+@functools.cache
+def run_all(run, init):
+    tx = optax.multi_transform({name: made(name) for name in TRAINED}, {name: name for name in TRAINED})
+    plan = plan_of(run)
+    return plan, train(plan, tx, lambda rng: {name: init(rng) for name in TRAINED}, loss_all)
+
+
+def assert_as_on_one_device(name, run, init):
+    plan, (lay, _, state) = run_all(run, init)
+    assert_laid_as_planned(plan, lay, state, f"/{name}/")
+    _, (_, first, alone) = run_all("one device", init)
+    got, wanted = state.unpadded().params[name], alone.params[name]
+    assert_same(*jax.device_get((got, wanted)))
+    assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(*map(jax.tree.leaves, (first[name], wanted)), strict=True))
+    return state
+
+
+@pytest.mark.parametrize("run", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_optimizer_is_laid_as_planned_and_trains_as_on_one_device(name, run):
+    assert_as_on_one_device(name, run, init_one)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_beside_a_padded_matrix_it_trains_as_on_one_device(name):
+    state = assert_as_on_one_device(name, "zero3", init_odd)
+    assert f"params/{name}/odd" in dict(state.static.flat)
+
+
+def test_every_optimizer_is_run():
+    assert {"acprop", "galore", "madgrad", "muon", "prodigy", "sam", "schedule_free_sgd"} <= set(TRAINED)
+    assert len(NAMES) >= 26
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_needs_more_is_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=rf"A step hands an optimizer .* raised ValueError: .*{REFUSED[name]}"):
+        jdp.abstract_state(init_one, made(name), plan_of("zero3"), rng=jax.random.key(0))
+
+
+def test_an_optimizer_that_fails_on_a_scalar_names_it():
+    init = lambda rng: {**init_one(rng), "scale": jnp.float32(1)}  # noqa: E731
+    with pytest.raises(ValueError, match=r"raised IndexError: list index out of range .*Scalars here: scale\."):
+        jdp.abstract_state(init, optax.sm3(1e-3), plan_of("zero3"), rng=jax.random.key(0))
+
+
+def test_galore_differs_between_meshes_as_plain_optax_does_after_a_rounding():
+    """Of a gradient of rank 4 the SVD's other directions are rounding, which Adam divides by its own size.
+
+    Then 1e-7 of the gradient changes a step of plain optax by more than a fifth of the rate, and eight devices sum in
+    another order. With a rank of 4 nothing is divided so, and eight devices do what plain optax does.
+    """
+    random = np.random.default_rng(0)
+    low = lambda rows: (random.normal(size=(rows, 4)) @ random.normal(size=(4, FEATURES)) / 2).astype(np.float32)  # noqa: E731
+    batch = {"x": low(ROWS), "y": random.normal(size=(ROWS, OUT)).astype(np.float32)}
+    start = init_one(jax.random.key(0))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def plain(tx, params, noise):
+        grads = jax.grad(lambda params: loss_one(params, batch, None).total / ROWS)(params)
+        updates, _ = tx.update(jax.tree.map(lambda g, n: g * (1 + n), grads, noise), tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    def moved(one, other):
+        return max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True))
+
+    nothing = jax.tree.map(jnp.zeros_like, start)
+    signs = jax.tree.map(lambda p: jnp.asarray(random.choice([-1e-7, 1e-7], p.shape), p.dtype), start)
+    full, tx = contrib.galore(0.1, rank=OUT), contrib.galore(0.1, rank=4)
+    assert moved(plain(full, start, nothing), plain(full, start, signs)) > 0.02
+    assert moved(plain(tx, start, nothing), plain(tx, start, signs)) < 1e-5
+    plan = plan_of("zero3")
+    state = jdp.init_state(lambda rng: start, tx, plan, rng=jax.random.key(0))
+    after, _ = jdp.make_train_step(loss_one, plan)(state, batch)
+    assert moved(jax.device_get(after.params), plain(tx, start, nothing)) < 1e-5
