@@ -43,11 +43,11 @@ class Result:
         return sum(self.sent.values())
 
 
-def counted(run: Any, losses: list[float]) -> Result:
+def counted(run: Any, losses: list[float] | None = None) -> Result:
     """Return what a compiled step sends and computes, beside the losses of training with it."""
     found = collectives(run.as_text())
     sent = {kind: total_wire_bytes([each for each in found if each.kind == kind]) for kind in KINDS}
-    return Result(sent, run.cost_analysis()["flops"], losses)
+    return Result(sent, run.cost_analysis()["flops"], losses or [])
 
 
 def by_jdp(plan: jdp.Plan, tx: optax.GradientTransformation, matrices: int, steps: int) -> Result:
@@ -61,3 +61,13 @@ def by_jdp(plan: jdp.Plan, tx: optax.GradientTransformation, matrices: int, step
         state, metrics = run(state, jax.device_put(make_batch(i), plan.batch_sharding))
         losses.append(float(metrics["loss"]))
     return counted(run, losses)
+
+
+def forms(mesh: jax.sharding.Mesh, strategy: str, steps: int) -> dict[str, Result]:
+    """Return AdamW's step (not trained), Muon's without owners, and with, of as many matrices as devices."""
+    plan, naive = jdp.Plan(mesh, strategy), jdp.Plan(mesh, strategy, whole_matrices=False)
+    return {
+        "AdamW": by_jdp(plan, optax.adamw(3e-3), mesh.size, 0),
+        "naive": by_jdp(naive, MUON, mesh.size, steps),
+        "owned": by_jdp(plan, MUON, mesh.size, steps),
+    }

@@ -4,8 +4,8 @@ ZeRO cuts an update anywhere, as Adam's works on each element alone. Muon's does
 a matrix by itself. AdamW sends D for gradients and D for weights. Guess first: how many D does Muon send?
 
 The lesson runs Newton-Schulz on shards: no error is raised, and the numbers are wrong. It counts what XLA sends to make
-them right. Then, by hand, an all-to-all gives each device whole matrices of its own, which it computes; another returns
-the shards. Bytes and losses are compared with the naive step's, and with jdp's, whose loop is AdamW's.
+them right. Then, by hand, an all-to-all gives each device whole matrices of its own, which it computes. Another returns
+the shards. Bytes and losses are compared with those of the naive step, and of jdp's.
 
     python experiments/lessons/zero_muon.py [--picture FILE.svg]
 
@@ -27,11 +27,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from devices import use_eight_devices
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from muon_toy import DECAY, MUON, RATE, SIDE, Result, by_jdp, counted, init, total_loss
+from muon_toy import DECAY, MUON, RATE, SIDE, Result, by_jdp, counted, forms, init, total_loss
 from narration import keep, parser, show, stacked, tell
 from toy import ROWS, make_batch
 
@@ -69,8 +68,9 @@ def to_owners(x: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(x, "data", split_axis=0, concat_axis=1, tiled=True)
 
 
-def to_shards(x: jax.Array, matrices: int) -> jax.Array:
-    return jax.lax.all_to_all(x, "data", split_axis=1, concat_axis=0, tiled=True)[:matrices]
+def owned(shards: jax.Array) -> jax.Array:
+    whole = jax.vmap(newton_schulz)(to_owners(shards))
+    return jax.lax.all_to_all(whole, "data", split_axis=1, concat_axis=0, tiled=True)[: len(shards)]
 
 
 def step(layers: jax.Array, momentum: jax.Array, rows: dict[str, Any]) -> tuple[jax.Array, ...]:
@@ -78,70 +78,69 @@ def step(layers: jax.Array, momentum: jax.Array, rows: dict[str, Any]) -> tuple[
     loss, grads = jax.value_and_grad(total_loss)(whole, rows)
     own = jax.lax.psum_scatter(grads, "data", scatter_dimension=1, tiled=True) / ROWS
     momentum = DECAY * momentum + (1 - DECAY) * own  # element by element, so on shards
-    update = to_shards(jax.vmap(newton_schulz)(to_owners(momentum)), len(layers))
-    return layers - RATE * update, momentum, jax.lax.psum(loss, "data") / ROWS
+    return layers - RATE * owned(momentum), momentum, jax.lax.psum(loss, "data") / ROWS
 
 
-def by_hand(mesh: jax.sharding.Mesh, matrices: int, steps: int) -> Result:
-    shards, split, losses = P(None, "data"), NamedSharding(mesh, P("data")), list[float]()
-    specs = {"in_specs": (shards, shards, P("data")), "out_specs": (shards, shards, P())}
-    layers = jax.device_put(init(matrices)["layers"], NamedSharding(mesh, shards))
-    momentum, compiled = jnp.zeros_like(layers), jax.jit(jax.shard_map(step, mesh=mesh, **specs))
-    run = compiled.lower(layers, momentum, jax.device_put(make_batch(0), split)).compile()
+SHARDS = P(None, "data")
+
+
+def by_hand(mesh: jax.sharding.Mesh, steps: int) -> Result:
+    specs = {"in_specs": (SHARDS, SHARDS, P("data")), "out_specs": (SHARDS, SHARDS, P())}
+    layers = jax.device_put(init(mesh.size)["layers"], NamedSharding(mesh, SHARDS))
+    momentum, split, losses = jnp.zeros_like(layers), NamedSharding(mesh, P("data")), list[float]()
+    local = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+    run = local.lower(layers, momentum, jax.device_put(make_batch(0), split)).compile()
     for i in range(steps):
         layers, momentum, loss = run(layers, momentum, jax.device_put(make_batch(i), split))
         losses.append(float(loss))
     return counted(run, losses)
 
 
-# 3. The same by jdp, naive and with owners, beside AdamW, under each strategy. Then other numbers of matrices.
+def sent_by_owners(mesh: jax.sharding.Mesh, matrices: int) -> float:
+    """Return the bytes of both all-to-alls, of a stack of any number of matrices."""
+    run = jax.jit(jax.shard_map(owned, mesh=mesh, in_specs=SHARDS, out_specs=SHARDS))
+    return counted(run.lower(init(matrices)["layers"]).compile()).total
 
 
-def forms(mesh: jax.sharding.Mesh, strategy: str, steps: int) -> dict[str, Result]:
-    plan = lambda **settings: jdp.Plan(mesh, strategy, **settings)  # noqa: E731
-    return {
-        "AdamW": by_jdp(plan(), optax.adamw(3e-3), mesh.size, 0),
-        "naive": by_jdp(plan(whole_matrices=False), MUON, mesh.size, steps),
-        "owned": by_jdp(plan(), MUON, mesh.size, steps),
-    }
+# 3. The same by jdp (`muon_toy.py`), naive and with owners, beside AdamW, under each strategy.
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__file__, __doc__).parse_args(argv)
     use_eight_devices()
     mesh = jdp.make_mesh(data=-1)
-    n, kinds = mesh.size, ("reduce-scatter", "all-gather", "all-to-all")
-    d, pair = 4 * SIDE**2 * (n - 1), 2 * 4 * SIDE**2 * (n - 1) / n  # of N matrices: D, and what two all-to-alls send
+    n, d, kinds = mesh.size, 4 * SIDE**2 * (mesh.size - 1), ("reduce-scatter", "all-gather", "all-to-all")
     wrong = [(f.__name__, k, error_of_shards(f, k)) for f in (jnp.sign, newton_schulz) for k in sorted({2, n})]
-    said = """Adam's first update is the gradient's sign: of a shard it is the shard of the sign. Newton-Schulz of a
-        shard is another matrix. Neither raises an error."""
+    said = """Adam's first update is the gradient's sign, and the sign of a shard is a shard of the sign. Newton-Schulz
+        of a shard is another matrix. Neither raises an error."""
     show("An update of shards, put together", ("update", "devices", "error / norm"), wrong, said)
     found = {strategy: forms(mesh, strategy, 20 * (strategy == "zero1")) for strategy in ("ddp", "zero1", "zero3")}
+    adamw, naive, by_owners = found["zero1"].values()
     ruled = by_jdp(jdp.Plan(mesh, "zero1", rules=[("layers", P("data"))]), MUON, n, 20)
-    zero1 = found["zero1"] | {"owned, by hand": by_hand(mesh, n, 20), "whole by a rule": ruled}
-    naive = zero1["naive"].losses
-    apart = lambda losses: float(np.abs(np.subtract(losses, naive)).max()) if losses else "-"  # noqa: E731
+    zero1 = {"AdamW": adamw, "naive": naive, "by hand": by_hand(mesh, 20), "by jdp": by_owners, "a rule": ruled}
+    apart = lambda losses: float(np.abs(np.subtract(losses, naive.losses)).max()) if losses else "-"  # noqa: E731
     rows = [(name, *(r.sent[k] / d for k in kinds), r.total / d, apart(r.losses)) for name, r in zero1.items()]
-    said = f"""Naive, each of five steps gathers a matrix three times: {zero1["naive"].total / d:.0f} D. Owners take two
-        all-to-alls, 2 D/N. A rule P("data") on stacked layers keeps each matrix whole at rest: no all-to-all is left
-        (under zero3 it would keep layers from being gathered one at a time). All learn the same."""
+    said = f"""Naive, each of five Newton-Schulz steps gathers a matrix three times: {naive.total / d:.0f} D. Owners
+        take two all-to-alls, 2D/N. A rule P("data") on stacked layers keeps each matrix whole on a device at rest too,
+        so no all-to-all is left; under zero3 it would gather all layers at once. All learn the same."""
     show(f"zero1, {n} devices: sent a step, × D", ("form", *kinds, "sum", "losses apart, 20 steps"), rows, said)
     update = {s: {f: (r.flops - each["AdamW"].flops) / 1e6 for f, r in each.items()} for s, each in found.items()}
     rows = [(s, *(r.total / d for r in each.values()), *[*update[s].values()][1:]) for s, each in found.items()]
-    said = """Under ddp a naive step sends nothing more, as each device computes all matrices. With owners each computes
-        its part, and an all-gather returns the updates."""
+    said = """Under ddp the naive step sends nothing more, but each device computes all matrices. With owners each
+        computes its part, and an all-gather returns the updates, D. Under zero1 and zero3 XLA divides each product by
+        rows: naive costs no more FLOPs, but bytes."""
     headers = ("strategy", "AdamW, × D", "naive, × D", "owned, × D", "naive, MFLOPs", "owned, MFLOPs")
-    show("Sent a step, and what a device computes beyond AdamW's step", headers, rows, said)
-    stacks = {m: by_hand(mesh, m, 0).sent["all-to-all"] / pair for m in (n // 4, n, n + n // 2) if m}
-    said = """Stacks are padded to a multiple of the devices. With fewer matrices than devices most devices compute
-        padding: more devices make such an update no faster."""
-    rows = [(m, -(-m // n), size, size * n / m) for m, size in stacks.items()]
-    show("Owners", ("matrices", "a device", "all-to-alls, × 2D/N of N matrices", "× those without padding"), rows, said)
+    show("Sent a step, and computed by a device beyond AdamW's step", headers, rows, said)
+    stacks = {m: sent_by_owners(mesh, m) / (2 * d / n) * n / m for m in (max(n // 4, 1), n, n + n // 2)}
+    said = """Stacks are padded to a multiple of the devices, and padding is sent and computed too. With fewer matrices
+        than devices, more devices make the update no faster."""
+    rows = [(m, -(-m // n), times) for m, times in stacks.items()]
+    show(f"Stacks on {n} devices", ("matrices", "a device", "sent by all-to-alls, × 2D/N"), rows, said)
     figure, (left, right) = chart(2)
     sent = {k: [r.sent[k] / d for r in zero1.values()] for k in kinds}
-    stacked(left, "Sent by a device a step, zero1, × D", [name.replace(" ", "\n") for name in zero1], sent)
-    parts = {(s, f): update[s][f] for s in update for f in ("naive", "owned")}
-    stacked(right, "Update of a device, MFLOPs", ["\n".join(p) for p in parts], {"beyond AdamW's": [*parts.values()]})
+    stacked(left, "Sent by a device a step, zero1, × D", [*zero1], sent)
+    parts = {f"{s}\n{f}": update[s][f] for s in update for f in ("naive", "owned")}
+    stacked(right, "Computed by a device, MFLOPs", [*parts], {"beyond AdamW's step": [*parts.values()]})
     keep(figure, options.picture, "Bytes that a step sends by kind, and FLOPs of its update, naive and with owners")
 
 
