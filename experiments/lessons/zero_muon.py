@@ -16,9 +16,10 @@ an all-to-all D/N, as a device has only Ψ/N of them to send. A step with owners
     gradients, D      momentum, D/N           updates, D/N             weights, D
     to shards         to whole matrices       to shards                for the next step
 
-Liu et al. 2025, arXiv:2502.16982, gather the momentum once, D, and compute all matrices on each device (exercise 11).
-Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. jdp: `jdp.Plan(mesh, "zero1")`, whatever the optimizer;
-`jdp.Plan(..., whole_matrices=False)` is the naive form.
+Compiled for 8 H100s (`jdp.verify(..., "h100:1x8")`, jax 0.10.2, 2026-11), naive and owned send the same multiples of D.
+jdp: `jdp.Plan(mesh, "zero1")`, whatever the optimizer; `jdp.Plan(..., whole_matrices=False)` is the naive form.
+Liu et al. 2025, arXiv:2502.16982, gather the momentum once, and compute all matrices on each device (exercise 11).
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
 """
 
 from collections.abc import Callable, Sequence
