@@ -1,4 +1,4 @@
-"""Thirty questions, numbered, whose answers are short sentences; `test_exercises.py` follows their links."""
+"""Thirty-one questions, numbered, whose answers are short sentences; `test_exercises.py` follows their links."""
 
 import re
 
@@ -8,9 +8,9 @@ PAGE = (LESSONS / "INTERVIEW.md").read_text("utf-8")
 ASKED = re.findall(r"^(\d+)\. \*\*(.+?)\*\*(.*?)(?=^\d+\. |^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_thirty_questions_in_order():
-    assert [int(number) for number, _, _ in ASKED] == list(range(1, 31))
-    assert len({question for _, question, _ in ASKED}) == 30
+def test_questions_in_order():
+    assert [int(number) for number, _, _ in ASKED] == list(range(1, 32))
+    assert len({question for _, question, _ in ASKED}) == 31
 
 
 def test_answers_are_at_most_three_sentences_of_thirty_words():
@@ -21,5 +21,5 @@ def test_answers_are_at_most_three_sentences_of_thirty_words():
 
 
 def test_the_short_lessons_are_asked_for():
-    for name in ("gradient_accumulation", "mixed_precision", "data_and_seeds", "input_bound"):
+    for name in ("gradient_accumulation", "mixed_precision", "data_and_seeds", "input_bound", "zero_muon"):
         assert f"]({name}.py)" in PAGE
