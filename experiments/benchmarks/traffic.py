@@ -114,7 +114,7 @@ from jax.sharding import PartitionSpec
 from measure import Row, finish, parser
 
 import jdp
-from jdp.experiment.matrices import matrix_dimensions
+from jdp.experiment.muon import muon
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.verify import Report, report
@@ -134,7 +134,7 @@ PARTITIONINGS = ("auto", "manual")
 COLUMNS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
-    "muon": optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrix_dimensions),
+    "muon": muon(optax.constant_schedule(1e-3), optax.adamw(1e-3), optax.identity(), {}),
 }
 LENGTH = 1024
 MIB = 2**20
