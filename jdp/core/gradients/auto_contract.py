@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import own_axes
-
-FLAT = "auto would all-reduce the gradients of parameters that are stored flat and padded"
+from jdp.core.sharding.placement import Placement
 
 
 def auto_breach(
-    plan: Plan, accumulate: int, precision: Precision, reused: str | None, flat: bool = False
+    plan: Plan, accumulate: int, precision: Precision, reused: str | None, leaf: str | None = None
 ) -> str | None:
-    """Describe how auto would break the communication contract; None if it keeps it.
+    """Describe how auto would break the communication contract; None if it keeps it. `leaf`: that of `leaf_breach`.
 
     Measured on compiled programs, experiments/benchmarks/traffic.py.
     """
@@ -23,11 +24,22 @@ def auto_breach(
         return lower
     if row.shard_state and any(plan.mesh.shape[axis] > 1 for axis in own_axes(plan.mesh)):
         return "auto may move activations along data where they meet gradients that the model's axes shard too"
-    if flat:
-        return FLAT
+    if leaf is not None:
+        return leaf
     if reused is not None:
         return f"{reused} is used more than once, and auto reduces its gradient at each use"
     return None
+
+
+def leaf_breach(trained: Iterable[Placement]) -> str | None:
+    """Describe how auto would reduce the gradients of parameters that are stored like this otherwise than promised."""
+    stacked = None
+    for placement in trained:
+        if placement.flat is not None:
+            return "auto would all-reduce the gradients of parameters that are stored flat and padded"
+        if placement.dim == 0 and len(placement.shape) > 2:
+            stacked = stacked or placement.path
+    return f"auto would all-reduce the gradient of {stacked}, which is sharded over its layers" if stacked else None
 
 
 def dtype_breach(precision: Precision) -> str | None:

@@ -17,7 +17,7 @@ from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients import auto, manual
-from jdp.core.gradients.auto_contract import FLAT, auto_breach, dtype_breach
+from jdp.core.gradients.auto_contract import auto_breach, dtype_breach, leaf_breach
 from jdp.core.gradients.global_trace import global_trace, names_axes, two_traces
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
@@ -345,11 +345,11 @@ class PartitioningRequest:
         )
 
     def _breach(self, reused: str | None) -> str | None:
-        return auto_breach(self.plan, self.settings.accumulate, self.settings.precision, reused, self._has_flat)
+        return auto_breach(self.plan, self.settings.accumulate, self.settings.precision, reused, self._leaf_breach)
 
     @cached_property
-    def _has_flat(self) -> bool:
-        return any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
+    def _leaf_breach(self) -> str | None:
+        return leaf_breach(jax.tree.leaves(self.spec.trained_placements))
 
     def _for_constant_term(self, choice: Choice, line: str) -> Choice:
         """Return auto for a loss with the term at `line`, if auto counts that once; else raise ValueError."""
@@ -385,7 +385,7 @@ class PartitioningRequest:
     def _drawback(self, state: AnyState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
         if self.settings.requested == "auto":
-            return dtype_breach(self.settings.precision) or (FLAT if self._has_flat else None)
+            return dtype_breach(self.settings.precision) or self._leaf_breach
         if names := _unsynchronised(state, floating=True):
             return f"each device then computes {names[0]} over its own rows, and the values are averaged"
         return None
