@@ -47,7 +47,7 @@ def test_compiles_for_its_gpus_and_fits(name):
 
 
 TARGETS = {"gpt_1b": "h100:1x8", "hsdp": "h100:8x8", "tensor_parallel": "h100:8x8", "digits_resnet": "cpu:4"}
-TARGETS["finetune_hf_llama"] = "h100:1x8"
+TARGETS |= {"finetune_hf_llama": "h100:1x8", "quickstart_muon": "cpu:4"}
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
@@ -80,6 +80,15 @@ def test_fits_its_devices(name, tmp_path):
     at_rest = sum(placement.bytes_per_device for placement in kept)
     shards = math.prod(size for axis, size in assembly.mesh.shape.items() if axis != "replica")
     assert at_rest < 1.1 * 4 * size / shards + 50_000, "small leaves and norms stay whole"
+
+
+def test_the_quickstarts_differ_in_the_update_and_its_rate_alone():
+    """The lab note compares them at equal steps on equal data."""
+    adamw, muon = (load(EXPERIMENTS / f"{name}.toml").model_dump() for name in ("quickstart", "quickstart_muon"))
+    assert [each["optimizer"].pop("name") for each in (adamw, muon)] == ["adamw", "muon"]
+    for each in (adamw, muon):
+        del each["name"], each["optimizer"]["lr"]
+    assert adamw == muon
 
 
 def test_what_is_tensor_parallel_is_split_in_pairs():

@@ -65,7 +65,7 @@ class Optimizer(Section):
     eps: Annotated[float, Field(gt=0), Single] = 1e-8
     """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad, muon)."""
     momentum: Decay = 0.0
-    """Momentum (sgd, adafactor, lars, rmsprop)."""
+    """Momentum (sgd, adafactor, lars, rmsprop); muon's is beta."""
     trust_coefficient: Annotated[float, Field(gt=0), Single] = 0.001
     """Length of a layer's update as a share of the length of its weights (lars)."""
     beta: Decay = 0.95
