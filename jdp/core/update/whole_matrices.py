@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
@@ -33,7 +32,6 @@ from jdp.core.sharding.traced_mesh import mesh_inside
 from jdp.core.state import TrainState, trained_part
 from jdp.core.tracing.graph import Env, Graph, Operation, Value, described, evaluate, known
 from jdp.core.tracing.per_index import Along, one_index
-from jdp.core.types import PyTree
 from jdp.core.update.local_steps import is_inside_a_replica
 from jdp.core.update.mixing import Refusal, Region, Rest, Track, Tracks, mixes, regions, track
 
@@ -123,13 +121,10 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     """
     if not state.static.flat and not any(map(mixes, graph.operations)):
         return [], []
-    count, placed = plan.mesh.shape[DATA], jax.tree.leaves(plan.state_placements(state))
-    by_path = {each.path: each for each in placed}
-    params = {path.removeprefix("params/"): each for path, each in by_path.items() if path.startswith("params")}
-    trained = trained_part(state.params, state.static.trained)
-    likes = {"params": _paths("params", trained), "opt_state": _paths("opt_state", state.opt_state)}
-    paths = [*likes["params"], *likes["opt_state"], *likes["params"]]
-    inputs = [_input_track(by_path[path], params, plan) for path in paths]
+    count, placed = plan.mesh.shape[DATA], plan.state_placements(state)
+    params = {each.path.partition("/")[2]: each for each in jax.tree.leaves(placed.params)}
+    trained = jax.tree.leaves(trained_part(placed.params, state.static.trained))
+    inputs = [_input_track(each, params, plan) for each in (*trained, *jax.tree.leaves(placed.opt_state), *trained)]
     if len(inputs) + 1 != len(graph.inputs):  # the parameters are one array, or a leaf is none
         return [], []
     tracks = track(graph, [*inputs, Track()], count)
@@ -143,10 +138,6 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     return _stacks(usable, tracks, count), refused
 
 
-def _paths(name: str, tree: PyTree) -> list[str]:
-    return [f"{name}/{path_of(path)}".rstrip("/") for path, _ in jax.tree.leaves_with_path(tree)]
-
-
 def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan) -> Track:
     """Return what is known of a leaf of the state, or of a gradient, before an update."""
     name, _, path = placed.path.partition("/")
@@ -157,7 +148,7 @@ def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan)
     others = {axis for entry in placed.rest for axis in axes_of(entry)} - {DATA}
     known_rest = not any(plan.mesh.shape[axis] > 1 for axis in others)
     rest = Rest(None if placed.flat else placed.dim, placed.flat) if known_rest else None
-    return Track(owner.path.removeprefix("params/"), Along(0) if shape[0] == leading else None, rest=rest)
+    return Track(owner.path.partition("/")[2], Along(0) if shape[0] == leading else None, rest=rest)
 
 
 def _is_worth(region: Region, tracks: Tracks, plan: Plan) -> bool:
