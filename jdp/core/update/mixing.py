@@ -177,6 +177,8 @@ def regions(
         owner = tracks[operation.results[0]].owner
         if owner is None or not _is_heavy(operation, tracks):
             continue
+        if owner == MANY and not mixes(operation):
+            continue  # a condition over flat leaves is replayed on them
         if owner == MANY:
             paths = {track.owner for value in before(operation.operands)[1] if (track := tracks.get(value))}
             names = tuple(sorted(path for path in paths if path not in (None, MANY)))
