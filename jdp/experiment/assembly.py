@@ -88,7 +88,7 @@ class Assembly:
     @cached_property
     def tx(self) -> optax.GradientTransformation:
         """The optimizer of [optimizer]."""
-        return optimizer(self.experiment)
+        return optimizer(self.experiment, self.parameter_shapes)
 
     @cached_property
     def learning_rate(self) -> optax.Schedule:

@@ -6,6 +6,7 @@ steps, so microbatches and devices do not change them. Nothing below the trainin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,11 +17,10 @@ from jdp.base.shorten import cut
 from jdp.core.update.ema import with_ema
 from jdp.core.update.schedules import scaled_lr, warmup
 from jdp.experiment.file import ExperimentError
+from jdp.experiment.matrices import VECTORS
+from jdp.experiment.muon import muon
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.optimizer import OPTIMIZERS
-
-NOT_DECAYED = ("bias", "scale")
-"""Last part of the paths of parameters that weight decay leaves alone."""
 
 
 def peak_rate(experiment: Experiment) -> float:
@@ -50,13 +50,15 @@ def learning_rate(experiment: Experiment) -> optax.Schedule:
     return warmup(after, settings.warmup_steps)
 
 
-def optimizer(experiment: Experiment) -> optax.GradientTransformation:
+def optimizer(
+    experiment: Experiment, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> optax.GradientTransformation:
     """Return the optimizer of [optimizer]; its state counts steps for the learning rate.
 
     The train step clips, as it knows the norm over all devices. With `ema_decay` the state also has an average of the
-    parameters.
+    parameters. `shapes` are those of all parameters by path, which Muon reads; None: all are trained.
     """
-    rule, decay = _rule(experiment), experiment.optimizer.ema_decay
+    rule, decay = _rule(experiment, shapes or {}), experiment.optimizer.ema_decay
     return rule if decay is None else with_ema(rule, decay)
 
 
@@ -66,7 +68,7 @@ def _rate_of_a_count(experiment: Experiment) -> optax.Schedule:
     return rate if steps == 1 else lambda count: rate(jnp.asarray(count) // steps)
 
 
-def _rule(experiment: Experiment) -> optax.GradientTransformation:
+def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> optax.GradientTransformation:
     """Return the update rule. Raises ExperimentError if a plug-in's object is none.
 
     Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
@@ -110,12 +112,17 @@ def _rule(experiment: Experiment) -> optax.GradientTransformation:
             return optax.rmsprop(rate, decay=chosen.b2, eps=chosen.eps, momentum=chosen.momentum or None)
         case "adagrad":
             return optax.adagrad(rate, eps=chosen.eps)
+        case "muon":
+            share = 1.0 if chosen.adam_lr is None else chosen.adam_lr / chosen.lr
+            adamw = optax.adamw(lambda count: share * rate(count), b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
+            settings = {"beta": chosen.beta, "ns_steps": chosen.ns_steps, "eps": chosen.eps}
+            return muon(rate, adamw, optax.add_decayed_weights(**decay), shapes, **settings)
 
 
 def decay_mask(params: Any) -> Any:
     """Return a tree of bools: True for parameters that decay, False where the last key is `bias` or `scale`."""
 
     def decays(path: Any, _: Any) -> bool:
-        return jax.tree_util.keystr(path[-1:], simple=True) not in NOT_DECAYED
+        return jax.tree_util.keystr(path[-1:], simple=True) not in VECTORS
 
     return jax.tree_util.tree_map_with_path(decays, params)

@@ -203,9 +203,16 @@ def muon():
 
 @pytest.mark.parametrize(("make_tx", "flat"), [(factored, 2), (muon, 3)])
 def test_an_update_that_mixes_elements_keeps_its_parameters_replicated(make_tx, flat):
-    state = assert_equals_one_device(plan_of(5), make_tx, flat)
+    state = assert_equals_one_device(dataclasses.replace(plan_of(5), whole_matrices=False), make_tx, flat)
     assert state.params["up"]["w"].shape == (IN, HIDDEN)
     assert state.params["up"]["b"].shape == (105,)  # of a vector nothing is mixed
+
+
+@pytest.mark.parametrize(("make_tx", "flat"), [(factored, 4), (muon, 7)])
+def test_an_update_that_takes_matrices_whole_leaves_them_padded(make_tx, flat):
+    state = assert_equals_one_device(plan_of(5), make_tx, flat)
+    assert state.params["up"]["w"].shape == Flat.of((IN, HIDDEN), 5).at_rest
+    assert "up/w" in state.static.whole
 
 
 def test_what_a_user_sees_has_its_own_shape(capfd, monkeypatch):

@@ -110,7 +110,7 @@ WRONG_FILES = {
     "longer warm-up than run": (SMALL + "[optimizer]\nwarmup_steps = 51", "must be at most train.steps = 50; given 51"),
     "key the optimizer ignores": (
         SMALL + '[optimizer]\nname = "adam"\nweight_decay = 0.1',
-        "optimizer.weight_decay is not used by adam, only by adamw, lion, sgd, adafactor, lamb, lars; given 0.1",
+        "optimizer.weight_decay is not used by adam, only by adamw, lion, sgd, adafactor, lamb, lars, muon; given 0.1",
     ),
     "rule without an axis": (SMALL + '[rules]\n"*/kernel" = ["", "model"]', "which are data; given 'model': add it to"),
     "rule over replica": (SMALL + '[mesh]\nreplica = 2\n[rules]\n"*" = ["replica"]', "carries the batch only"),

@@ -58,7 +58,7 @@ def test_every_optimizer_descends(name):
     assert float(jnp.abs(params["w"]).max()) < 0.5  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor", "muon"])
 def test_weight_decay_leaves_out_biases_and_scales_even_when_layers_are_stacked(name):
     params = {
         "layers": {
@@ -119,9 +119,14 @@ def test_the_rate_is_scaled_to_the_batch_and_the_schedule_runs_over_that():
         ({"base_batch_size": 256}, "optimizer.base_batch_size is used by lr_scaling only; given 256: remove it"),
         ({"name": "adagrad", "momentum": 0.9}, "only by sgd, adafactor, lars, rmsprop; given 0.9"),
         ({"trust_coefficient": 0.1}, "optimizer.trust_coefficient is not used by adamw, only by lars"),
+        ({"beta": 0.9}, "optimizer.beta is not used by adamw, only by muon; given 0.9: remove it (or beta = 0.95)"),
+        ({"name": "muon", "momentum": 0.9}, "optimizer.momentum is not used by muon, only by sgd, adafactor"),
+        ({"name": "muon", "ns_steps": 0}, "optimizer.ns_steps must be 1 or more; given 0"),
+        ({"name": "muon", "ns_steps": 21}, "optimizer.ns_steps must be 20 or less; given 21"),
+        ({"name": "muon", "adam_lr": 0.0}, "optimizer.adam_lr must be more than 0.0; given 0.0"),
     ],
 )
-def test_a_key_that_would_do_nothing_is_refused(settings, expected):
+def test_a_key_that_would_do_nothing_or_is_out_of_range_is_refused(settings, expected):
     with pytest.raises(ExperimentError) as caught:
         experiment(optimizer=settings)
     assert expected in str(caught.value)

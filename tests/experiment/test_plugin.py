@@ -118,7 +118,7 @@ MISTAKES = {
         ["--loss.name=smothed"],
         'smoothed, the only one there is; given "smothed"; did you mean smoothed?',
     ),
-    "no such optimizer": (["--optimizer.name=sgn"], "lars, rmsprop, adagrad, signum; given"),
+    "no such optimizer": (["--optimizer.name=sgn"], "lars, rmsprop, adagrad, muon, signum; given"),
     "a key of jdp's data": (["--data.flip=true"], "data.flip is not used by data.name = 'rings'; given True"),
     "a key of other optimizers": (["--optimizer.b1=0.5"], "optimizer.b1 is not used by signum"),
     "data twice": (["--data.source=stdlib"], "data.name = 'rings' is in place of data.source; given both: remove one"),

@@ -60,13 +60,14 @@ def places_after(eqn: JaxprEqn, places: Sequence[Place]) -> list[Place]:
     if name in ("scan", "while", "cond"):
         return _of_loop(eqn, places)[1]
     own = [place for place in places if place is not None and place != UNIFORM]
-    arrays = [place for number, place in enumerate(places) if _shape(eqn, number)]
+    given = [(number, place) for number, place in enumerate(places) if _shape(eqn, number)]
     if not own:
         spread = name in ELEMENTWISE or name in ("broadcast_in_dim", "transpose", "reshape")
-        is_uniform = spread and None not in arrays and _result_shape(eqn) != ()
+        is_uniform = spread and all(place for _, place in given) and _result_shape(eqn) != ()
         return [UNIFORM if is_uniform else None] * count
     if name in ELEMENTWISE:
-        if len(set(own)) > 1 or None in arrays:
+        spread = (place is not None or _shape(eqn, number)[own[0].dim :][:1] in ((), (1,)) for number, place in given)
+        if len(set(own)) > 1 or not all(spread):
             raise Mixes(name)
         return [own[0]] * count
     rule = _RULES.get(name)
@@ -251,7 +252,7 @@ class _One:
 
     def at(self, place: Place) -> Any:
         """Return the array with the dimension at `place`: of a uniform one as much as one index has."""
-        if self.place == UNIFORM and place is not None and place != UNIFORM:
+        if self.place == UNIFORM and place is not None and place != UNIFORM and self.array.shape[place.dim] > 1:
             return jax.lax.slice_in_dim(self.array, 0, place.inner, axis=place.dim)
         return self.array
 

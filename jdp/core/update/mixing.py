@@ -29,6 +29,7 @@ _HEAVY = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations that mix elements, and for which XLA gathers a sharded array, or cannot be run on a part of it."""
+_PLACES = frozenset("device_put shard_map sharding_constraint".split())  # noqa: SIM905
 _REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())  # noqa: SIM905
 
 
@@ -152,8 +153,13 @@ def _rest_after(operation: Operation, result: Value, given: Sequence[Track], cou
 
 def mixes(operation: Operation) -> bool:
     """Return True if an operation mixes elements of a matrix in a way that needs all of it."""
-    inner = [operation.eqn, *(eqn for program in jaxprs_in_params(operation.eqn.params) for eqn in every_eqn(program))]
-    return any(eqn.primitive.name in _HEAVY and not _is_sum(eqn) for eqn in inner)
+    return any(eqn.primitive.name in _HEAVY and not _is_sum(eqn) for eqn in _inside(operation))
+
+
+def _inside(operation: Operation) -> list[Any]:
+    """Return an operation and all that it runs."""
+    inner = jaxprs_in_params(operation.eqn.params)
+    return [operation.eqn, *(eqn for program in inner for eqn in every_eqn(program))]
 
 
 def _is_sum(eqn: Any) -> bool:
@@ -307,6 +313,8 @@ def _region(flow: _Flow, owner: str, heavy: Sequence[Operation]) -> Region | str
             continue
         inputs = sorted(cut, key=_place_in(graph))
         operations = {*core, *_leading(entering, cut, tracks, owner)}
+        if any(eqn.primitive.name in _PLACES for operation in operations for eqn in _inside(operation)):
+            return "it places arrays by itself"
         results = flow.leaving(core)
         stored = [wanted.get(value, Rest() if not value.aval.shape else None) for value in results]
         if None in stored:

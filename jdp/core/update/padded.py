@@ -76,7 +76,9 @@ class _Value:
         """Return its array in the stored shape of such a leaf; a scalar as it is."""
         if self.flat is not None or not jnp.ndim(self.array):
             return self.array
-        return flat.to_rest(self.array) if self.number is None else jnp.broadcast_to(self.number, flat.at_rest)
+        if self.number is not None:
+            return jnp.broadcast_to(self.number, flat.at_rest)
+        return flat.to_rest(jnp.broadcast_to(self.array, flat.shape))  # an operation may spread dimensions of one
 
 
 def optimized(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> Any:

@@ -18,6 +18,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "lars": ("momentum", "weight_decay", "trust_coefficient"),
     "rmsprop": ("b2", "eps", "momentum"),
     "adagrad": ("eps",),
+    "muon": ("beta", "ns_steps", "adam_lr", "b1", "b2", "eps", "weight_decay"),
 }
 """Optimizer -> the keys that it reads. Others are refused: the file would not describe the run."""
 
@@ -37,7 +38,7 @@ class Optimizer(Section):
     """[optimizer]: the update rule and its learning rate over the run."""
 
     name: Annotated[
-        Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad"],
+        Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"],
         WrapValidator(_registered_or),
     ] = "adamw"
     """The update rule; or one that the plug-in registers, whose fields may be given beside it."""
@@ -55,18 +56,24 @@ class Optimizer(Section):
     final_lr_fraction: Fraction = 0.0
     """Rate at the end as a share of the peak (cosine, linear)."""
     weight_decay: Annotated[float, Field(ge=0), Single] = 0.0
-    """Weight decay; never on biases and norm scales (adamw, lion, sgd, adafactor, lamb, lars). Decoupled from the
-    gradient, except in lars."""
+    """Weight decay; never on biases and norm scales (adamw, lion, sgd, adafactor, lamb, lars, muon). Decoupled from
+    the gradient, except in lars."""
     b1: Decay = 0.9
-    """Decay of the first moment (adamw, adam, lion, lamb)."""
+    """Decay of the first moment (adamw, adam, lion, lamb, muon)."""
     b2: Decay = 0.999
-    """Decay of the second moment (adamw, adam, lion, lamb, rmsprop)."""
+    """Decay of the second moment (adamw, adam, lion, lamb, rmsprop, muon)."""
     eps: Annotated[float, Field(gt=0), Single] = 1e-8
-    """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad)."""
+    """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad, muon)."""
     momentum: Decay = 0.0
     """Momentum (sgd, adafactor, lars, rmsprop)."""
     trust_coefficient: Annotated[float, Field(gt=0), Single] = 0.001
     """Length of a layer's update as a share of the length of its weights (lars)."""
+    beta: Decay = 0.95
+    """Decay of the momentum that is orthogonalized, a Nesterov momentum (muon)."""
+    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz iterations that orthogonalize it (muon)."""
+    adam_lr: Annotated[float, Field(gt=0), Single] | None = None
+    """Peak rate of what is no hidden matrix, by AdamW (muon); none = lr, as its updates have AdamW's size."""
     ema_decay: Decay | None = None
     """Decay of a moving average of the parameters, which evaluations and samples then use; none = no average."""
     clip_norm: Annotated[float, Field(gt=0), Single] | None = None

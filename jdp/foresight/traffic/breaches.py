@@ -168,7 +168,9 @@ class _Judge:
         counts = packed and (not parameters or c.kind == "all-to-all")
         if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
             return None
-        if UPDATE in (c.op_name or "") and piece.payload_bytes > TINY:
+        named = c.op_name or "" if step.plan.whole_matrices else piece.op_names
+        mixed = UPDATE in named and piece.payload_bytes > TINY
+        if mixed and (not parameters or not step.plan.whole_matrices):
             return Reason("the optimizer's update mixes the elements of matrices", self._whole_matrices())
         if not parameters:
             words = "no parameter has this shape, so it is activations or a part of the batch"

@@ -1,0 +1,126 @@
+"""Which parameters are hidden matrices, by the names and shapes that jdp's models, Flax and Equinox give them.
+
+Muon is for these alone: "embeddings, classifier heads, and hidden gains/biases" go by AdamW (the README of
+github.com/KellerJordan/Muon). The first layer of an image model embeds its pixels, so it is an embedding here.
+
+A linear map is a matrix, and a convolution one of [outputs, all else], as its authors flatten it. So is an attention
+kernel with a dimension for heads. Layers that are stacked for a scan, and experts, are many matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import takewhile
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from optax.contrib import MuonDimensionNumbers
+
+from jdp.base.tree_paths import path_of
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+VECTORS = ("bias", "scale")
+"""Last part of the paths of parameters that are vectors, even where stacked layers give them two dimensions."""
+_OUTER = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|stem|(.*_)?head|classifier|logits")
+"""A part of the path of an embedding or a head."""
+_HEAD = re.compile(r"(.*_)?head|classifier|logits|.*unembed.*")
+_NUMBERED = re.compile(r"(?:params/)?(\w*?)[/_]?(\d+)(?:/\w+)?")
+"""A linear map in a model that numbers its layers, such as `layers/2/kernel`, `Dense_2/kernel` or `linear2/kernel`."""
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)")
+
+
+def matrix_dimensions(params: Any, shapes: Shapes | None = None) -> Any:
+    """Return for each parameter the dimensions of its matrices, counted from the last, or None if it has none.
+
+    Args:
+        params: tree of arrays or their shapes; None for parameters that are frozen.
+        shapes: of all parameters of the model, the frozen ones too, by path; None: those of `params`.
+    """
+    known = {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(params)} | dict(shapes or {})
+    vectors = {path: vector for path, shape in known.items() if is_vector(path) and (vector := _vector(shape))}
+    last = set() if any(_HEAD.fullmatch(part) for path in known for part in path.split("/")) else _last_numbered(known)
+
+    def dimensions(path: Any, _: Any) -> MuonDimensionNumbers | None:
+        name = path_of(path)
+        return None if is_vector(name) or name in last else _dimensions(name, known[name], vectors)
+
+    return jax.tree_util.tree_map_with_path(dimensions, params)
+
+
+def is_vector(path: str) -> bool:
+    """Return True for biases and scales of norms; Equinox calls the latter `norm/weight`."""
+    *modules, name = path.split("/")
+    return name in VECTORS or (bool(modules) and _NORM.search(modules[-1].lower()) is not None)
+
+
+def _vector(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without last dimensions of size 1: the bias of Equinox' convolution is [outputs, 1, 1]."""
+    return shape if shape[-1:] != (1,) else _vector(shape[:-1])
+
+
+def _last_numbered(shapes: Shapes) -> set[str]:
+    """Return the last linear map of each numbered row of them: the head, if nothing is called so."""
+    found: dict[str, tuple[int, str]] = {}
+    for path, shape in shapes.items():
+        numbered = _NUMBERED.fullmatch(path)
+        if numbered and len(shape) == 2 and not is_vector(path):
+            found[numbered[1]] = max(found.get(numbered[1], (0, path)), (int(numbered[2]), path))
+    return {path for _, path in found.values()}
+
+
+def _dimensions(path: str, shape: tuple[int, ...], vectors: Shapes) -> MuonDimensionNumbers | None:
+    """Return the matrix of a leaf, or None for an embedding, a head, and where names and shapes do not tell it."""
+    *modules, name = path.split("/")
+    if len(shape) < 2 or any(map(_OUTER.fullmatch, (*modules, name))):
+        return None
+    stacked = _stacked(modules, shape, vectors)
+    if len(shape) - (stacked or 0) == 2 or name in ("lora_a", "lora_b") or "expert" in path:
+        found = MuonDimensionNumbers(-2, -1)
+    elif stacked is None or len(shape) - stacked < 2 or name not in ("kernel", "weight"):
+        return None
+    else:
+        found = _grouped(modules, name, len(shape) - stacked, stacked, vectors)
+    return found if min(matrix_sizes(shape, found)[1:]) > 1 else None
+
+
+def _grouped(modules: list[str], name: str, count: int, stacked: int, vectors: Shapes) -> MuonDimensionNumbers:
+    """Return the matrix of a kernel with `count` dimensions, three or more, beside those that stack layers.
+
+    Flax's end in the outputs, as many dimensions as the bias has. Equinox' begin with them.
+    """
+    if name == "weight":
+        return MuonDimensionNumbers(tuple(range(1 - count, 0)), (-count,))
+    if bias := vectors.get("/".join((*modules, "bias"))):
+        outputs = len(bias) - stacked
+    else:
+        outputs = count - 1 if modules[-1] in ("query", "key", "value") else 1
+    return MuonDimensionNumbers(tuple(range(-count, -outputs)), tuple(range(-outputs, 0)))
+
+
+def _stacked(modules: list[str], shape: tuple[int, ...], vectors: Shapes) -> int | None:
+    """Return how many first dimensions stack layers: those that the nearest vectors have, too. None: no vector is near.
+
+    Vectors outside of the model's part that the leaf is in tell nothing: only the layers may be stacked.
+    """
+    outermost = 1 if modules[:1] == ["params"] else 0
+    for depth in range(len(modules), outermost, -1):
+        inside = "/".join(modules[:depth]) + "/"
+        near = [vector for path, vector in vectors.items() if path.startswith(inside)]
+        if near:
+            return min(min(len(vector) - 1, _shared(vector, shape)) for vector in near)
+    return None
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return how many first dimensions two shapes share."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])
+
+
+def matrix_sizes(shape: tuple[int, ...], found: MuonDimensionNumbers) -> tuple[int, int, int]:
+    """Return how many matrices a leaf is, and their rows and columns."""
+    rows, columns = (prod(shape[dim] for dim in np.atleast_1d(dims)) for dims in found)
+    return prod(shape) // (rows * columns), rows, columns
