@@ -48,7 +48,7 @@ class Track:
     Attributes:
         owner: path of the parameter that it is computed for; None: none, `MANY`: several.
         place: where it has the parameter's leading dimension, if that has stacked matrices.
-        apart: each index of that dimension is computed by itself.
+        apart: the operation that makes it computes each index of that dimension by itself.
         rest: how it is stored; None if that is not known.
         reduced: a sum leads to it.
     """
@@ -98,12 +98,14 @@ def track(graph: Graph, inputs: Sequence[Track], count: int) -> Tracks:
     tracks: Tracks = dict(zip(graph.inputs, inputs, strict=True))
     for operation in graph.operations:
         given = [tracks.get(value, Track()) for value in operation.operands]
-        owners = {each.owner for each in given} - {None}
+        arrays = {
+            each.owner for value, each in zip(operation.operands, given, strict=True) if not _is_number(value, each)
+        }
+        owners = (arrays - {None} or {each.owner for each in given}) - {None}
         owner = next(iter(owners), None) if len(owners) < 2 else MANY
-        places: Sequence[Place] = [None] * len(operation.results)
-        apart = all(each.apart for each in given)
+        places, apart = list[Place]([None] * len(operation.results)), True
         try:
-            places = places_after(operation.eqn, [each.place for each in given]) if apart else places
+            places = places_after(operation.eqn, [each.place for each in given])
         except Mixes:
             apart = False
         reduced = operation.name in _REDUCTIONS or any(each.reduced for each in given)
@@ -113,11 +115,18 @@ def track(graph: Graph, inputs: Sequence[Track], count: int) -> Tracks:
     return tracks
 
 
+def _is_number(value: Value, track: Track) -> bool:
+    """Return True for a scalar, or an array of one: a norm over all parameters does not make an array of them."""
+    return not value.aval.shape or track.place == UNIFORM
+
+
 def _rest_after(operation: Operation, result: Value, given: Sequence[Track], count: int) -> Rest | None:
     """Return how XLA stores a result without sending anything but sums."""
     eqn, name = operation.eqn, operation.name
     pairs = zip(operation.operands, given, strict=True)
-    arrays = [each.rest for value, each in pairs if value.aval.shape and (each.owner or each.rest != Rest())]
+    arrays = [
+        each.rest for value, each in pairs if value.aval.shape and (each.owner is not None or each.rest != Rest())
+    ]
     if not result.aval.shape or not arrays:
         return Rest()
     if name in ELEMENTWISE:
@@ -174,6 +183,8 @@ def regions(
         owner = tracks[operation.results[0]].owner
         if owner is None or not _is_heavy(operation, tracks):
             continue
+        if owner == MANY and not mixes(operation):
+            continue  # a condition over flat leaves is replayed on them
         if owner == MANY:
             paths = {track.owner for value in before(operation.operands)[1] if (track := tracks.get(value))}
             names = tuple(sorted(path for path in paths if path not in (None, MANY)))
@@ -191,7 +202,7 @@ def regions(
     apart = [
         region
         for region in found
-        if inside.isdisjoint(value for op in before(region.inputs)[0] for value in op.results)
+        if inside.isdisjoint(value for op in before(_entering(region.operations))[0] for value in op.results)
     ]
     late = tuple(region.owner for region in found if region not in apart)
     refused += [Refusal(late, "the update", "it needs another parameter's result")] if late else []
@@ -292,8 +303,9 @@ def _region(flow: _Flow, owner: str, heavy: Sequence[Operation]) -> Region | str
     if any(tracks[value].owner != owner for operation in core for value in operation.results):
         return "it computes several parameters at once"
     core |= _until_stored(flow, owner, core)
-    entering = dict.fromkeys(value for op in core for value in op.operands if value.maker not in core)
-    if any(tracks[value].owner == MANY and value.aval.shape for value in entering if value in tracks):
+    entering = _entering(core)
+    several = [value for value in entering if value in tracks and tracks[value].owner == MANY]
+    if not all(_is_number(value, tracks[value]) for value in several):
         return "an array of several parameters enters it"
     for by_matrix in (True, False):
         cut = _cut([value for value in entering if _is_of(tracks, value, owner)], tracks, owner, by_matrix)
@@ -307,15 +319,20 @@ def _region(flow: _Flow, owner: str, heavy: Sequence[Operation]) -> Region | str
         stored = [wanted.get(value, Rest() if not value.aval.shape else None) for value in results]
         if None in stored:
             return "how its result is stored is not known"
-        values = [*inputs, *(value for operation in operations for value in operation.results)]
         places = {tracks[value].place for value in results}
-        apart = all(tracks[value].apart for value in values) and not places & {None, UNIFORM}
+        apart = all(tracks[value].apart for operation in operations for value in operation.results)
+        apart = apart and not places & {None, UNIFORM}
         count = _matrices(tracks, inputs) if by_matrix and apart else None
         if by_matrix and count is None:
             continue
         ordered = tuple(sorted(operations, key=lambda operation: operation.place))
         return Region(owner, ordered, tuple(inputs), tuple(results), tuple(filter(None, stored)), count)
     return "how its operands are stored is not known"
+
+
+def _entering(operations: Collection[Operation]) -> dict[Value, None]:
+    """Return the values that operations take and none of them makes."""
+    return dict.fromkeys(value for op in operations for value in op.operands if value.maker not in operations)
 
 
 def _is_of(tracks: Tracks, value: Value, owner: str) -> bool:
@@ -402,7 +419,7 @@ def _cut(targets: Sequence[Value], tracks: Tracks, owner: str, by_matrix: bool) 
 
 def _bytes_entering(value: Value, track: Track, by_matrix: bool) -> float:
     """Return the bytes of a value, and one more where a sum leads to it, which is sent too."""
-    if track.rest is None or (by_matrix and (not track.apart or track.place == UNIFORM)):
+    if track.rest is None or (by_matrix and value.aval.shape and (not track.apart or track.place == UNIFORM)):
         return math.inf
     if by_matrix and track.rest.flat is not None and len(track.rest.flat.at_rest) == 1:
         return math.inf  # the rows of several matrices are one

@@ -166,9 +166,12 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
 
 def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
     """Return a state with the paths of parameters whose matrices an update takes whole; report what cannot be."""
-    if not plan.whole_matrices or plan.mesh.shape[DATA] == 1 or plan.offload is not None:
+    if not plan.whole_matrices or plan.mesh.shape[DATA] == 1:
         return state
     stacks, refused = _stacks(plan, state)
+    if plan.offload is not None and stacks:
+        paths = tuple(sorted(region.owner for stack in stacks for region in stack.regions))
+        stacks, refused = [], [*refused, Refusal(paths, "the update", "its optimizer state is in host memory")]
     for each in refused:
         notice(
             f"the optimizer's update mixes the elements of {listed(each.paths)} ({each.operation}), and every device "

@@ -20,11 +20,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
@@ -35,7 +32,6 @@ from jdp.core.sharding.traced_mesh import mesh_inside
 from jdp.core.state import TrainState, trained_part
 from jdp.core.tracing.graph import Env, Graph, Operation, Value, described, evaluate, known
 from jdp.core.tracing.per_index import Along, one_index
-from jdp.core.types import PyTree
 from jdp.core.update.local_steps import is_inside_a_replica
 from jdp.core.update.mixing import Refusal, Region, Rest, Track, Tracks, mixes, regions, track
 
@@ -125,13 +121,10 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     """
     if not state.static.flat and not any(map(mixes, graph.operations)):
         return [], []
-    count, placed = plan.mesh.shape[DATA], jax.tree.leaves(plan.state_placements(state))
-    by_path = {each.path: each for each in placed}
-    params = {path.removeprefix("params/"): each for path, each in by_path.items() if path.startswith("params")}
-    trained = trained_part(state.params, state.static.trained)
-    likes = {"params": _paths("params", trained), "opt_state": _paths("opt_state", state.opt_state)}
-    paths = [*likes["params"], *likes["opt_state"], *likes["params"]]
-    inputs = [_input_track(by_path[path], params, plan) for path in paths]
+    count, placed = plan.mesh.shape[DATA], plan.state_placements(state)
+    params = {each.path.partition("/")[2]: each for each in jax.tree.leaves(placed.params)}
+    trained = jax.tree.leaves(trained_part(placed.params, state.static.trained))
+    inputs = [_input_track(each, params, plan) for each in (*trained, *jax.tree.leaves(placed.opt_state), *trained)]
     if len(inputs) + 1 != len(graph.inputs):  # the parameters are one array, or a leaf is none
         return [], []
     tracks = track(graph, [*inputs, Track()], count)
@@ -145,10 +138,6 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     return _stacks(usable, tracks, count), refused
 
 
-def _paths(name: str, tree: PyTree) -> list[str]:
-    return [f"{name}/{path_of(path)}".rstrip("/") for path, _ in jax.tree.leaves_with_path(tree)]
-
-
 def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan) -> Track:
     """Return what is known of a leaf of the state, or of a gradient, before an update."""
     name, _, path = placed.path.partition("/")
@@ -159,7 +148,7 @@ def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan)
     dim = None if placed.flat else placed.dim
     shared = dim is not None and any(plan.mesh.shape[axis] > 1 for axis in axes_of(placed.rest[dim]) if axis != DATA)
     rest = None if shared else Rest(dim, placed.flat)
-    return Track(owner.path.removeprefix("params/"), Along(0) if shape[0] == leading else None, rest=rest)
+    return Track(owner.path.partition("/")[2], Along(0) if shape[0] == leading else None, rest=rest)
 
 
 def _is_worth(region: Region, tracks: Tracks, plan: Plan) -> bool:
@@ -338,7 +327,6 @@ def _by_matrix(stack: Stack, inputs: Sequence[Any], taken: Sequence[Any]) -> Seq
     region, is_by_matrix = stack.regions[0], stack.regions[0].matrices is not None
 
     def operation(each: Operation, operands: list[Any]) -> Any:
-        operands = [x if isinstance(x, Tracer) else np.asarray(x) for x in operands]  # constants are on another mesh
         places = [stack.tracks.get(value, Track()).place for value in each.operands]
         return one_index(each.eqn, operands, places if is_by_matrix else [None] * len(places))
 
