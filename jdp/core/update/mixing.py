@@ -8,8 +8,7 @@ momentum and a norm). What follows is computed as stored. `whole_matrices.py` ru
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 from jdp.core.sharding.padded import Flat
 from jdp.core.tracing.graph import Graph, Operation, Value, before
 from jdp.core.tracing.jaxprs import ELEMENTWISE, every_eqn
+from jdp.core.tracing.minimum_cut import minimum_cut
 from jdp.core.tracing.per_index import UNIFORM, Mixes, Place, places_after, same_start
 
 MANY = "*"
@@ -370,51 +370,17 @@ def _place_in(graph: Graph) -> Any:
     return lambda value: order.get(value, -1) if value.maker is None else len(order) + value.maker.place
 
 
-# The minimum cut.
-
-
 def _cut(targets: Sequence[Value], tracks: Tracks, owner: str, by_matrix: bool) -> set[Value] | None:
-    """Return the values of the fewest bytes that all paths to `targets` go through, the nearest of those.
-
-    A value that cannot enter a region is of infinitely many bytes; None if no others are enough.
-    """
-    values, waiting = dict[Value, None](), list(targets)
+    """Return the parameter's values of the fewest bytes that lead to `targets`; None if they cannot enter a region."""
+    values, waiting = dict[Value, list[Value]](), list(targets)
     while waiting:
         value = waiting.pop()
-        if value not in values and _is_of(tracks, value, owner):
-            values[value] = None
-            waiting += value.maker.operands if value.maker else []
-    source, sink = object(), object()
-    room = dict[Any, dict[Any, float]]()
-
-    def edge(start: Any, end: Any, bytes_: float) -> None:
-        room.setdefault(start, {})[end] = bytes_
-        room.setdefault(end, {}).setdefault(start, 0.0)
-
-    for value in values:
-        edge((value, "in"), (value, "out"), _bytes_entering(value, tracks[value], by_matrix))
-        own = [each for each in (value.maker.operands if value.maker else []) if each in values]
-        for each in own:
-            edge((each, "out"), (value, "in"), math.inf)
-        if not own:
-            edge(source, (value, "in"), math.inf)
-    for value in dict.fromkeys(targets):
-        edge((value, "out"), sink, math.inf)
-    while path := _path(room, source, sink):
-        sent = min(room[a][b] for a, b in path)
-        if math.isinf(sent):
-            return None
-        for a, b in path:
-            room[a][b] -= sent
-            room[b][a] += sent
-    reaching, waiting_nodes = {sink}, [sink]
-    while waiting_nodes:
-        end = waiting_nodes.pop()
-        for start in room.get(end, {}):
-            if start not in reaching and room[start][end] > 0:
-                reaching.add(start)
-                waiting_nodes.append(start)
-    return {value for value in values if (value, "out") in reaching and (value, "in") not in reaching}
+        if value not in values:
+            operands = value.maker.operands if value.maker else []
+            values[value] = [each for each in operands if _is_of(tracks, each, owner)]
+            waiting += values[value]
+    sizes = {value: _bytes_entering(value, tracks[value], by_matrix) for value in values}
+    return minimum_cut(values, sizes, targets)
 
 
 def _bytes_entering(value: Value, track: Track, by_matrix: bool) -> float:
@@ -424,19 +390,3 @@ def _bytes_entering(value: Value, track: Track, by_matrix: bool) -> float:
     if by_matrix and track.rest.flat is not None and len(track.rest.flat.at_rest) == 1:
         return math.inf  # the rows of several matrices are one
     return float(value.aval.size * value.aval.dtype.itemsize + track.reduced)
-
-
-def _path(room: Mapping[Any, Mapping[Any, float]], source: Any, sink: Any) -> list[tuple[Any, Any]]:
-    """Return the edges of a shortest path with room on it; [] if there is none."""
-    came, waiting = {source: source}, deque([source])
-    while waiting and sink not in came:
-        start = waiting.popleft()
-        for end, bytes_ in room.get(start, {}).items():
-            if bytes_ > 0 and end not in came:
-                came[end] = start
-                waiting.append(end)
-    path, end = list[tuple[Any, Any]](), sink
-    while end in came and end is not source:
-        path.append((came[end], end))
-        end = came[end]
-    return path

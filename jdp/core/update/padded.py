@@ -192,14 +192,14 @@ def _described(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def exchanged(plan: Plan, state: TrainState) -> dict[str, int]:
-    """Return kind of collective -> payload bytes of an update that takes matrices whole, of a state as stored."""
+def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
+    """Return (kind of collective, devices of one) -> payload bytes of an update that takes matrices whole."""
     if not state.static.whole:
         return {}
     if STACKED in state.sync:
         state = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
     sent = [stack.sent() for stack in _stacks(plan, state)[0]]
-    return {kind: sum(each.get(kind, 0) for each in sent) for kind in dict.fromkeys(chain(*sent))}
+    return {kind: sum(each.get(kind, 0) for each in sent) for kind in sorted({*chain(*sent)})}
 
 
 def at_rest(state: TrainState, static: Static) -> TrainState:

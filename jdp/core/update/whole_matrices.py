@@ -92,13 +92,24 @@ class Stack:
         return "matrix" in [travel.kind for travel in (*self.arrive, *self.leave)]
 
     @property
-    def padded(self) -> int:
-        """Matrices with those that pad the stack to a multiple of the devices."""
-        return -(-self.matrices // self.count) * self.count
+    def owners(self) -> int:
+        """Devices that divide the stack: all, or as many of replicated arrays' as leave little padding to gather.
 
-    def sent(self) -> dict[str, int]:
-        """Return kind of collective -> payload bytes: what a device gives to all-to-alls, and gets of all-gathers."""
-        sent = dict[str, int]()
+        Then groups of that many devices compute the same.
+        """
+        if {travel.kind for travel in (*self.arrive, *self.leave)} - {"copy", "same"}:
+            return self.count
+        divisors = (n for n in range(self.count, 0, -1) if self.count % n == 0)
+        return next(n for n in divisors if -(-self.matrices // n) * n * 3 <= self.matrices * 4)
+
+    @property
+    def padded(self) -> int:
+        """Matrices with those that pad the stack to a multiple of its owners."""
+        return -(-self.matrices // self.owners) * self.owners
+
+    def sent(self) -> dict[tuple[str, int], int]:
+        """Return (kind of collective, devices of one) -> bytes that a device gives to all-to-alls, or gathers."""
+        sent, owners = dict[tuple[str, int], int](), self.owners
         values = [*zip(self.arrive, self.inputs[0], strict=True)]
         results = [*zip(self.leave, self.regions[0].results, strict=True)]
         for (travel, value), is_result in [*((x, False) for x in values), *((x, True) for x in results)]:
@@ -106,7 +117,8 @@ class Stack:
             if name := kind.get(travel.kind):
                 elements = math.prod(travel.flat.at_rest) if travel.flat else value.aval.size
                 size = self.padded * (elements // self.each) * value.aval.dtype.itemsize
-                sent[name] = sent.get(name, 0) + (size if name == "all-gather" else size // self.count)
+                own = size if name == "all-gather" else size // owners
+                sent[name, owners] = sent.get((name, owners), 0) + own
         return sent
 
 
@@ -135,7 +147,7 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     if uneven:
         reason = f"its stacked matrices are sharded over {plan.data}, and do not divide by {count}"
         refused.append(Refusal(uneven, "the update", reason))
-    return _stacks(usable, tracks, count), refused
+    return [stack for stack in _stacks(usable, tracks, count) if stack.owners > 1], refused
 
 
 def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan) -> Track:
@@ -292,12 +304,12 @@ def _arriving(stack: Stack, travel: Travel, x: jax.Array) -> jax.Array:
     """Return the whole matrices of one device, of a stack of all matrices' shards."""
     if travel.kind == "matrix":
         return x
-    n = stack.count
+    n = stack.owners
     if missing := -len(x) % n:  # the last is computed again: zeros might not be numbers afterwards
         x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
     if travel.kind == "copy":
         own = len(x) // n
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(DATA) * own, own)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(DATA) % n * own, own)
     dim = x.ndim - 1 if travel.flat else travel.dim + 1
     whole = jax.lax.all_to_all(x, DATA, 0, dim, tiled=True)
     if travel.flat is None:
@@ -312,7 +324,10 @@ def _leaving(stack: Stack, travel: Travel, x: jax.Array, matrices: int) -> jax.A
     if travel.kind == "matrix":
         return x
     if travel.kind == "copy":
-        return jax.lax.all_gather(x, DATA, tiled=True)[:matrices]
+        if stack.owners == 1:
+            return x
+        groups = [[*range(first, first + stack.owners)] for first in range(0, stack.count, stack.owners)]
+        return jax.lax.all_gather(x, DATA, axis_index_groups=groups, tiled=True)[:matrices]
     if travel.flat is not None:
         head = travel.flat.at_rest[:-1] if stack.regions[0].matrices is None else ()
         rows = x.reshape(len(x), *head, travel.flat.row)

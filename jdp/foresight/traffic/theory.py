@@ -118,7 +118,7 @@ def theory(
     static: Static | None = None,
     gathered: tuple[Gathered, ...] | None = None,
     metrics: tuple[tuple[int, ...], ...] = (),
-    exchanged: Mapping[str, int] | None = None,
+    exchanged: Mapping[tuple[str, int], int] | None = None,
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
@@ -148,8 +148,8 @@ def theory(
             packed["all-reduce"] += unsharded.payload_bytes
     for each in gathers if wire.weights is not None else ():
         packed["all-gather"] += each.payload_bytes
-    for kind, payload in (exchanged or {}).items():
-        promises = (*promises, Promise(kind, inner * payload, (DATA,), sizes[DATA], inner, 4, first.parameters))
+    for (kind, devices), payload in (exchanged or {}).items():
+        promises = (*promises, Promise(kind, inner * payload, (DATA,), devices, inner, 4, first.parameters))
         packed[kind] += inner * payload
     adapter = static.adapter if static is not None and settings.sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
