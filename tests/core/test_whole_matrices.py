@@ -158,7 +158,10 @@ WHOLE = {"layers/u", "layers/d", "q", "experts", "square", "tall/0", "tall/1", "
 def test_equals_one_device(strategy, devices, accumulate):
     plan = plan_of(strategy, devices)
     state, step = start(plan, SHAPES, muon(), accumulate)
-    assert set(state.static.whole) == WHOLE | ({"tiny"} if strategy == "ddp" else set())
+    alone = (
+        {"odd", "square"} if strategy == "ddp" else set()
+    )  # each device computes a matrix that has no other beside it
+    assert set(state.static.whole) == WHOLE - alone
     if strategy != "ddp":
         assert_sharded(plan, state)
     assert_kept(state, step)
@@ -269,12 +272,15 @@ def test_a_gradient_that_is_no_number_changes_nothing():
     [
         ("zero3", {"mesh": {"replica": 2, "data": 4}}),
         ("zero1", {"mesh": {"replica": 4, "data": 2}}),
+        ("zero1", {"mesh": {"data": 4, "model": 2}, "rules": [("one", P("model")), ("u", P(None, None, "model"))]}),
         ("zero3", {"mesh": jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Explicit,) * 2)}),
     ],
-    ids=["replica=2", "replica=4", "explicit"],
+    ids=["replica=2", "replica=4", "model", "explicit"],
 )
 def test_on_other_meshes(strategy, settings):
-    assert_trains_as_one_device(FEW, few(), plan_of(strategy, **settings), {"u", "one", "two", "odd"})
+    plan = plan_of(strategy, **settings)  # beside a model axis `odd` is not sharded, and has no other beside it
+    whole = {"u", "one", "two", "odd"} - ({"odd"} if "rules" in settings else set())
+    assert_trains_as_one_device(FEW, few(), plan, whole)
 
 
 def test_layers_that_are_sharded_over_the_matrices_send_nothing():
@@ -313,7 +319,7 @@ def test_part_by_part(monkeypatch):
         (few, {"offload": "optimizer"}, "its optimizer state is in host memory"),
         (
             few,
-            {"mesh": {"data": 4, "model": 2}, "rules": [("*", P(None, "model"))]},
+            {"mesh": {"data": 4, "model": 2}, "rules": [("*", P(None, ("data", "model")))]},
             "how its operands are stored is not known",
         ),
     ],
@@ -399,7 +405,15 @@ def test_preconditioners_of_a_users_own(make, strategy, devices):
     shapes = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}
     plan, tx = plan_of(strategy, devices), make()
     assert_kept(*start(plan, shapes, tx))
-    assert_trains_as_one_device(shapes, tx, plan, shapes)
+    assert_trains_as_one_device(shapes, tx, plan, {*shapes} - ({"odd"} if strategy == "ddp" else set()))
+
+
+@pytest.mark.parametrize(("make", "count"), [(lambda: few(ns_coeffs="dion"), 2), (soap, 13)])
+def test_parameters_of_a_shape_are_one_stack(make, count):
+    """Also where each computes its own bias correction, or its program is a loop: one exchange a value."""
+    state, step = start(plan_of(), [(64, 32), (64, 32)], make())
+    sent = [each.collective for each in jdp.verify(step, state, batches(1)[0]).collectives]
+    assert sum(each.count for each in sent if each.kind == "all-to-all") == count
 
 
 def test_low_ranks_norms_and_factors():

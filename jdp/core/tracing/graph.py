@@ -171,7 +171,8 @@ def _name_of(operation: Operation) -> Any:
             if isinstance(value, ClosedJaxpr | Jaxpr) and id(value) not in seen:
                 seen.add(id(value))
                 literals = [atom.val for eqn in value.eqns for atom in eqn.invars if isinstance(atom, Literal)]
-                waiting += [getattr(value, "consts", ()), literals, [eqn.params for eqn in value.eqns]]
+                arrays = [each for each in literals if np.ndim(each)]  # the text has every digit of a number
+                waiting += [getattr(value, "consts", ()), arrays, [eqn.params for eqn in value.eqns]]
     return str(operation.eqn.params)
 
 

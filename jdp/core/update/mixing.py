@@ -313,6 +313,7 @@ def _region(flow: _Flow, owner: str, heavy: Sequence[Operation]) -> Region | str
             continue
         inputs = sorted(cut, key=_place_in(graph))
         operations = {*core, *_leading(entering, cut, tracks, owner)}
+        operations.update(_of_none(operations, tracks))
         if any(eqn.primitive.name in _PLACES for operation in operations for eqn in _inside(operation)):
             return "it places arrays by itself"
         results = flow.leaving(core)
@@ -350,6 +351,18 @@ def _leading(entering: Iterable[Value], cut: Collection[Value], tracks: Tracks, 
     """Return the parameter's operations between the cut and what enters the core."""
     own = [value for value in entering if _is_of(tracks, value, owner) and value not in cut]
     return before(own, lambda value: value in cut or not _is_of(tracks, value, owner))[0]
+
+
+def _of_none(operations: Collection[Operation], tracks: Tracks) -> list[Operation]:
+    """Return what leads to operations and is of no parameter, such as a bias correction: as part of the program.
+
+    Each parameter may have computed the same for itself.
+    """
+
+    def is_given(value: Value) -> bool:
+        return tracks[value].owner is not None or (value.maker is not None and mixes(value.maker))
+
+    return before([value for value in _entering(operations) if value in tracks], is_given)[0]
 
 
 def _until_stored(flow: _Flow, owner: str, core: Collection[Operation]) -> set[Operation]:

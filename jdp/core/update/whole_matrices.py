@@ -156,11 +156,14 @@ def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan)
     owner, shape = params[path] if name == "params" else owner_of(path, placed.shape, params), placed.own_shape
     if owner is None or not shape:
         return Track()
+    parameter = owner.path.partition("/")[2]
+    if parameter.isdigit() and not {*shape} & {*owner.own_shape}:  # of a list's part, or of a chain's: coefficients
+        return Track()
     leading = owner.own_shape[0] if len(owner.own_shape) > 2 else None
     dim = None if placed.flat else placed.dim
     shared = dim is not None and any(plan.mesh.shape[axis] > 1 for axis in axes_of(placed.rest[dim]) if axis != DATA)
     rest = None if shared else Rest(dim, placed.flat)
-    return Track(owner.path.partition("/")[2], Along(0) if shape[0] == leading else None, rest=rest)
+    return Track(parameter, Along(0) if shape[0] == leading else None, rest=rest)
 
 
 def _is_worth(region: Region, tracks: Tracks, plan: Plan) -> bool:
