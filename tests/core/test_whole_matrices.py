@@ -1,8 +1,4 @@
-"""An update that mixes a matrix' elements runs on whole matrices, each on one device, and is that of one device.
-
-The gradient is simple and of full rank: (weights - target), times what a batch has. The reference is a loop of plain
-JAX and optax. float32 sums over devices run in another order; Newton-Schulz steps make 1e-6 of that at most.
-"""
+"""An update that mixes a matrix' elements runs on whole matrices, each on one device, and is that of one device."""
 
 import functools
 
@@ -13,15 +9,27 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from matrix_runs import (
+    LAST,
+    ROWS,
+    assert_kept,
+    assert_same,
+    assert_trains_as_one_device,
+    batches,
+    by_hand,
+    few,
+    is_shape,
+    plan_of,
+    run,
+    start,
+    values,
+)
 
 import jdp
 from jdp.base import notices
-from jdp.core.tracing.per_index import Along, Mixes, places_of
 from jdp.core.update import whole_matrices
 
-BOUND, ROWS, STEPS = 1e-5, 72, 10
 Numbers = optax.contrib.MuonDimensionNumbers
-LAST = Numbers(-2, -1)
 MATRICES = {
     "layers": {"u": (8, 16, 24), "d": (6, 24, 16)},  # as many matrices as devices, and not
     "q": (3, 16, 4, 8),
@@ -34,88 +42,11 @@ MATRICES = {
 }
 SHAPES = {**MATRICES, "bias": (6, 24)}
 NUMBERS = {
-    **jax.tree.map(lambda _: LAST, MATRICES, is_leaf=lambda x: isinstance(x, tuple)),
+    **jax.tree.map(lambda _: LAST, MATRICES, is_leaf=is_shape),
     "q": Numbers(1, (2, 3)),
     "bias": None,
 }
 FEW = {"u": (6, 16, 24), "one": (64, 32), "two": (64, 32), "odd": (33, 31), "bias": (240,)}
-
-
-def is_shape(x):
-    return isinstance(x, tuple)
-
-
-def arrays(shapes, seed):
-    random = np.random.default_rng(seed)
-    return jax.tree.map(lambda shape: random.normal(size=shape).astype(np.float32), shapes, is_leaf=is_shape)
-
-
-def loss_of(shapes):
-    target = arrays(shapes, 2)
-
-    def loss(params, batch, rng):
-        half = jax.tree.map(lambda p, t: ((p - t) ** 2).sum() / 2, params, target)
-        return jdp.Loss(batch["w"].sum() * sum(jax.tree.leaves(half)), jnp.float32(batch["w"].shape[0]))
-
-    return loss
-
-
-def batches(steps=STEPS):
-    random = np.random.default_rng(3)
-    return [{"w": random.uniform(0.5, 1.5, ROWS).astype(np.float32)} for _ in range(steps)]
-
-
-def by_hand(shapes, tx, steps=STEPS):
-    """Parameters and optimizer state after some steps on one device."""
-    params, loss = arrays(shapes, 1), loss_of(shapes)
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        value, grads = jax.value_and_grad(lambda p: loss(p, batch, None).total / ROWS)(params)
-        tx_ = optax.with_extra_args_support(tx)
-        updates, opt_state = tx_.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
-
-    opt_state = tx.init(params)
-    for batch in batches(steps):
-        params, opt_state = step(params, opt_state, batch)
-    return jax.device_get((params, opt_state))
-
-
-def plan_of(strategy="zero1", devices=8, mesh=None, **settings):
-    mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else jdp.make_mesh(devices=jax.devices()[:devices], **mesh or {})
-    return jdp.Plan(mesh, strategy, **{"min_shard_size": 24, **settings})
-
-
-def start(plan, shapes, tx, accumulate=1, wrt=None, **settings):
-    state = jdp.init_state(
-        lambda rng: jax.tree.map(jnp.asarray, arrays(shapes, 1)), tx, plan, rng=jax.random.key(0), wrt=wrt
-    )
-    return state, jdp.make_train_step(loss_of(shapes), plan, accumulate=accumulate, **settings)
-
-
-def run(state, step, given):
-    for batch in given:
-        state, _ = step(state, batch)
-    return state
-
-
-def assert_same(got, wanted, bound=BOUND):
-    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(
-            *(np.asarray(x, np.float64) for x in (one, other)), 0, bound, err_msg=jax.tree_util.keystr(path)
-        )
-
-
-def values(state):
-    own = state.unpadded()
-    return jax.device_get((own.params, own.opt_state))
-
-
-def assert_kept(state, step):
-    report = jdp.verify(step, state, batches(1)[0])
-    assert report.kept, report
-    assert report.ratio <= 1.02
 
 
 def assert_sharded(plan, state):
@@ -125,14 +56,6 @@ def assert_sharded(plan, state):
         whole = int(np.prod(place.own_shape)) * 4
         if place.path.startswith("opt_state") and whole >= 4 * plan.min_shard_size:
             assert place.bytes_per_device <= whole / count * 1.2, place
-
-
-def assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=BOUND):
-    state, step = start(plan, shapes, tx)
-    assert set(state.static.whole) == set(whole)
-    after, alone = values(run(state, step, batches())), by_hand(shapes, tx)
-    assert_same(after[0], alone[0])
-    assert_same(after[1], alone[1], state_bound)
 
 
 # Equality.
@@ -192,11 +115,6 @@ def test_training_goes_on_elsewhere(tmp_path, first, then):
 
 
 # What a user writes.
-
-
-def few(**settings):
-    numbers = lambda params: jax.tree.map(lambda x: LAST if x.ndim > 1 else None, params)  # noqa: E731
-    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers, **settings)
 
 
 SETTINGS = {
@@ -340,119 +258,3 @@ def test_nothing_is_reported_of_what_mixes_nothing(capfd, monkeypatch):
     state, _ = start(plan_of(), FEW, tx)
     assert (state.static.whole, len([path for path, _ in state.static.flat if path.startswith("params")])) == ((), 1)
     assert "mixes" not in capfd.readouterr().err
-
-
-# Other optimizers.
-
-
-def of_matrices(init_one, update_one, rate):
-    """An optimizer of a function of one matrix; layers by `jax.vmap`."""
-
-    def init(params):
-        by_layer = jax.tree.map(lambda p: (jax.vmap(init_one) if p.ndim > 2 else init_one)(p), params)
-        return {"count": jnp.zeros((), jnp.int32), "own": by_layer}
-
-    def update(grads, state, params=None):
-        count, tree = state["count"] + 1, jax.tree.structure(grads)
-        one = functools.partial(update_one, count)
-        own = zip(tree.flatten_up_to(grads), tree.flatten_up_to(state["own"]), strict=True)
-        made = [(jax.vmap(one) if g.ndim > 2 else one)(g, s) for g, s in own]
-        updates, states = (tree.unflatten(each) for each in zip(*made, strict=True))
-        return jax.tree.map(lambda x: -rate * x, updates), {"count": count, "own": states}
-
-    return optax.GradientTransformation(init, update)
-
-
-def shampoo():
-    def root(x):
-        sizes, basis = jnp.linalg.eigh(x)
-        return (basis * jnp.maximum(sizes, 1e-4) ** -0.25) @ basis.T
-
-    def init(p):
-        return {"m": jnp.zeros_like(p), "left": 1e-4 * jnp.eye(p.shape[0]), "right": 1e-4 * jnp.eye(p.shape[1])}
-
-    def update(count, g, s):
-        m = 0.9 * s["m"] + 0.1 * g
-        left, right = 0.95 * s["left"] + 0.05 * m @ m.T, 0.95 * s["right"] + 0.05 * m.T @ m
-        return root(left) @ m @ root(right), {"m": m, "left": left, "right": right}
-
-    return of_matrices(init, update, 1e-2)
-
-
-def soap():
-    def init(p):
-        sides = {"L": jnp.eye(p.shape[0]), "R": jnp.eye(p.shape[1])}
-        return {"m": jnp.zeros_like(p), "v": jnp.zeros_like(p), **sides, **{f"Q{k}": x for k, x in sides.items()}}
-
-    def update(count, g, s):
-        m = 0.9 * s["m"] + 0.1 * g
-        turned, mean = (s["QL"].T @ x @ s["QR"] for x in (g, m))
-        v = 0.95 * s["v"] + 0.05 * turned**2
-        change = s["QL"] @ (mean / (jnp.sqrt(v / (1 - 0.95**count)) + 1e-8)) @ s["QR"].T
-        left, right = 0.95 * s["L"] + 0.05 * g @ g.T, 0.95 * s["R"] + 0.05 * g.T @ g
-        fresh = lambda: (jnp.linalg.qr(left @ s["QL"])[0], jnp.linalg.qr(right @ s["QR"])[0])  # noqa: E731
-        ql, qr = jax.lax.cond(count % 2 == 0, fresh, lambda: (s["QL"], s["QR"]))
-        return change, {"m": m, "v": v, "L": left, "R": right, "QL": ql, "QR": qr}
-
-    return of_matrices(init, update, 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("make", "strategy", "devices"),
-    [(shampoo, "zero1", 8), (soap, "zero3", 8), (soap, "zero1", 3), (shampoo, "zero2", 3), (shampoo, "ddp", 8)],
-)
-def test_preconditioners_of_a_users_own(make, strategy, devices):
-    shapes = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}
-    plan, tx = plan_of(strategy, devices), make()
-    assert_kept(*start(plan, shapes, tx))
-    assert_trains_as_one_device(shapes, tx, plan, {*shapes} - ({"odd"} if strategy == "ddp" else set()))
-
-
-@pytest.mark.parametrize(("make", "count"), [(lambda: few(ns_coeffs="dion"), 2), (soap, 13)])
-def test_parameters_of_a_shape_are_one_stack(make, count):
-    """Also where each computes its own bias correction, or its program is a loop: one exchange a value."""
-    state, step = start(plan_of(), [(64, 32), (64, 32)], make())
-    sent = [each.collective for each in jdp.verify(step, state, batches(1)[0]).collectives]
-    assert sum(each.count for each in sent if each.kind == "all-to-all") == count
-
-
-def test_low_ranks_norms_and_factors():
-    """Norms need no matrix whole; means over a dimension do where a parameter is flat, and projections do."""
-    txs = {
-        "galore": optax.contrib.galore(1e-3, rank=4, update_proj_gap=3),
-        "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
-        "lamb": optax.lamb(1e-2),
-        "lars": optax.lars(1e-2),
-        "fromage": optax.fromage(1e-2),
-    }
-    shapes = {name: {"w": (64, 32), "odd": (33, 31)} for name in txs}
-    tx, plan = optax.multi_transform(txs, {name: name for name in txs}), plan_of("zero3")
-    whole = {"galore/w", "galore/odd", "adafactor/odd"}
-    assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=1e-3)  # the momentum is in a basis of galore's
-
-
-# One index of a program.
-
-
-@pytest.mark.parametrize(
-    ("function", "place"),
-    [
-        (lambda x: x @ x.mT, Along(0)),
-        (lambda x: x.transpose(1, 0, 2).reshape(4, 15), Along(1, 5)),
-        (lambda x: jnp.linalg.norm(x, axis=(1, 2)), Along(0)),
-        (lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y + i, x), Along(0)),
-        (lambda x: jax.lax.cond(True, lambda y: 2 * y, jnp.ones_like, x), Along(0)),
-        (lambda x: jnp.cumsum(x, 0), Mixes),
-        (lambda x: x / x.sum(), Mixes),
-        (lambda x: jnp.einsum("lmn,kmn->lk", x, x), Mixes),
-        (lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[0], x)[1], Mixes),
-        (lambda x: x.at[0].set(0.0), Mixes),
-    ],
-)
-def test_where_a_program_has_its_leading_dimension(function, place):
-    program = jax.make_jaxpr(function)(jnp.ones((3, 4, 5)))
-    if place is Mixes:
-        with pytest.raises(Mixes):
-            places_of(program, [Along(0)])
-    else:
-        assert places_of(program, [Along(0)]) == [place]
