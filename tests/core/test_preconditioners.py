@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType
 from matrix_runs import assert_kept, assert_trains_as_one_device, batches, few, plan_of, start
 
 import jdp
@@ -80,6 +81,38 @@ def test_parameters_of_a_shape_are_one_stack(make, count):
     state, step = start(plan_of(), [(64, 32), (64, 32)], make())
     sent = [each.collective for each in jdp.verify(step, state, batches(1)[0]).collectives]
     assert sum(each.count for each in sent if each.kind == "all-to-all") == count
+
+
+def until_orthogonal():
+    """Steps until they change little, of a random projection's range: a loop with arrays of its own, and draws."""
+
+    def update(grads, state, params=None):
+        def one(g):
+            change = lambda x: 1.5 * x - 0.5 * x @ x.T @ x  # noqa: E731
+            start = g @ jax.random.normal(jax.random.key(0), (g.shape[1], 4))
+            start /= jnp.linalg.norm(start)
+            loop = jax.lax.while_loop(
+                lambda c: (c[1] > 1e-2) & (c[2] < 20),
+                lambda c: (change(c[0]), jnp.linalg.norm(change(c[0]) - c[0]), c[2] + 1),
+                (start, 1.0, 0),
+            )
+            return -1e-2 * loop[0] @ (loop[0].T @ g)
+
+        return jax.tree.map(lambda g: (jax.vmap(one) if g.ndim > 2 else one)(g), grads), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def largest():
+    return optax.stateless_with_tree_map(lambda g, _: -1e-2 * jnp.where(g >= jax.lax.top_k(g.ravel(), 5)[0][-1], g, 0))
+
+
+@pytest.mark.parametrize("make", [until_orthogonal, largest])
+def test_loops_draws_and_largest_elements_on_an_explicit_mesh(make):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    shapes, plan = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}, plan_of(mesh=mesh)
+    assert_kept(*start(plan, shapes, make()))
+    assert_trains_as_one_device(shapes, make(), plan, shapes)
 
 
 def test_low_ranks_norms_and_factors():

@@ -9,9 +9,11 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.sharding import NamedSharding
 
 from jdp.base.tree_paths import PACKAGE
 
@@ -84,6 +86,9 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
 def bind_here(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """Apply the operation of `eqn` to other operands on the context's mesh; its own may have other axis types."""
     operands = [np.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]  # a traced number has its mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    elsewhere = [name for name, x in eqn.params.items() if isinstance(x, NamedSharding) and x.mesh != mesh]
+    eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(elsewhere)})
     with _at_source(eqn):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]

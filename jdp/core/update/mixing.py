@@ -24,8 +24,8 @@ MANY = "*"
 """The owner of what is computed from several parameters."""
 _HEAVY = frozenset(
     """
-    cholesky conv_general_dilated cumsum cumprod custom_linear_solve dot_general eig eigh fft geqrf householder_product
-    lu qr schur sort svd triangular_solve tridiagonal
+    approx_top_k cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum custom_linear_solve dot_general
+    eig eigh fft geqrf householder_product lu qr schur sort svd top_k triangular_solve tridiagonal
     """.split()  # noqa: SIM905
 )
 """Operations that mix elements, and for which XLA gathers a sharded array, or cannot be run on a part of it."""
