@@ -33,6 +33,7 @@ class Static:
         trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
         flat: (path in the state, such as "params/embedding", `Flat`) for the leaves that are flat and padded.
         whole: paths of the parameters of which an update takes each matrix whole on one device.
+        inner_products: an update takes inner products of sharded arrays, which are sums in their own shapes.
     """
 
     tx: optax.GradientTransformation
@@ -41,6 +42,7 @@ class Static:
     trained: tuple[bool, ...] | None = None
     flat: tuple[tuple[str, Flat], ...] = ()
     whole: tuple[str, ...] = ()
+    inner_products: bool = False
 
 
 STACKED = "rounds"
@@ -126,7 +128,7 @@ class TrainState(Drawn, Generic[Model]):
         fields = own_shaped({"params": self.params, "opt_state": self.opt_state}, "", self.static)
         momentum = own_shaped(self.sync[MOMENTUM], "params", self.static) if MOMENTUM in self.sync else None
         sync = self.sync if momentum is None else {**self.sync, MOMENTUM: momentum}
-        return replace(self, **fields, sync=sync, static=replace(self.static, flat=(), whole=()))
+        return replace(self, **fields, sync=sync, static=replace(self.static, flat=(), whole=(), inner_products=False))
 
 
 @jax.tree_util.register_dataclass

@@ -14,9 +14,11 @@ import optax
 import pytest
 from optax import contrib
 from test_optimizers import (
+    ALIASES,
     FEATURES,
     OUT,
     ROWS,
+    alias,
     assert_laid_as_planned,
     assert_same,
     init_one,
@@ -162,3 +164,26 @@ def test_galore_differs_between_meshes_as_plain_optax_does_after_a_rounding():
     state = jdp.init_state(lambda rng: start, tx, plan, rng=jax.random.key(0))
     after, _ = jdp.make_train_step(loss_one, plan)(state, batch)
     assert moved(jax.device_get(after.params), plain(tx, start, nothing)) < 1e-5
+
+
+SHAPES = {"wide": (64, 128), "tall": (128, 64), "bias": (128,)}  # sharded on either dimension
+ALL = {f"optax.{name}": functools.partial(alias, name) for name in ALIASES}
+ALL |= {f"contrib.{name}": functools.partial(made, name) for name in TRAINED}
+
+
+def perceptrons(params, batch, rng):
+    total = sum((((batch["x"] @ p["wide"] + p["bias"]) @ p["tall"]) ** 2).sum() for p in params.values())
+    return jdp.Loss(total, jnp.float32(batch["x"].shape[0]))
+
+
+@pytest.mark.parametrize("names", [["contrib.prodigy", "optax.lbfgs"], [*ALL]], ids=["two", "all"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_no_optimizer_sends_more_than_its_row(strategy, names):
+    """Of norms, inner products and factors XLA sends a few numbers; matrices that are taken whole are in the row."""
+    plan = jdp.Plan(jdp.make_mesh(), strategy, min_shard_size=32)
+    tx = optax.multi_transform({name: ALL[name]() for name in names}, {name: name for name in names})
+    init = lambda rng: {name: {key: jnp.ones(shape) for key, shape in SHAPES.items()} for name in names}  # noqa: E731
+    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(perceptrons, plan, partitioning="manual", check_loss=False)
+    report = jdp.verify(step, state, {"x": jax.ShapeDtypeStruct((ROWS, 64), "float32")})
+    assert report.kept, report

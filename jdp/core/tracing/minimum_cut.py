@@ -35,9 +35,9 @@ def minimum_cut(
         for a, b in path:
             room[a][b] -= flow
             room[b][a] += flow
-    reaching, waiting = {_SINK}, [_SINK]
+    reaching, waiting = set[Any]((_SINK,)), list[Any]((_SINK,))
     while waiting:
-        end: Any = waiting.pop()
+        end = waiting.pop()
         found = [start for start in room.get(end, {}) if start not in reaching and room[start][end] > 0]
         reaching.update(found)
         waiting += found

@@ -199,11 +199,8 @@ def regions(
         else:
             refused.append(Refusal((owner,), operations[0].name, region))
     inside = {value for region in found for value in region.results}
-    apart = [
-        region
-        for region in found
-        if inside.isdisjoint(value for op in before(_entering(region.operations))[0] for value in op.results)
-    ]
+    leading = {region: before(_entering({*region.operations}))[0] for region in found}
+    apart = [region for region in found if inside.isdisjoint(value for op in leading[region] for value in op.results)]
     late = tuple(region.owner for region in found if region not in apart)
     refused += [Refusal(late, "the update", "it needs another parameter's result")] if late else []
     return apart, refused
@@ -354,15 +351,10 @@ def _leading(entering: Iterable[Value], cut: Collection[Value], tracks: Tracks, 
 
 
 def _of_none(operations: Collection[Operation], tracks: Tracks) -> list[Operation]:
-    """Return what leads to operations and is of no parameter, such as a bias correction: as part of the program.
-
-    Each parameter may have computed the same for itself.
-    """
-
-    def is_given(value: Value) -> bool:
-        return tracks[value].owner is not None or (value.maker is not None and mixes(value.maker))
-
-    return before([value for value in _entering(operations) if value in tracks], is_given)[0]
+    """Return what leads to operations and is of no parameter: each may have its own, such as a bias correction."""
+    entering = [value for value in _entering(operations) if value in tracks]
+    given: Any = lambda value: tracks[value].owner is not None or (value.maker and mixes(value.maker))  # noqa: E731
+    return before(entering, given)[0]
 
 
 def _until_stored(flow: _Flow, owner: str, core: Collection[Operation]) -> set[Operation]:

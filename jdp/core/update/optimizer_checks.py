@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 import traceback
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
+from jdp.core.tracing.inner_products import takes_inner_products, with_sums
 from jdp.core.types import PyTree
 
 GIVEN = "value"
@@ -47,15 +49,35 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
 
 
 @lru_cache(maxsize=4)
-def _traced(tx: Any, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[Any, Any]:
-    def updated(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> Any:
-        return apply(tx, grads, opt_state, params, loss)
-
-    return jax.make_jaxpr(updated, return_shape=True)(*tree.unflatten(leaves))
+def _traced(tx: Any, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Update:
+    return traced_apply(tx, tree.unflatten(leaves))
 
 
-def traced_update(tx: Any, *given: PyTree) -> tuple[Any, Any]:
-    """Return an update's program, and the shapes of (parameters, optimizer state), traced once for these shapes.
+class Update(NamedTuple):
+    """The program of `apply`, with inner products in the arrays' own shapes.
+
+    Attributes:
+        program: it takes and returns leaves.
+        shapes: of its results, as a tree.
+        inner_products: whether `apply` takes any.
+    """
+
+    program: ClosedJaxpr
+    shapes: Any
+    inner_products: bool
+
+
+def traced_apply(tx: Any, given: Any) -> Update:
+    """Return the program of an update of these shapes."""
+    program, shapes = jax.make_jaxpr(partial(apply, tx), return_shape=True)(*given)
+    found = takes_inner_products(program)
+    if found:
+        program = jax.make_jaxpr(lambda *given: with_sums(program, jax.tree.leaves(given)))(*given)
+    return Update(program, shapes, found)
+
+
+def traced_update(tx: Any, *given: PyTree) -> Update:
+    """Return what `traced_apply` does, traced once for these shapes.
 
     Args:
         tx: the optimizer.
@@ -87,7 +109,7 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
     """Check one update, on shapes alone."""
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        _, (_, after) = traced_update(tx, params, opt_state, params, loss)
+        _, after = traced_update(tx, params, opt_state, params, loss).shapes
     except Exception as error:
         raise ValueError(_why_not(error, params)) from error
     old, new = (

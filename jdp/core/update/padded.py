@@ -38,8 +38,8 @@ from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import unstack
 from jdp.core.update.mixing import Refusal
-from jdp.core.update.optimizer_checks import apply, traced_update
-from jdp.core.update.whole_matrices import Stack, computed, stacks_of
+from jdp.core.update.optimizer_checks import Update, apply, traced_apply, traced_update
+from jdp.core.update.whole_matrices import computed, stacks_of
 
 FIELDS = ("params", "opt_state")
 """The fields of a state whose leaves may be flat."""
@@ -85,9 +85,9 @@ def optimized(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> 
     """Return trained parameters and optimizer state after an update, in their shapes at rest, as all arguments are."""
     static, params = state.static, trained_part(state.params, state.static.trained)
     given = (grads, state.opt_state, params, loss)
-    if not static.flat and not static.whole:
+    if not static.flat and not static.whole and not static.inner_products:
         return apply(static.tx, *given)
-    traced, shapes = _traced(static, given)
+    traced, shapes, _ = _traced(static, given)
     named = [(name, path, leaf) for name, tree in zip(GIVEN, given, strict=True) for path, leaf in _paths(tree)]
     leaves = [_Value(leaf, *_how(name, path, static)) for name, path, leaf in named]
     results = _run(traced, leaves) if not static.whole else _with_stacks(plan, state, traced, leaves)
@@ -101,10 +101,10 @@ def optimized(plan: Plan, state: TrainState, grads: PyTree, loss: jax.Array) -> 
     return tuple(map_flat(masked, tree, name, static) for name, tree in zip(FIELDS, new, strict=True))
 
 
-def _traced(static: Static, given: Sequence[PyTree]) -> tuple[ClosedJaxpr, Any]:
-    """Return the update's program in the model's own shapes, and what describes its results."""
+def _traced(static: Static, given: Sequence[PyTree]) -> Update:
+    """Return the update's program in the model's own shapes."""
     shapes = [own_shaped(_on_this_mesh(tree), name, static) for name, tree in zip(GIVEN, given, strict=True)]
-    return jax.make_jaxpr(partial(apply, static.tx), return_shape=True)(*shapes)
+    return traced_apply(static.tx, shapes)
 
 
 def _with_stacks(plan: Plan, state: TrainState, traced: ClosedJaxpr, leaves: Sequence[_Value]) -> list[_Value]:
@@ -166,9 +166,13 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
 
 def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
     """Return a state with the paths of parameters whose matrices an update takes whole; report what cannot be."""
-    if not plan.whole_matrices or plan.mesh.shape[DATA] == 1:
+    if plan.mesh.shape[DATA] == 1:
         return state
-    stacks, refused = _stacks(plan, state)
+    update = _update(state)
+    state = replace(state, static=replace(state.static, inner_products=update.inner_products and plan.row.shard_state))
+    if not plan.whole_matrices:
+        return state
+    stacks, refused = stacks_of(plan, state, read(update.program, FORWARD))
     if plan.offload is not None and stacks:
         paths = tuple(sorted(region.owner for stack in stacks for region in stack.regions))
         stacks, refused = [], [*refused, Refusal(paths, "the update", "its optimizer state is in host memory")]
@@ -181,11 +185,11 @@ def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
     return replace(state, static=replace(state.static, whole=whole))
 
 
-def _stacks(plan: Plan, state: TrainState) -> tuple[list[Stack], list[Refusal]]:
+def _update(state: TrainState) -> Update:
     params = trained_part(state.params, state.static.trained)
     given = (params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
     plain = [own_shaped(_described(tree), name, state.static) for name, tree in zip(GIVEN, given, strict=True)]
-    return stacks_of(plan, state, read(traced_update(state.static.tx, *plain)[0], FORWARD))
+    return traced_update(state.static.tx, *plain)
 
 
 def _described(tree: PyTree) -> PyTree:
@@ -198,7 +202,7 @@ def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
         return {}
     if STACKED in state.sync:
         state = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
-    sent = [stack.sent() for stack in _stacks(plan, state)[0]]
+    sent = [stack.sent() for stack in stacks_of(plan, state, read(_update(state).program, FORWARD))[0]]
     return {kind: sum(each.get(kind, 0) for each in sent) for kind in sorted({*chain(*sent)})}
 
 
@@ -277,20 +281,11 @@ def _operation(eqn: Any, operands: list[_Value]) -> list[_Value]:
         return [replace(operands[0], flat=replace(flat, shape=eqn.outvars[0].aval.shape))]
     if name == "broadcast_in_dim" and eqn.outvars[0].aval.shape == flat.shape:
         return operands[:1]
-    if name == "dot_general" and _is_inner_product(eqn):
-        one, other = (flat.masked(x.at_rest(flat)).astype(eqn.outvars[0].aval.dtype) for x in operands)
-        return [_Value((one * other).sum())]
     if name in _REDUCTIONS and len(eqn.params["axes"]) == len(flat.shape):
         masked = flat.masked(operands[0].array, _nothing(name, eqn.invars[0].aval.dtype))
         axes = tuple(range(len(flat.at_rest)))
         return [_Value(x) for x in bind(eqn.replace(params={**eqn.params, "axes": axes}), [masked])]
     raise Mixed(name, of)
-
-
-def _is_inner_product(eqn: Any) -> bool:
-    """Return True for the sum of the products of all elements, in order (`jnp.vdot`)."""
-    (left, right), batch = eqn.params["dimension_numbers"]
-    return batch == ((), ()) and left == right == tuple(range(len(eqn.invars[0].aval.shape)))
 
 
 def _nothing(reduction: str, dtype: Any) -> Any:

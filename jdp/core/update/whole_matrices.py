@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -141,6 +141,9 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
         return [], []
     tracks = track(graph, [*inputs, Track()], count)
     found, refused = regions(graph, tracks, [each.rest for each in inputs[: len(graph.outputs)]], count)
+    shared = {each.owner for each in inputs if each.rest is None}
+    words = f"an axis of the model's shards the dimension that {plan.data} shards"
+    refused = [replace(each, reason=words) if shared.intersection(each.paths) else each for each in refused]
     wanted = [region for region in found if _is_worth(region, tracks, plan)]
     usable = [region for region in wanted if _divides(region, tracks, count)]
     uneven = tuple(region.owner for region in wanted if region not in usable)

@@ -23,7 +23,7 @@ Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and sca
 An optimizer that mixes the elements of matrices (Muon) has an update that takes each matrix whole on one device
 (`core/update/whole_matrices.py`). S are the bytes of what enters and leaves it, of stacks padded to a multiple of N:
 
-    ddp        all-gather of the S that leave
+    ddp        all-gather of the S that leave, among as many devices as leave little padding
     zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, and nothing where a rule shards the stacks
 
 Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica. Over
