@@ -79,8 +79,8 @@ class Plan(Drawn):
             of `data`. So is its optimizer state. Between steps these leaves have other shapes than the model's
             (`TrainState.unpadded`). They stay replicated, and this is reported, with a model axis, with `offload`, or
             under a rule for them. So they do if the optimizer mixes a matrix's elements and cannot have it whole. The
-            same holds for other trees than a train state (`jdp.init`, `jdp.place`). Give False, and all stay replicated,
-            when your own code reads `state.params` in the model's shapes.
+            same holds for other trees than a train state (`jdp.init`, `jdp.place`). Give False, and all stay
+            replicated, when your own code reads `state.params` in the model's shapes.
         whole_matrices: an optimizer that mixes the elements of a matrix (Muon, Shampoo) gets each matrix whole on one
             device for its update (`jdp.core.update.whole_matrices`). Every device computes its share of the matrices,
             which are sent there and back. Give False, and each device computes all of them, if matrices are so small
