@@ -293,7 +293,7 @@ class _Flow:
 
 def _region(flow: _Flow, owner: str, heavy: Sequence[Operation]) -> Region | str:
     """Return the region of a parameter around its heavy operations, or why there is none."""
-    graph, tracks, wanted = flow.graph, flow.tracks, flow.wanted
+    tracks = flow.tracks
     leading, _ = before([value for operation in heavy for value in operation.operands])
     between = flow.following(heavy)
     core = {*heavy, *(operation for operation in leading if operation in between)}
@@ -304,27 +304,23 @@ def _region(flow: _Flow, owner: str, heavy: Sequence[Operation]) -> Region | str
     several = [value for value in entering if value in tracks and tracks[value].owner == MANY]
     if not all(_is_number(value, tracks[value]) for value in several):
         return "an array of several parameters enters it"
+    results = flow.leaving(core)
+    stored = [flow.wanted.get(value, Rest() if not value.aval.shape else None) for value in results]
+    if None in stored:
+        return "how its result is stored is not known"
     for by_matrix in (True, False):
         cut = _cut([value for value in entering if _is_of(tracks, value, owner)], tracks, owner, by_matrix)
         if cut is None:
             continue
-        inputs = sorted(cut, key=_place_in(graph))
+        inputs = sorted(cut, key=_place_in(flow.graph))
         operations = {*core, *_leading(entering, cut, tracks, owner)}
         operations.update(_of_none(operations, tracks))
         if any(eqn.primitive.name in _PLACES for operation in operations for eqn in _inside(operation)):
             return "it places arrays by itself"
-        results = flow.leaving(core)
-        stored = [wanted.get(value, Rest() if not value.aval.shape else None) for value in results]
-        if None in stored:
-            return "how its result is stored is not known"
-        places = {tracks[value].place for value in results}
-        apart = all(tracks[value].apart for operation in operations for value in operation.results)
-        apart = apart and not places & {None, UNIFORM}
-        count = _matrices(tracks, inputs) if by_matrix and apart else None
-        if by_matrix and count is None:
-            continue
-        ordered = tuple(sorted(operations, key=lambda operation: operation.place))
-        return Region(owner, ordered, tuple(inputs), tuple(results), tuple(filter(None, stored)), count)
+        count = _matrices(tracks, operations, inputs, results) if by_matrix else None
+        if not by_matrix or count is not None:
+            ordered = tuple(sorted(operations, key=lambda operation: operation.place))
+            return Region(owner, ordered, tuple(inputs), tuple(results), tuple(filter(None, stored)), count)
     return "how its operands are stored is not known"
 
 
@@ -337,8 +333,14 @@ def _is_of(tracks: Tracks, value: Value, owner: str) -> bool:
     return value in tracks and tracks[value].owner == owner
 
 
-def _matrices(tracks: Tracks, inputs: Iterable[Value]) -> int | None:
-    """Return the number of stacked matrices of a region's inputs."""
+def _matrices(
+    tracks: Tracks, operations: Iterable[Operation], inputs: Iterable[Value], results: Iterable[Value]
+) -> int | None:
+    """Return the number of stacked matrices of a region that computes each by itself; None of another."""
+    if not all(tracks[value].apart for operation in operations for value in operation.results):
+        return None
+    if {tracks[value].place for value in results} & {None, UNIFORM}:
+        return None
     found = ((value, tracks[value].place) for value in inputs)
     counts = {value.aval.shape[place.dim] // place.inner for value, place in found if place not in (None, UNIFORM)}
     return counts.pop() if len(counts) == 1 else None

@@ -137,8 +137,6 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     params = {each.path.partition("/")[2]: each for each in jax.tree.leaves(placed.params)}
     trained = jax.tree.leaves(trained_part(placed.params, state.static.trained))
     inputs = [_input_track(each, params, plan) for each in (*trained, *jax.tree.leaves(placed.opt_state), *trained)]
-    if len(inputs) + 1 != len(graph.inputs):  # the parameters are one array, or a leaf is none
-        return [], []
     tracks = track(graph, [*inputs, Track()], count)
     found, refused = regions(graph, tracks, [each.rest for each in inputs[: len(graph.outputs)]], count)
     shared = {each.owner for each in inputs if each.rest is None}
@@ -222,14 +220,8 @@ def computed(stack: Stack, env: Env, plan: Plan) -> dict[Value, jax.Array]:
     """Return the results of a stack's regions, stored as they have to be, given what enters."""
     mesh = mesh_inside() if is_inside_a_replica() else plan.mesh
     arrays = tuple(tuple(known(value, env) for value in values) for values in stack.inputs)
-    arrive = tuple(
-        _spec(travel, x, stack, value)
-        for travel, x, value in zip(stack.arrive, arrays[0], stack.inputs[0], strict=True)
-    )
-    leave = tuple(
-        _spec(travel, value.aval, stack, value)
-        for travel, value in zip(stack.leave, stack.regions[0].results, strict=True)
-    )
+    arrive = tuple(_spec(stack, *each) for each in zip(stack.arrive, stack.inputs[0], strict=True))
+    leave = tuple(_spec(stack, *each) for each in zip(stack.leave, stack.regions[0].results, strict=True))
     local = jax.shard_map(
         lambda arrays, taken: _on_a_device(stack, arrays, taken),
         mesh=mesh,
@@ -246,7 +238,7 @@ def computed(stack: Stack, env: Env, plan: Plan) -> dict[Value, jax.Array]:
     }
 
 
-def _spec(travel: Travel, x: Any, stack: Stack, value: Value) -> PartitionSpec:
+def _spec(stack: Stack, travel: Travel, value: Value) -> PartitionSpec:
     if travel.kind == "flat" and travel.flat is not None:
         return PartitionSpec(*(None,) * (len(travel.flat.at_rest) - 1), DATA)
     if travel.kind == "matrix":
