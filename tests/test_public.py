@@ -16,8 +16,8 @@ SIGNATURES = {
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
     "Plan": (
-        "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, offload=None, data='data', "
-        "replica='replica', home=None)"
+        "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, whole_matrices=True, "
+        "offload=None, data='data', replica='replica', home=None)"
     ),
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",

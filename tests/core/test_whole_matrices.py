@@ -222,6 +222,21 @@ def test_part_by_part(monkeypatch):
     assert_trains_as_one_device({"u": (24, 8, 16), "odd": (5, 9, 7)}, few(), plan_of(), {"u", "odd"})
 
 
+def test_two_updates_of_a_matrix_of_one_shape():
+    """Stacks of one matrix each, padded for the same exchange: a momentum's, and one scaled by its norm."""
+
+    def newton_schulz(x, _):
+        x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-6)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * (x @ x.T) @ x
+        return x
+
+    steps, rate = optax.stateless_with_tree_map(newton_schulz), optax.scale(-1e-2)
+    txs = {"x": optax.chain(optax.trace(0.9), steps, rate), "y": optax.chain(steps, optax.scale_by_trust_ratio(), rate)}
+    tx = optax.multi_transform(txs, {"x": "x", "y": "y"})
+    assert_trains_as_one_device({"x": {"c": (16, 24)}, "y": {"c": (16, 24)}}, tx, plan_of(), {"x/c", "y/c"})
+
+
 # Where it cannot: the same numbers, and a notice.
 
 

@@ -80,7 +80,7 @@ def user_line(eqn: JaxprEqn) -> str:
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """Apply the operation of `eqn` to other operands."""
     with eqn.ctx.manager:
-        return bind_here(eqn, arrays)
+        return _bound(eqn, arrays)
 
 
 def bind_here(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
@@ -88,9 +88,12 @@ def bind_here(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     operands = [np.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]  # a traced number has its mesh
     mesh = jax.sharding.get_abstract_mesh()
     elsewhere = [name for name, x in eqn.params.items() if isinstance(x, NamedSharding) and x.mesh != mesh]
-    eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(elsewhere)})
+    return _bound(eqn.replace(params={**eqn.params, **dict.fromkeys(elsewhere)}), operands)
+
+
+def _bound(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     with _at_source(eqn):
-        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

@@ -143,12 +143,7 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     words = f"an axis of the model's shards the dimension that {plan.data} shards"
     refused = [replace(each, reason=words) if shared.intersection(each.paths) else each for each in refused]
     wanted = [region for region in found if _is_worth(region, tracks, plan)]
-    usable = [region for region in wanted if _divides(region, tracks, count)]
-    uneven = tuple(region.owner for region in wanted if region not in usable)
-    if uneven:
-        reason = f"its stacked matrices are sharded over {plan.data}, and do not divide by {count}"
-        refused.append(Refusal(uneven, "the update", reason))
-    return [stack for stack in _stacks(usable, tracks, count) if stack.owners > 1], refused
+    return [stack for stack in _stacks(wanted, tracks, count) if stack.owners > 1], refused
 
 
 def _input_track(placed: Placement, params: Mapping[str, Placement], plan: Plan) -> Track:
@@ -171,11 +166,6 @@ def _is_worth(region: Region, tracks: Tracks, plan: Plan) -> bool:
     """Return False for matrices that a strategy that shards keeps replicated: too small, or by a rule."""
     stored = [tracks[value].rest for value in region.inputs]
     return not plan.row.shard_state or any(rest not in (None, Rest()) for rest in (*stored, *region.wanted))
-
-
-def _divides(region: Region, tracks: Tracks, count: int) -> bool:
-    kinds = [travel.kind for travels in _travels(region, region.inputs, tracks) for travel in travels]
-    return "matrix" not in kinds or (region.matrices or 0) % count == 0
 
 
 def _stacks(regions: Sequence[Region], tracks: Tracks, count: int) -> list[Stack]:
@@ -304,7 +294,8 @@ def _arriving(stack: Stack, travel: Travel, x: jax.Array) -> jax.Array:
         return x
     n = stack.owners
     if missing := -len(x) % n:  # the last is computed again: zeros might not be numbers afterwards
-        x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
+        padded = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
+        x = jax.lax.optimization_barrier(padded)  # XLA:CPU may give the parts of one all-to-all different layouts
     if travel.kind == "copy":
         own = len(x) // n
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(DATA) % n * own, own)

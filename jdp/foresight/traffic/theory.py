@@ -24,7 +24,8 @@ An optimizer that mixes the elements of matrices (Muon) has an update that takes
 (`core/update/whole_matrices.py`). S are the bytes of what enters and leaves it, of stacks padded to a multiple of N:
 
     ddp        all-gather of the S that leave, among as many devices as leave little padding
-    zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, and nothing where a rule shards the stacks
+    zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, of Ψ elements with the padding, and nothing
+               where a rule shards the stacks
 
 Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica. Over
 replica it sends Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3). H plain steps send H gradients there.
