@@ -63,6 +63,7 @@ def forecast(
         timeline=timeline(compiled.program, devices) if devices.is_timed else None,
         bound=limit,
         symptoms=signs(reading, moved, sent),
+        float8=reading.float8,
         notes=tuple(dict.fromkeys((*moved.notes, *_notes(sent, devices, limit)))),
     )
 
@@ -117,6 +118,7 @@ class StepForecast(StepReport):
             "memory": asdict(self.memory),
             "sent": [asdict(each) for each in self.sent],
             "schedule": None if self.timeline is None else {name: getattr(self.timeline, name) for name in seconds},
+            **self._float8_json(),
             **self._as_json("breaches symptoms notes"),
         }
 
