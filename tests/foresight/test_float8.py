@@ -11,7 +11,9 @@ import pytest
 
 import jdp
 from jdp.foresight.foresee import foresee
+from jdp.foresight.program.module import parse
 from jdp.foresight.targets import target
+from jdp.foresight.timing.float8 import float8_products
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -65,6 +67,28 @@ def test_a_product_in_a_wider_type_is_reported_with_its_line(plan):
     count = f"fp8: 1 of {plan.estimates[0].report.float8.asked} products"
     assert symptom.startswith(f"{count} runs in bf16 ({__file__}:{line}): XLA knows no float8 kernel")
     assert symptom in plan.notes
+
+
+TRITON = """
+%kernel (a: f8e4m3fn[128,64], b: f8e5m2[64,128]) -> bf16[128,128] {
+  %a = f8e4m3fn[128,64]{1,0} parameter(0)
+  %b = f8e5m2[64,128]{1,0} parameter(1)
+  ROOT %dot = bf16[128,128]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f8e4m3fn[128,64], w: f8e5m2[64,128]) -> bf16[128,128] {
+  %x = f8e4m3fn[128,64]{1,0} parameter(0)
+  %w = f8e5m2[64,128]{1,0} parameter(1)
+  ROOT %y = bf16[128,128]{1,0} fusion(%x, %w), kind=kCustom, calls=%kernel, backend_config={"fusion_backend_config":\
+{"block_level_fusion_config":{"num_warps":"WARPS","output_tiles":[{"sizes":["ROWS","128"]}]}}}
+}
+"""
+
+
+@pytest.mark.parametrize(("rows", "warps", "wider"), [(128, 8, []), (64, 4, []), (32, 4, ["f16"]), (64, 2, ["f16"])])
+def test_triton_multiplies_float8_only_in_large_tiles(rows, warps, wider):
+    found = float8_products(parse(TRITON.replace("ROWS", str(rows)).replace("WARPS", str(warps))))
+    assert (found.asked, [each.dtype for each in found.wider]) == (1, wider)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
