@@ -102,8 +102,8 @@ def no_float8(device: Device) -> str:
     """Return the note on a step that asks for float8 products of a device that has none."""
     kind = "a CPU" if device.platform == "cpu" else device.device_kind
     return (
-        f"fp8 products: {kind} runs none. They are rounded as on a device with them and multiplied in a wider type; "
-        "what an H100 runs is counted with the target h100:1x8"
+        f"fp8 products: {kind} runs none, and multiplies in a wider type; what an H100 runs is counted with the target "
+        "h100:1x8"
     )
 
 
