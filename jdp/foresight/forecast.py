@@ -191,7 +191,8 @@ class Estimate:
             "tokens_per_step": self.tokens,
             **{name: getattr(self.timeline, name, None) for name in _TIMES},
         }
-        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON}
+        float8 = {} if report is None or report.float8 is None else {"fp8_products": report.float8.to_json()}
+        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON} | float8
 
 
 _TIMES = ("exposed_seconds", "host_seconds", "host_wait_seconds")

@@ -250,5 +250,19 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
         )
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
+    notes += _float8(estimates)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]
     return tuple(dict.fromkeys(notes))
+
+
+def _float8(estimates: Sequence[Estimate]) -> list[str]:
+    """Return how many of the products asked for in float8 run in it, and the lines of the others."""
+    found = {e.name: e.report for e in estimates if e.report is not None}
+    names: dict[str, list[str]] = {}
+    for name, each in found.items():
+        if each.float8 is not None:
+            names.setdefault(str(each.float8), []).append(name)
+    counts = [f"{count} ({', '.join(those)})" for count, those in names.items()]
+    wider = [symptom for each in found.values() for symptom in each.symptoms if symptom.startswith("fp8: ")]
+    absent = [note for each in found.values() for note in each.notes if note.startswith("fp8 products: ")]
+    return [*counts, *wider, *absent]

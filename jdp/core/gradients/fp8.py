@@ -86,7 +86,7 @@ class _Rewriter:
                 "batch dimensions"
             )
         device = traced_device()
-        if not _has_fp8(device):
+        if not has_fp8(device):
             notice(
                 f'precision="fp8": {device.device_kind} has no float8 units that jdp knows of. Products are rounded '
                 'as on a device with them (H100 and later) and multiplied in a wider type: precision="bf16" is faster'
@@ -101,7 +101,7 @@ class _Rewriter:
             return bind(eqn, operands)[0]
         self.made.append(eqn)
         with traced_at(eqn):
-            return fp8_product(left, right, eqn.params["dimension_numbers"], _has_fp8(traced_device()))
+            return fp8_product(left, right, eqn.params["dimension_numbers"], has_fp8(traced_device()))
 
     def _rewritten(self, program: ClosedJaxpr, sources: Sources) -> ClosedJaxpr:
         count = len(self.made)
@@ -168,7 +168,7 @@ def _names_no_precision(eqn: JaxprEqn) -> bool:
     return default and eqn.params.get("out_sharding") is None
 
 
-def _has_fp8(device: Any) -> bool:
+def has_fp8(device: Any) -> bool:
     """Return True for NVIDIA GPUs of compute capability 8.9 (Ada), 9.0 (Hopper) and later."""
     if device.platform not in ("gpu", "cuda"):
         return False

@@ -2,7 +2,8 @@
 
 `written(gpu)` makes it from published numbers (openxla/xla, xla/stream_executor/device_description.proto). On a machine
 with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file `*gpu_target_config.pbtxt`), from which `with_config` takes
-the chip's numbers.
+the chip's numbers. The version of CUDA is that of XLA's own descriptions (xla/backends/gpu/target_config/specs):
+without one, XLA makes no float8 call of cuBLASLt.
 """
 
 import re
@@ -33,6 +34,7 @@ gpu_device_info {{
   shared_memory_per_block_optin: {gpu.shared_per_block}
   shared_memory_per_core: {gpu.shared_per_core}
   core_count: {gpu.cores}
+  runtime_version: "12.8.0"
   fpus_per_core: {gpu.lanes}
   clock_rate_ghz: {gpu.clock_ghz}
   l2_cache_size: {gpu.l2}

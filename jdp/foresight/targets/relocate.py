@@ -23,6 +23,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch, Device
 from jdp.core.update.padded import flattened
 from jdp.foresight.program.compiled import Compiled, compile_step
+from jdp.foresight.program.requested import has_float8
 from jdp.foresight.targets.cudnn import answered_for, version_in
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
@@ -100,9 +101,14 @@ class Candidate:
 def compile_for(
     target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any], cache: Cache | None
 ) -> Compiled:
-    """Compile a step that was lowered with compiler options for a target, or find the result in `cache`."""
-    words = [f"{name}={value!r}" for name, value in sorted(options.items())]
-    return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]))
+    """Compile a step that was lowered with compiler options for a target, or find the result in `cache`.
+
+    For a described GPU, float8 products are compiled for cuBLASLt. A GPU at hand times its kernels against Triton's;
+    without one, XLA takes Triton's with the smallest tiles, which multiply in float16.
+    """
+    more = {"xla_gpu_enable_triton_gemm": False} if target.config and has_float8(lowered) else {}
+    words = [f"{name}={value!r}" for name, value in sorted({**options, **more}.items())]
+    return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]), options=more)
 
 
 MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
