@@ -188,13 +188,18 @@ def test_a_gradient_that_is_no_number_changes_nothing():
     [
         ("zero3", {"mesh": {"replica": 2, "data": 4}}),
         ("zero1", {"mesh": {"replica": 4, "data": 2}}),
-        ("zero2", {"mesh": {"data": 4, "model": 2}, "rules": [("[uo]*", P(None, "model"))]}),
         ("zero3", {"mesh": jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Explicit,) * 2)}),
     ],
-    ids=["replica=2", "replica=4", "model", "explicit"],
+    ids=["replica=2", "replica=4", "explicit"],
 )
 def test_on_other_meshes(strategy, settings):
     assert_trains_as_one_device(FEW, few(), plan_of(strategy, **settings), {"u", "one", "two", "odd"})
+
+
+def test_beside_an_axis_of_the_models():
+    shapes = {"u": (6, 16, 24), "one": (64, 32)}
+    plan = plan_of("zero2", mesh={"data": 4, "model": 2}, rules=[("*", P(None, "model"))])
+    assert_trains_as_one_device(shapes, few(), plan, {"u", "one"})
 
 
 def test_layers_that_are_sharded_over_the_matrices_send_nothing():
