@@ -278,6 +278,7 @@ class Assembly:
             buckets=self.experiment.wire.buckets,
             local_steps=local_steps,
             noise_scale=self.experiment.train.noise_scale,
+            overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,
             **self._step_options,
         )
         _ = step.compiler_options  # refused now, not when the first batch is there

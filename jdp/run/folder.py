@@ -39,8 +39,8 @@ CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
-    *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "compiler", "devices", "mesh", "rules"),
-    *("eval", "sample", "track", "guard", "train", "model.attention", "model.remat"),
+    *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "overlap", "compiler"),
+    *("devices", "mesh", "rules", "eval", "sample", "track", "guard", "train", "model.attention", "model.remat"),
 }
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""

@@ -25,7 +25,7 @@ from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, Stra
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
-from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named
+from jdp.experiment.schema.fields import NONE, CompilerTable, OverlapWord, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.registered import Table
@@ -105,6 +105,9 @@ class Experiment(Section):
     """Options of XLA's compiler: a preset ("overlap" hides more communication where XLA's default does not), or a table
     of XLA's options, such as { xla_gpu_enable_while_loop_double_buffering = true }. Those that the devices' compiler
     does not know are left out, and named."""
+    overlap: OverlapWord = "auto"
+    """Send each scanned layer's weights and gradient while other layers are computed, under manual partitioning; false:
+    all layers' together. "auto": the faster one by an estimate."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Virtual CPU devices in this process, instead of what the machine has."""
     mesh: dict[str, int] = Field(default={DATA: -1})
@@ -202,6 +205,8 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _metrics(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)
+    if experiment.overlap is True and experiment.partitioning == "auto":
+        yield 'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
     yield from _local_steps(experiment)
     yield from _noise_scale(experiment)
     yield from _guard(experiment)

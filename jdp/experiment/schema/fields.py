@@ -110,6 +110,12 @@ def _best(best: Any) -> Any:
     return best
 
 
+def _overlap(given: Any) -> Any:
+    if given != "auto" and not isinstance(given, bool):
+        raise ValueError('must be true, false, or "auto", which leaves it to jdp')
+    return given
+
+
 def _compiler(given: Any) -> Any:
     """Return a preset's name, or option -> value. Raises ValueError."""
     return Compiler.of(given).value
@@ -143,6 +149,7 @@ MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
 Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
 Best = Annotated[bool | str, PlainValidator(_best)]
+OverlapWord = Annotated[bool | typing.Literal["auto"], PlainValidator(_overlap)]
 CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(_compiler)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
 
