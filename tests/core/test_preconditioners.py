@@ -72,7 +72,8 @@ def test_preconditioners_of_a_users_own(make, strategy, devices):
     shapes = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}
     plan, tx = plan_of(strategy, devices), make()
     assert_kept(*start(plan, shapes, tx))
-    assert_trains_as_one_device(shapes, tx, plan, {*shapes} - ({"odd"} if strategy == "ddp" else set()))
+    whole = {*shapes} - ({"odd"} if strategy == "ddp" else set())
+    assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=5e-5)  # squares up to 20, of which 1e-6 is 2e-5
 
 
 @pytest.mark.parametrize(("make", "count"), [(lambda: few(ns_coeffs="dion"), 2), (soap, 13)])
