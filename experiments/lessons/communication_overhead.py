@@ -27,8 +27,8 @@ from narration import keep, parser, show, tell
 from step_parts import programs, setup, total_loss
 
 import jdp
+from jdp.base.chips import CHIPS
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
-from jdp.foresight.targets.chips import CHIPS
 from jdp.report.charts import chart
 
 PARTS = ("forward", "backward", "sync", "update")

@@ -20,10 +20,10 @@ WAYS = {  # experiment, sequences a GPU, strategy, whether each host of 8 GPUs i
 }
 FEW, REPLICAS, MANY, LARGE = WAYS
 RECORDED = {  # `FORESEEN` on each of HOSTS; jax 0.10.2, 2026-11; `tests/lessons/test_scaling.py` plans them anew
-    FEW: [(0.9527, 9.794, 1.409), (0.9246, 10.06, 1.302), (0.7564, 12.33, 1.222), (0.2577, 34.20, 1.224)],
-    REPLICAS: [(0.9523, 9.797, 1.409), (0.8440, 11.57, 1.421), (0.7097, 13.77, 1.421), (0.7619, 12.82, 1.421)],
-    MANY: [(0.9931, 47.71, 4.487), (0.9899, 47.71, 4.380), (0.9775, 48.20, 4.300), (0.7736, 60.63, 4.277)],
-    LARGE: [(0.9697, 291.9, 12.69), (0.9572, 293.4, 11.42), (0.9406, 296.9, 10.46), (0.8611, 325.4, 10.19)],
+    FEW: [(0.8453, 8.047, 1.339), (0.8041, 8.306, 1.252), (0.7320, 9.259, 1.195), (0.5992, 11.17, 1.181)],
+    REPLICAS: [(0.8445, 8.055, 1.339), (0.6940, 10.32, 1.352), (0.6213, 11.53, 1.352), (0.5749, 12.46, 1.352)],
+    MANY: [(0.9865, 39.38, 4.108), (0.9826, 39.41, 4.021), (0.9706, 39.8, 3.956), (0.8976, 43.12, 4.513)],
+    LARGE: [(0.9774, 262.3, 11.34), (0.9713, 262.2, 10.34), (0.9564, 265.0, 9.588), (0.8411, 301.1, 9.367)],
 }
 
 
@@ -44,12 +44,12 @@ def show_planned(planned: dict[str, list[tuple[float, float, float]]], axes: Axe
     on_64 = planned[FEW][HOSTS.index(8)][2]
     said = (
         f"""At 16k tokens a GPU 512 GPUs are {end[MANY]:.0%} efficient, at 2k {end[FEW]:.0%}. A ring of 512 takes
-            511 sends one after the other, whatever the bytes, and each layer waits for a ring. With a replica on
-            each host weights are gathered inside the host, and only gradients cross hosts: {end[REPLICAS]:.0%}. On
-            few hosts that is no gain, as a flat ring is short there.""",
+            511 sends one after the other, whatever the bytes: jdp has all layers share one there, though nothing is
+            computed meanwhile. With a replica on each host weights are gathered inside the host, and only gradients
+            cross hosts: {end[REPLICAS]:.0%}. That is no gain here: a sum over hosts waits for the one inside.""",
         f"""Nine times the parameters at 16k tokens: {end[LARGE]:.0%} on 512 GPUs; on one host {host[LARGE][0]:.1%},
-            the small model {host[MANY][0]:.1%}. FLOPs and bytes both grow with the parameters, the latency of a
-            ring does not: that is what a larger model gains from on 512.""",
+            the small model {host[MANY][0]:.1%}. FLOPs and bytes both grow with the parameters, so that is no gain;
+            and its two microbatches each reduce their gradients (zero2).""",
         f"""Memory is not "the same as on one": a batch of 128 sequences takes {host[MANY][2]:.1f} GiB on each of 8
             GPUs and {on_64:.1f} on each of 64, as activations and optimizer state are divided.""",
     )

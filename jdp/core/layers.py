@@ -9,11 +9,11 @@ is used as it is: correct, but gathered for the whole step, which is reported on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, MutableSequence
+from collections.abc import Callable, Generator, Mapping, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -21,7 +21,8 @@ from jdp.base.notices import notice
 from jdp.base.words import Rematerialise
 from jdp.core.flax_nnx import changes
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.traced_mesh import traced_device
+from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes
+from jdp.core.tracing.jaxprs import every_eqn
 from jdp.core.types import PyTree
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
@@ -51,7 +52,8 @@ class GatherTable:
     used: set[str] = field(default_factory=set[str])
 
 
-_MOST_UNROLLED = 8
+_MOST_UNROLLED = {"cpu": 8, "gpu": 48}
+"""Platform -> the most layers that are compiled one by one. A GPU takes 0.3 seconds to compile each more."""
 _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
 
 
@@ -90,28 +92,41 @@ def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat =
         block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
             parameters.
         stacked: a pytree (an NNX module, or a tuple of a module and per-layer keys) whose leaves all have shape
-            [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer pytrees, for
-            layers that differ: the loop is unrolled. Leaves that are no arrays are passed on as they are.
+            [layers, ...]: the loop is a `jax.lax.scan`. Where layers are many it is compiled once. Or a list
+            (`nnx.List`) of per-layer pytrees, for layers that differ. Leaves that are no arrays are passed on as they
+            are.
         x: the activations that enter the first layer: a pytree of arrays.
         remat: what the backward pass keeps; give it when activations do not fit into memory. None: every activation.
             "dots": the results of matrix products without batch dimensions and of fused attention, so nothing of
-            [length, length]. "full": each layer's input only. Or a policy of `jax.checkpoint_policies`. Gathered
-            weights are never kept.
+            [length, length]. "dots_except_mlp": of these only attention and its projections, which the block marks by
+            `jax.ad_checkpoint.checkpoint_name(x, "attention")`; jdp's models do. "full": each layer's input only. Or a
+            policy of `jax.checkpoint_policies`. Gathered weights are not kept, but with None their casts to fewer bits.
 
     Returns:
         The activations that leave the last layer, like `x`.
 
     Raises:
         ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers. `remat` is
-            unknown. The block changes a module that is neither among the layers nor in its closure.
+            unknown, or "dots_except_mlp" for a block without marks. The block changes a module that is neither among
+            the layers nor in its closure.
     """
+    return looped(block, stacked, x, remat=remat)
+
+
+def looped(
+    block: Block, stacked: PyTree, x: Activations, *, remat: Remat = None, scan: bool | Literal["auto"] | None = None
+) -> Activations:
+    """Run `scan_layers`; stacked layers are a loop if `scan` is True. "auto" chooses as None does, and reports it."""
     gathers = _CURRENT.get()
     if isinstance(stacked, list | MutableSequence):
         for layer in stacked:
             x = _unrolled(block, layer, x, gathers, remat)
         return x
     _check_stacked(stacked)
-    return _scanned(block, stacked, x, gathers, remat)
+    body = _Body(block, changes.flatten(stacked), gathers, leading=1, remat=remat, is_loop=scan is True)
+    if scan == "auto" and traced_device().platform == "gpu":
+        notice(f'scan = "auto": {body.chosen}')
+    return _scanned(body, x)
 
 
 def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
@@ -120,18 +135,18 @@ def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | Non
     if not body.is_traced:
         with changes.explaining_trace_errors():
             return block(layer, x)
+    body.check_marks(x)
     x, own, outside = body.checkpointed(x, body.operands, changes.values(body.outside))
     body.layer.write(body.record, own)
     changes.assign([body.outside[i] for i in body.changed], [outside[i] for i in body.changed])
     return x
 
 
-def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
+def _scanned(body: _Body, x: PyTree) -> PyTree:
     """Scan over stacked layers. Changes in a layer leave the scan stacked; changes outside are carried along."""
-    body = _Body(block, changes.flatten(stacked), gathers, leading=1, remat=remat)
+    body.check_marks(x)
     if body.outside:  # only variables that the block changes are carried
-        first = jax.tree.map(lambda leaf: leaf[0], body.operands)
-        jax.eval_shape(body, x, first, changes.values(body.outside))
+        jax.eval_shape(body, x, body.first, changes.values(body.outside))
         body.outside = [body.outside[i] for i in body.changed]
 
     def layer(carry: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
@@ -149,7 +164,14 @@ class _Body:
     """The call of one layer as a function of arrays alone, which JAX can scan and checkpoint."""
 
     def __init__(
-        self, block: Block, layer: changes.Flattened, gathers: GatherTable | None, *, leading: int, remat: Remat
+        self,
+        block: Block,
+        layer: changes.Flattened,
+        gathers: GatherTable | None,
+        *,
+        leading: int,
+        remat: Remat,
+        is_loop: bool = False,
     ) -> None:
         leaves = layer.arrays
         # leaves that are no arrays (an equinox module's function) are the same in each layer
@@ -161,6 +183,7 @@ class _Body:
         ]
         self.block, self.layer, self.gathers, self.leading = block, layer, gathers, leading
         self.remat: Remat = remat
+        self.is_loop = is_loop
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
         self.keep = gathers is not None and gathers.keep
         gathers_again = not self.keep and any(placement is not None for placement in self.placements)
@@ -189,23 +212,57 @@ class _Body:
         return x, own, after
 
     @property
-    def unrolls(self) -> bool:
-        """Whether a loop over stacked layers is compiled layer by layer: on a CPU, if they are few.
+    def first(self) -> list[Any]:
+        """The operands of one layer."""
+        return [leaf[0] for leaf in self.operands] if self.leading else self.operands
 
-        A loop there fills the stacked activations with zeros, copies them in, and out again: an eighth of a small GPT's
-        step. Rematerialised or gathered layers need the loop, which keeps XLA from merging the second time with the
-        first.
+    def check_marks(self, x: Any) -> None:
+        """Check that the block marks what its policy keeps, by one more trace where that policy is asked for."""
+        if self.remat != EXCEPT_MLP:
+            return
+        program = jax.make_jaxpr(self)(x, self.first, changes.values(self.outside))
+        if not any(_is_marked(eqn.primitive, eqn.params, ATTENTION) for eqn in every_eqn(program.jaxpr)):
+            raise ValueError(
+                f'remat = "{EXCEPT_MLP}" keeps what the block marks by jax.ad_checkpoint.checkpoint_name(x, '
+                f'"{ATTENTION}"); given a block without a mark. Mark what its attention and the projections around it '
+                'return, or give "dots" or "full".'
+            )
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether a loop over stacked layers is compiled layer by layer, if they are few.
+
+        A loop copies activations, and weights that are gathered once, into stacks and out again. That is an eighth of a
+        small GPT's step on a CPU, and a tenth of a large one's on GPUs. On a CPU rematerialised layers stay a loop,
+        which keeps XLA from merging the second time with the first. So do those beside a `model` axis, along which XLA
+        sends more while it computes in a loop (tensor_parallel on h100:8x8, simulated: 807 ms in place of 891).
         """
-        few = jax.tree.leaves(self.operands)[0].shape[0] <= _MOST_UNROLLED
-        return few and not self.is_rematerialised and traced_device().platform == "cpu"
+        platform = traced_device().platform
+        few = self.layers <= _MOST_UNROLLED.get(platform, 0)
+        stays = self.is_loop or (platform == "cpu" and self.is_rematerialised)
+        return few and not stays and not traced_model_axes()
+
+    @property
+    def layers(self) -> int:
+        return jax.tree.leaves(self.operands)[0].shape[0]
+
+    @property
+    def chosen(self) -> str:
+        """How stacked layers are compiled on GPUs, and why."""
+        if self.unrolls:
+            return f"the {self.layers} layers are compiled one by one, which copies less than a loop"
+        most = _MOST_UNROLLED["gpu"]
+        why = "that sends less beside a model axis" if self.layers <= most else f"one by one compile up to {most}"
+        return f"the {self.layers} layers are a loop: {why}"
 
     @property
     def checkpointed(self) -> Callable[..., Any]:
         """The call, rematerialised if that was asked for or weights are gathered."""
         if not self.is_rematerialised:
             return self
-        # inside a scan nothing can be merged across iterations: no barriers needed
-        return jax.checkpoint(self.__call__, policy=_policy(self.remat, self.keep), prevent_cse=self.leading == 0)
+        # inside a loop nothing can be merged across iterations: no barriers needed
+        in_loop = self.leading > 0 and not self.unrolls
+        return jax.checkpoint(self.__call__, policy=_policy(self.remat, self.keep), prevent_cse=not in_loop)
 
 
 def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
@@ -249,11 +306,13 @@ def _policy(remat: Remat, keep: bool) -> Callable[..., bool]:
     """Return a checkpoint policy that keeps gathered weights only if `keep`."""
     policies = {
         None: _save_activations,
-        "full": jax.checkpoint_policies.nothing_saveable,
         "dots": _save_products,
+        EXCEPT_MLP: _save_attention,
+        "full": jax.checkpoint_policies.nothing_saveable,
     }
     if not callable(remat) and remat not in policies:
-        raise ValueError(f'remat is None, "full", "dots" or a checkpoint policy; given {remat!r}. Name one.')
+        names = ", ".join(f'"{name}"' for name in policies if name)
+        raise ValueError(f"remat is None, {names} or a checkpoint policy; given {remat!r}. Name one.")
     policy = remat if callable(remat) else policies[remat]
     if keep:
         return lambda prim, *args, **params: prim.name == "all_gather" or bool(policy(prim, *args, **params))
@@ -263,7 +322,11 @@ def _policy(remat: Remat, keep: bool) -> Callable[..., bool]:
 
 
 ATTENTION = "attention"
-"""The name (`jax.ad_checkpoint.checkpoint_name`) of what attention returns, and of the statistics of its softmax."""
+"""The mark (`jax.ad_checkpoint.checkpoint_name`) of what attention and its projections take and return, of the
+statistics of its softmax, and of the sum that its output enters."""
+EXCEPT_MLP = "dots_except_mlp"
+STATISTICS = "statistics"
+"""The name of a norm's statistics: one number a row or two."""
 _FUSED = "dot_product_attention_fwd_wrapper"  # cuDNN's attention in jax: its output, and the statistics of its softmax
 _GATHERS = {"all_gather", "sharding_constraint", "optimization_barrier"}
 _SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "concatenate"}
@@ -287,7 +350,16 @@ def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
     if prim.name == "dot_general":
         _, batch = params["dimension_numbers"]
         return not any(batch)
-    return prim.name == _FUSED or (prim.name == "name" and params["name"] == ATTENTION)
+    return _save_attention(prim, **params)
+
+
+def _save_attention(prim: Any, *_: Any, **params: Any) -> bool:
+    """Keep what is marked, and cuDNN's attention, which is marked inside of jax nowhere."""
+    return prim.name == _FUSED or _is_marked(prim, params, ATTENTION, STATISTICS)
+
+
+def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
+    return prim.name == "name" and params["name"] in names
 
 
 def _check_stacked(stacked: PyTree) -> None:

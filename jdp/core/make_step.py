@@ -34,7 +34,7 @@ def make_train_step(
     overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
-    compiler: CompilerOptions | Compiler = "default",
+    compiler: CompilerOptions | Compiler = "auto",
 ) -> Step[Literal["train"]]:
     """Make `train_step(state, batch) -> (state, metrics)`. The state is donated: the new state takes its memory.
 
@@ -88,8 +88,8 @@ def make_train_step(
             partitioning="manual" and a strategy other than zero3, which never has a device's whole gradient.
         overlap: under "manual", have `scan_layers` communicate while it computes. A layer's weights are gathered during
             the layer before, and its gradient is reduced during the next. That takes memory for one more layer's
-            weights and gradient, and some compile time: give False when this memory is needed. None: on devices that
-            can do both at once, which CPUs cannot.
+            weights and gradient, and some compile time: give False when this memory is needed. None: where less is
+            waited for, by an estimate from the trace, the mesh and the chip; on CPUs never.
         check_loss: before a loss is called on parts of the batch ("manual", or K > 1), prove from its program that it
             is a sum over examples. A loss that cannot be proven is tried on a few rows, together and apart. A loss that
             mixes examples, or that cannot be tried, gets "auto" with K = 1, or an error. Give False when you know that
@@ -97,9 +97,10 @@ def make_train_step(
         donate: False keeps the old state, in memory of its own. Give it to compare states before and after a step, or
             to take several steps from one state. `jax_debug_nans` does so too: it runs a step whose result is not
             finite once more, operation by operation.
-        compiler: options of XLA's compiler. "default"; "overlap", for steps whose communication XLA's default does not
-            hide (`jdp.core.compiling.options.PRESETS`); or option -> value, when you know which option you need. They
-            are resolved for the mesh's devices: options unknown to their compiler are left out and reported by name.
+        compiler: options of XLA's compiler. "default" leaves its own. "overlap" hides more communication
+            (`jdp.core.compiling.options.PRESETS`). "auto" is "overlap" on several GPUs without a model axis. Give
+            option -> value when you know which option you need. They are resolved for the mesh's devices: options
+            unknown to their compiler are left out and reported by name.
 
     Returns:
         A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm before
@@ -143,7 +144,7 @@ def make_eval_step(
     partitioning: Partitioning | None = None,
     group: int = 1,
     check_loss: bool = True,
-    compiler: CompilerOptions | Compiler = "default",
+    compiler: CompilerOptions | Compiler = "auto",
 ) -> Step[Literal["eval"]]:
     """Make `eval_step(state, batch) -> metrics`: forward only, without gradients; the state is not donated.
 

@@ -96,7 +96,7 @@ class Plan(Drawn):
         ValueError: the strategy or `offload` is unknown, or `offload` needs memory that the devices do not have. The
             mesh has no axis called `data`, or one of type Manual. `data` and `replica` are the same, or name no axis of
             the mesh. A rule is no pair of a pattern and a spec, or names the replicas' axis or an unknown one.
-            `min_shard_size` is no whole number.
+            `min_shard_size` is no whole number, `pad` or `whole_matrices` no truth value.
     """
 
     mesh: Mesh
@@ -113,8 +113,11 @@ class Plan(Drawn):
     def __post_init__(self) -> None:
         strategy(self.strategy)
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
-            given = repr(self.min_shard_size)
-            raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; given {given}. Give 0 or 1024.")
+            rule = "min_shard_size is a whole number of elements, 0 or more"
+            raise ValueError(f"{rule}; given {self.min_shard_size!r}. Give 0 or 1024.")
+        for name in ("pad", "whole_matrices"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False; given {given!r}. Give one of them.")
         home = cast("Mesh | None", self.home)
         if (
             home is None

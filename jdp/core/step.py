@@ -18,8 +18,10 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import trace_state_clean  # nothing public says that another function is being traced
 from jax.sharding import Mesh
 
+from jdp.base.notices import notice
 from jdp.base.words import Buckets, Partitioning
 from jdp.core.batch import check_alive, owned_batch, signature
 from jdp.core.compiling.options import Compiler, CompilerValue
@@ -32,7 +34,7 @@ from jdp.core.precision import Precision
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
-from jdp.core.state import SQUARES, STACKED, TrainState, trained_part
+from jdp.core.state import SQUARES, STACKED, Layout, Leaves, TrainState, together, trained_part, unread_leaves
 from jdp.core.step_settings import StepSettings, check_settings, check_training_settings
 from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
@@ -71,7 +73,15 @@ class Step(Generic[Kind]):
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
 
-    __slots__ = ("__weakref__", "_complete", "_options", "loss", "sends")  # no other can be set, by mistake
+    __slots__ = (
+        "__weakref__",
+        "_complete",
+        "_layout",
+        "_options",
+        "_takes_tree",
+        "loss",
+        "sends",
+    )  # no other is set by mistake
 
     loss_fn: LossFn = read_only("loss.loss_fn", "The loss function.")
     plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
@@ -101,6 +111,8 @@ class Step(Generic[Kind]):
         self.loss = loss
         self.sends: TracedCollectives | None = None
         self._complete: set[Any] = set()  # what `complete` knows to need nothing
+        self._layout: Layout | None = None  # of the last call's state
+        self._takes_tree: bool | None = None  # whether `lower` came before the first call, which then has its program
         self._options: dict[str, CompilerValue] | None = None
 
     def __repr__(self) -> str:
@@ -114,13 +126,31 @@ class Step(Generic[Kind]):
     def __call__(self: Step[Literal["eval"]], state: TrainState, batch: Batch) -> Metrics: ...
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
-        loss, state = self.loss, self.complete(state)
-        batch = self._agreed_on(state, batch) if loss.is_of_several else owned_batch(batch)
+        loss = self.loss
+        if not self._made(state):
+            state = self.complete(state)
+        if self._takes_tree is None:
+            self._takes_tree = False
+        given = state if self._takes_tree else Leaves.of(state, self._layout)
+        if isinstance(given, Leaves):
+            self._layout = given.layout
+        batch = self._agreed_on(state, given, batch) if loss.is_of_several else owned_batch(batch)
         if not loss.is_checked:
             loss.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
         run = self._keeping if debugs else loss.compiled.get("step") or self.jitted
-        return run(state, batch)
+        if self.compiler_options and not trace_state_clean():
+            notice("inside of another jit a step has that one's compiler options: its own are left out")
+            run = self._jit(donated=(), options={})
+        if self._takes_tree or not self.train:
+            return run(given, batch)
+        leaves, metrics = run(given, batch)
+        return leaves.unread(self), metrics
+
+    def _made(self, state: TrainState) -> bool:
+        """Return whether the state came out of this step, and is therefore complete, and nobody has read it."""
+        leaves = unread_leaves(state)
+        return leaves is not None and leaves.maker is self
 
     @property
     def gathers_rows(self) -> bool:
@@ -132,7 +162,8 @@ class Step(Generic[Kind]):
         """The jitted function itself; `Step.__call__` adds checks of its arguments, which take 1 or 2 microseconds."""
         compiled = self.loss.compiled
         if "step" not in compiled:
-            compiled["step"] = self._jit(donated=(0,) if self.donate and self.train else ())
+            donated = (0,) if self.donate and self.train else ()
+            compiled["step"] = self._jit(donated, self.compiler_options)
         return compiled["step"]
 
     @property
@@ -142,7 +173,7 @@ class Step(Generic[Kind]):
             return self.jitted
         compiled = self.loss.compiled
         if "keeping" not in compiled:
-            compiled["keeping"] = self._jit(donated=())
+            compiled["keeping"] = self._jit((), self.compiler_options)
         return compiled["keeping"]
 
     @property
@@ -152,32 +183,32 @@ class Step(Generic[Kind]):
             self._options = self.compiler.for_mesh(self.plan.mesh)
         return self._options
 
-    def _jit(self, donated: tuple[int, ...]) -> Any:
+    def _jit(self, donated: tuple[int, ...], options: dict[str, CompilerValue]) -> Any:
         loss, plan = self.loss, self.plan
 
-        def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def train_step(state: TrainState | Leaves, batch: Batch) -> tuple[TrainState | Leaves, Metrics]:
             with tracing_on(plan.mesh):
-                return _train(loss, *plan.entered((state, batch)))
+                new, metrics = _train(loss, *plan.entered((together(state), batch)))
+                return (Leaves.of(new, state.layout) if isinstance(state, Leaves) else new), metrics
 
-        def eval_step(state: TrainState, batch: Batch) -> Metrics:
+        def eval_step(state: TrainState | Leaves, batch: Batch) -> Metrics:
             with tracing_on(plan.mesh):
-                state, batch = plan.entered((state, batch))
-                computing = replace(state, params=params_on_device(plan, state))
+                whole, batch = plan.entered((together(state), batch))
+                computing = replace(whole, params=params_on_device(plan, whole))
                 return plan.left(means(loss.evaluate(computing, batch)), plan.replicated)
 
-        options = self.compiler_options or None
         if not self.train:
-            return jax.jit(eval_step, compiler_options=options)
-        return jax.jit(train_step, donate_argnums=donated, compiler_options=options)
+            return jax.jit(eval_step, compiler_options=options or None)
+        return jax.jit(train_step, donate_argnums=donated, compiler_options=options or None)
 
-    def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
+    def _agreed_on(self, state: TrainState, given: TrainState | Leaves, batch: Batch) -> Batch:
         """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
         self.loss.agree(
             "the train step" if self.train else "the evaluation step",
             signature(batch),
             state,
             batch,
-            lambda: self.jitted.lower(state, batch),  # what the check finds may change `jitted`
+            lambda: self.jitted.lower(given, batch),  # what the check finds may change `jitted`
             self.compiler_options,
         )
         return batch
@@ -204,6 +235,8 @@ class Step(Generic[Kind]):
             return leaf
 
         state, batch = step.complete(state), jax.tree.map(sharded, batch)
+        if step._takes_tree is None:
+            step._takes_tree = True
         step.loss.check_first(state, batch)
         traced = step.jitted.trace(state, batch)
         step.sends = read_collectives(traced)

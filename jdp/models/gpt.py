@@ -54,7 +54,7 @@ class GPT(nnx.Module):
         self.embed = Embedding(config, rngs=rngs)
         layer = _layer(config)
         self.layers = make_layers(
-            layer, config.layers, rngs.params(), scan=config.scan, global_every=config.global_every
+            layer, config.layers, rngs.params(), scan=bool(config.scan), global_every=config.global_every
         )
         self.final_norm = layer.make_norm()
         width, vocabulary = config.width, config.vocab_size
@@ -99,9 +99,9 @@ class GPT(nnx.Module):
         if rng is not None and config.dropout > 0:
             keys = fold_range(rng, config.layers)
             x = dropout(x, config.dropout, jax.random.fold_in(rng, config.layers), site=0)
-        every = config.global_every
+        remat, scan, every = config.remat, config.scan, config.global_every
         return self.final_norm(
-            run_layers(self.layers, x, keys, remat=config.remat, segments=packed, global_every=every)
+            run_layers(self.layers, x, keys, remat=remat, scan=scan, segments=packed, global_every=every)
         )
 
     def loss(

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from jdp.core.layers import scan_layers
+from jdp.core.layers import ATTENTION, looped
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
-from jdp.models.configs.choices import Activation, Attend, NormKind, Remat
-from jdp.models.modules import Linear, LoRA, Norm, dropout
+from jdp.models.configs.choices import AUTO, Activation, Attend, NormKind, Remat, Scan
+from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class Layer(nnx.Module):
         y = self.attention(self.attention_norm(x), segments, attends_to_all)
         y = y if self.attention_post_norm is None else self.attention_post_norm(y)
         x = x + dropout(y, self.dropout, key, site=0)
+        if self.attention_post_norm is None:  # whose backward pass reads the product
+            x = checkpoint_name(x, ATTENTION)  # in its place
         y = self.mlp(self.mlp_norm(x))
         y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
         return x + dropout(y, self.dropout, key, site=1)
@@ -154,12 +157,15 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         config = self.config
         query, key, value = (
-            project(x).reshape(*x.shape[:-1], -1, config.head_width) for project in (self.query, self.key, self.value)
+            checkpoint_name(y, ATTENTION).reshape(*x.shape[:-1], -1, config.head_width)
+            for y in mapped(x, self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         position = None if segments is None else segments.position
         query, key = (self._turn(x, position, attends_to_all) for x in (query, key))
+        if self.query_norm is None:  # whose backward pass reads what was projected, which then is kept
+            query, key, value = (checkpoint_name(x, ATTENTION) for x in (query, key, value))
         mixed = attend(
             query,
             key,
@@ -170,7 +176,7 @@ class Attention(nnx.Module):
             run=None if segments is None else segments.run,
             by=config.attention,
         )
-        return self.output(mixed.reshape(*x.shape[:-1], -1))
+        return checkpoint_name(self.output(mixed.reshape(*x.shape[:-1], -1)), ATTENTION)
 
     def _turn(self, x: jax.Array, position: jax.Array | None, attends_to_all: jax.Array | None) -> jax.Array:
         """Return heads with rotary positions, if the model has these: the layer's own wavelengths."""
@@ -201,9 +207,18 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate is None:
-            return self.down(jax.nn.gelu(self.up(x), approximate=self.activation != "gelu_exact"))
-        gate = self.gate(x)
-        return self.down((jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate)) * self.up(x))
+            y = self.up(x)
+            return self.down(jax.nn.gelu(y, approximate=False) if self.activation == "gelu_exact" else _gelu(y))
+        gate, up = mapped(x, self.gate, self.up)
+        return self.down((jax.nn.silu(gate) if self.activation == "swiglu" else _gelu(gate)) * up)
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    """Return the tanh form of gelu (arXiv:1606.08415), written by a sigmoid: (1 + tanh(u)) / 2 = sigmoid(2 u).
+
+    For a tanh of 16 bits XLA makes a kernel of its own in the backward pass, which reads and writes all of x.
+    """
+    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
 
 
 def rotate(
@@ -262,6 +277,7 @@ def run_layers(
     keys: jax.Array | None,
     *,
     remat: Remat | None,
+    scan: Scan,
     segments: Segments | None = None,
     global_every: int | None = None,
 ) -> jax.Array:
@@ -270,7 +286,7 @@ def run_layers(
     `keys` [layers] are for dropout (None: no dropout), and `segments` the documents of packed rows.
     """
     # The parameters are passed as the module's own arrays: a sharding plan recognises them by identity, and gathers a
-    # layer's when the loop reaches it. `scan_layers` unrolls a list, and scans a tuple as one tree.
+    # layer's when the loop reaches it. `looped` unrolls a list, and scans a tuple as one tree.
     if isinstance(layers, nnx.List):
         stacked = [(layer, None if keys is None else keys[i], None) for i, layer in enumerate(layers)]
     else:
@@ -281,7 +297,12 @@ def run_layers(
         layer, key, attends_to_all = operands
         return layer(x, key, segments, attends_to_all)
 
-    return scan_layers(block, stacked, x, remat=remat)
+    if remat == AUTO:
+        raise ValueError(
+            f'remat = "{AUTO}" is chosen where an experiment file is compiled (jdp train, jdp plan); given a model '
+            'outside of one. Name a policy, such as "dots".'
+        )
+    return looped(block, stacked, x, remat=remat, scan=scan)
 
 
 def fold_range(key: jax.Array, count: int) -> jax.Array:

@@ -43,7 +43,7 @@ class ViT(nnx.Module):
         self.config = config
         self.embed = PatchEmbedding(config, rngs=rngs)
         layer = _layer(config)
-        self.layers = make_layers(layer, config.layers, rngs.params(), scan=config.scan)
+        self.layers = make_layers(layer, config.layers, rngs.params(), scan=bool(config.scan))
         self.final_norm = layer.make_norm()
         self.head = Classifier(config.width, config.classes, std=0.0, rngs=rngs)
 
@@ -67,7 +67,7 @@ class ViT(nnx.Module):
         if rng is not None and config.dropout > 0:
             keys = fold_range(rng, config.layers)
             x = dropout(x, config.dropout, jax.random.fold_in(rng, config.layers), site=0)
-        x = self.final_norm(run_layers(self.layers, x, keys, remat=config.remat))
+        x = self.final_norm(run_layers(self.layers, x, keys, remat=config.remat, scan=config.scan))
         if config.pool == "token":
             return self.head(x[:, 0])
         return self.head(jnp.mean(x, axis=1, dtype=jnp.float32).astype(x.dtype))

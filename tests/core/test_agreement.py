@@ -20,11 +20,13 @@ from jdp.core.cluster.agreement import Fact, agree, program_fact
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
+from pathlib import Path
 import json, jax, jax.numpy as jnp, numpy as np, optax
 import jdp
 from jdp.core.cluster import agreement
 
 jdp.initialize(timeout_seconds=60)
+jdp.keep_programs(Path(__file__).with_name("programs"))
 rank, reported = jax.process_index(), {}
 plan = jdp.Plan(jdp.make_mesh(data=-1), min_shard_size=0)
 fixed = np.random.default_rng(7).normal(size=(32, 32)).astype(np.float32)
@@ -82,7 +84,10 @@ refused("place", lambda: make() if rank else step(state, fed(4)))
 
 metrics, grads = gradient(weights, fed(4), key)
 assert float(metrics["weight"]) == 8.0
-state, metrics = step(state, fed(4))
+rows, events = fed(4), []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
+state, metrics = step(state, rows)
+reported["compiled"] = [event for event in events if event in ("cache_hits", "cache_misses")]
 calls, real = [], agreement.agree
 import jdp.core.batch
 jdp.core.batch.agree = lambda place, facts, mesh: calls.append(place) or real(place, facts, mesh)
@@ -161,6 +166,10 @@ def test_the_rows_of_one_process_are_not_taken_for_all_rows(reported, case, kind
             rf"batch \['x'\] is {kind} of this process alone\. Write `for batch in jdp\.shard_batches\(loader, plan\)`",
             reported[rank][case],
         ), reported[rank][case]
+
+
+def test_on_cpus_one_process_compiles_a_step_for_all(reported):
+    assert (reported[0]["compiled"], reported[1]["compiled"]) == (["cache_misses"], ["cache_hits"])
 
 
 def test_who_does_not_come_is_named(reported):

@@ -62,6 +62,8 @@ CALLS = {
     "an entry is a number": (lambda: plan(rules=[("w", P(1))]), ENTRY + "1"),
     "min_shard_size < 0": (lambda: plan(min_shard_size=-1), "min_shard_size is a whole .* 0 or more; given -1"),
     "min_shard_size is no integer": (lambda: plan(min_shard_size=1e3), "min_shard_size is a whole .*; given 1000.0"),
+    "pad is a word": (lambda: plan(pad="no"), "pad is True or False; given 'no'"),
+    "whole_matrices is a number": (lambda: plan(whole_matrices=0), "whole_matrices is True or False; given 0"),
     "a mesh axis is text": (lambda: jdp.make_mesh(data="8"), r"Mesh axes are integers, .*data=8\); given data='8'"),
     "a mesh axis is a float": (lambda: jdp.make_mesh(data=8.0), "Mesh axes are integers, .*; given data=8.0"),
     "a mesh axis is a bool": (lambda: jdp.make_mesh(data=8, x=True), "Mesh axes are integers, .*; given x=True"),

@@ -1,5 +1,7 @@
 """Compiler options as a value: what it may be, what of it each platform's compiler takes, and that a step has it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,11 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("overlop", '"default", "overlap", or a table of XLA\'s options.*given \'overlop\'; did you mean overlap'),
-        (3, "given '3'"),
+        (
+            "overlop",
+            '"auto", "default", "overlap", or a table of XLA\'s options.*given \'overlop\'; did you mean overlap',
+        ),
+        (3, r"given 3\. Write one of these"),
         ({"latency": True}, "names begin with xla_; given 'latency'"),
         ({SCHEDULER: [True]}, rf"true or false, a number or text; given {SCHEDULER} = \[True\]"),
     ],
@@ -51,12 +56,13 @@ def test_each_platform_takes_its_own_and_what_its_compiler_knows(capfd):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(3, "takes true or false; given 3"), ("true", "takes true or false; given 'true'")]
+    ("value", "said"), [(1, "takes true or false; given 1"), ("true", "takes true or false; given 'true'")]
 )
 def test_a_value_that_xla_refuses_is_one_error(value, said):
     mesh = jdp.make_mesh(devices=jax.devices()[:2], data=2)
     with pytest.raises(ValueError, match=f"xla_cpu_enable_fast_math {said}"):
         Compiler.of({"xla_cpu_enable_fast_math": value}).for_mesh(mesh)
+    assert Compiler.of({"xla_cpu_enable_fast_math": True}).for_mesh(mesh), "1, which equals it, was refused"
 
 
 def test_steps_are_compiled_with_their_options(tmp_path):
@@ -70,3 +76,33 @@ def test_steps_are_compiled_with_their_options(tmp_path):
     for make, name in ((jdp.make_eval_step, "eval_step"), (jdp.make_train_step, "train_step")):
         make(loss, plan, compiler={"xla_dump_to": str(tmp_path)})(state, batch)
         assert list(tmp_path.glob(f"*jit_{name}*")), name
+
+
+def test_auto_is_overlap_on_several_gpus(capfd):
+    names = ("h100:1x8", "h100:1x1", "cpu:2")
+    meshes = {name: jdp.make_mesh(devices=target(name).devices, data=-1) for name in names}
+    chosen = {name: Compiler.of("auto").on(mesh).preset for name, mesh in meshes.items()}
+    assert chosen == {"h100:1x8": "overlap", "h100:1x1": "default", "cpu:2": "default"}
+    for name, mesh in meshes.items():
+        assert Compiler.of("auto").for_mesh(mesh) == Compiler.of(chosen[name]).for_mesh(mesh)
+    beside = jdp.make_mesh(devices=target("h100:1x8").devices, data=4, model=2)
+    assert Compiler.of("auto").on(beside).preset == "default", "an axis of the model's is sent along too"
+    assert Compiler.of("default").on(meshes["h100:1x8"]).preset == "default", "what is written out stays"
+    assert "no option for" not in capfd.readouterr().err
+
+
+def test_a_step_inside_of_another_jitted_function_leaves_its_options_to_that_and_says_so(capfd):
+    """Whatever of state and batch is traced: nothing of them where both are closed over."""
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2], data=2))
+    state = jdp.init_state(lambda rng: {"w": jnp.ones((4, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    options = {"xla_cpu_enable_fast_math": False}
+    loss = lambda params, batch, rng: ((batch["x"] @ params["w"]) ** 2).mean()  # noqa: E731
+    step, batch = jdp.make_train_step(loss, plan, compiler=options, donate=False), {"x": np.ones((8, 4), "f")}
+    _said.clear()
+    alone = step(state, batch)[1]["loss"]
+    assert "are left out" not in capfd.readouterr().err
+    assert jax.jit(step)(state, batch)[1]["loss"] == alone
+    assert jax.jit(lambda x: x * step(state, batch)[1]["loss"])(1.0) == alone
+    assert jax.grad(lambda p: step(dataclasses.replace(state, params=p), batch)[1]["loss"])(state.params)["w"].any()
+    assert capfd.readouterr().err.count("its own are left out") == 1
+    assert step(step(state, batch)[0], batch)[1]["loss"] < alone

@@ -19,6 +19,7 @@ from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets import target
 from jdp.foresight.verify import report
 from jdp.models import GPT, GPTConfig
+from jdp.models.modules import Linear, mapped
 
 BF16, DIMS = jnp.bfloat16, (((1,), (0,)), ((), ()))
 X, W = jnp.ones((4, 32), BF16), jnp.ones((32, 48), BF16)
@@ -103,6 +104,13 @@ def scanned(weights, x):
 )
 def test_which_products_are_in_float8(loss, weights, count):
     assert products_in_fp8(loss, weights, X) == count
+
+
+def test_each_map_of_one_input_has_its_own_scale_on_cpus_too():
+    maps = [Linear(32, 16 * n, std=1.0, bias=False, rngs=nnx.Rngs(n)) for n in (1, 2)]
+    graph, weights = nnx.split(nnx.List(maps))
+    weights = jax.tree.map(lambda w: w.astype(BF16), weights)
+    assert products_in_fp8(lambda w, x: mapped(x, *nnx.merge(graph, w)), weights, jnp.ones((1, 64, 32), BF16)) == 2
 
 
 def test_a_loss_without_such_a_product_is_told(capsys, monkeypatch):

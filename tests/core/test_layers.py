@@ -8,12 +8,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.base import notices
+from jdp.core import layers
+from jdp.core.sharding.traced_mesh import tracing_for
+from jdp.core.tracing.jaxprs import every_eqn
 from jdp.foresight.program.collectives import collectives
+from jdp.foresight.targets import target
 
 LAYERS, WIDTH = 3, 16
 
@@ -85,6 +90,28 @@ def test_a_tuple_is_scanned_and_activations_may_be_a_tree():
     assert int(end["sum"]) == 0 + 1 + 2
 
 
+@pytest.mark.parametrize(
+    ("scan", "axes", "most", "unroll", "said"),
+    [
+        (True, {"data": 8}, 48, 1, ""),
+        (None, {"data": 8}, 48, LAYERS, ""),
+        ("auto", {"data": 8}, 48, LAYERS, 'scan = "auto": the 3 layers are compiled one by one'),
+        ("auto", {"data": 8}, 2, 1, "the 3 layers are a loop: one by one compile up to 2"),
+        ("auto", {"data": 4, "model": 2}, 48, 1, "the 3 layers are a loop: that sends less beside a model axis"),
+    ],
+)
+def test_on_gpus_few_layers_are_compiled_one_by_one_and_it_is_said(scan, axes, most, unroll, said, monkeypatch, capsys):
+    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setitem(layers._MOST_UNROLLED, "gpu", most)
+    mesh = jdp.make_mesh(devices=target("h100:1x8").devices, **axes)
+    with tracing_for(mesh, ("data",)):
+        program = jax.make_jaxpr(lambda x: layers.looped(block, stacked(), x, scan=scan))(jnp.ones((4, WIDTH)))
+    [loop] = [eqn for eqn in every_eqn(program.jaxpr) if eqn.primitive.name == "scan"]
+    assert max(1, int(loop.params["unroll"])) == unroll
+    err = capsys.readouterr().err
+    assert said in err and bool(said) == bool(err)
+
+
 def test_no_layers_at_all_leave_the_activations_as_they_are():
     x = jnp.ones(3)
     assert jdp.scan_layers(block, [], x) is x
@@ -135,7 +162,35 @@ def test_remat_decides_what_is_computed_again(remat, products, tanhs, scanned):
     assert len(list(primitives(jaxpr, "tanh"))) == tanhs
 
 
+def marking(layer, x):
+    """A block of attention's kind, which is marked, and an MLP."""
+    x = x + checkpoint_name(x @ layer["w"], "attention")
+    return x + jnp.tanh(x @ layer["w"]) @ layer["w"]
+
+
+@pytest.mark.parametrize(
+    ("remat", "products"),
+    [("dots", 9), ("dots_except_mlp", 10), ("full", 11)],  # forward 3, and two of each in the backward pass: 9
+)
+@pytest.mark.parametrize("scanned", [True, False])
+def test_what_is_marked_is_kept_and_the_rest_computed_again(remat, products, scanned):
+    def loss(layers, x, remat=remat):
+        return jdp.scan_layers(marking, layers, x, remat=remat).sum()
+
+    layers, x = stacked() if scanned else [jax.tree.map(lambda leaf: leaf[0], stacked())], jnp.ones((4, WIDTH))
+    gradients = jax.grad(loss, argnums=(0, 1))
+    assert len(list(primitives(jax.make_jaxpr(gradients)(layers, x).jaxpr, "dot_general"))) == products
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)  # of values up to 36
+    jax.tree.map(same, gradients(layers, x), gradients(layers, x, None))
+
+
 # What is refused.
+
+
+@pytest.mark.parametrize("layers", [stacked(), unstacked(stacked())])
+def test_a_policy_for_marks_is_refused_where_a_block_has_none(layers):
+    with pytest.raises(ValueError, match=r"checkpoint_name\(x, \"attention\"\); given a block without a mark"):
+        jdp.scan_layers(block, layers, jnp.ones((4, WIDTH)), remat="dots_except_mlp")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +209,8 @@ def test_layers_that_cannot_be_scanned_are_refused(layers, message):
 
 @pytest.mark.parametrize("layers", [stacked(), unstacked(stacked())])
 def test_an_unknown_remat_is_refused(layers):
-    with pytest.raises(ValueError, match='remat is None, "full", "dots" or a checkpoint policy; given \'all\''):
+    names = '"dots", "dots_except_mlp", "full"'
+    with pytest.raises(ValueError, match=f"remat is None, {names} or a checkpoint policy; given 'all'"):
         jdp.scan_layers(block, layers, jnp.ones((4, WIDTH)), remat="all")
 
 

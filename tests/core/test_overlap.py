@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 from functools import partial
 
 import jax
@@ -13,7 +14,11 @@ from flax import nnx
 from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
-from jdp.core.tracing.jaxprs import every_eqn
+from jdp.core import layers
+from jdp.core.gradients.layer_parts import Parts
+from jdp.core.gradients.pipeline import pipelined
+from jdp.core.tracing.collectives import parameter_scope
+from jdp.core.tracing.jaxprs import every_eqn, scan_counts
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report
@@ -103,10 +108,17 @@ def plain(model, clip_norm):
 def test_results_are_those_without(case):
     model, loss, strategy, settings = CASES[case]
     ahead, traced = run(model, loss, strategy, True, **settings)
-    assert any(eqn.primitive.name == "scan" for eqn in every_eqn(traced))
+    assert case == "ddp" or any(eqn.primitive.name == "scan" for eqn in every_eqn(traced)), "its layers are one by one"
     expected = plain(model, settings.get("clip_norm"))
     for one, other in zip(*map(jax.tree.leaves, (expected, ahead)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", ["zero3 dots", "zero2, 4, replicas", "ddp, 2", "zero3 nested"])
+def test_results_are_those_without_where_the_layers_are_unrolled(case, monkeypatch):
+    """As on GPUs, where few layers are, rematerialised ones too."""
+    monkeypatch.setattr(layers._Body, "unrolls", True)
+    test_results_are_those_without(case)
 
 
 @pytest.mark.parametrize(("strategy", "axes"), [("ddp", {"data": 8}), ("zero2", {"replica": 2, "data": 4})])
@@ -117,33 +129,139 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     quick = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
     loss = partial(layers_loss, remat="full")
-    step = jdp.make_train_step(loss, plan, precision="bf16", accumulate=3, compiler=quick)
+    step = jdp.make_train_step(loss, plan, precision="bf16", accumulate=3, compiler=quick, overlap=True)
     compiled = compile_step(step.lower(state, tokens_of(3 * 64)))
     made = report(step, state, compiled, "h100:1x8")
     assert made.kept and made.ratio <= 1.001
     looped = {"reduce-scatter"} if strategy == "zero2" else set()
     sent = [each for each in made.collectives if each.collective.payload_bytes > 1000]
     assert {each.collective.kind for each in sent if each.in_accumulation_loop} == looped
-    most = {s.collective.kind: s.collective.count for s in sorted(sent, key=lambda s: s.collective.count)}
-    assert most["all-reduce"] >= 2  # in a loop over pairs of layers
-    assert strategy == "ddp" or most["reduce-scatter"] >= 2 * 2  # and over the microbatches but the last
+    counts = Counter[str]()
+    for each in sent:
+        counts[each.collective.kind] += each.collective.count
+    assert counts["all-reduce"] >= 6  # one for each layer
+    assert strategy == "ddp" or counts["reduce-scatter"] >= 6 * 3  # and for each microbatch
 
 
-def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced():
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled, monkeypatch):
+    monkeypatch.setattr(layers._Body, "unrolls", unrolled)
     devices = target("h100:1x8").devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices, data=8), "zero3")
     init, loss = partial(init_layers, layers=6, width=512, hidden=1024), partial(layers_loss, remat="full")
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap")
+    step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap", overlap=True)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((64, 1024), dtype) for name, dtype in dtypes.items()}
     compiled = compile_step(step.lower(state, batch))
     made = report(step, state, compiled, "h100:1x8")
     assert made.kept and made.ratio <= 1.001
     bodies = [text for text in compiled.text.split("\n\n") if re.search(r"(gather|scatter)-start\(", text)]
+    if unrolled:
+        [entry] = bodies
+        hidden = multiplied_meanwhile(entry.splitlines())
+        assert len(hidden) >= 6 * 3 and sum(hidden) >= len(hidden) - 4  # but both ends of the step
+        return
     forward, backward = (text.splitlines() for text in bodies if not text.lstrip().startswith("ENTRY"))
     assert all(multiplied_meanwhile(forward)) and len(multiplied_meanwhile(forward)) == 2  # a gather for each layer
     assert sum(multiplied_meanwhile(backward)) > len(multiplied_meanwhile(backward)) / 2  # XLA found some as short
+
+
+class Seen(nnx.Variable):
+    pass
+
+
+class Carried(nnx.Module):
+    """A layer whose product is carried on in 16 bits, and kept in 32."""
+
+    def __init__(self, key):
+        self.weight, self.scale = nnx.Param(jax.random.normal(key, (16, 16)) / 4), nnx.Param(jnp.ones(16))
+        self.seen = Seen(jnp.zeros((4, 16)))
+
+    def __call__(self, x):
+        x = jnp.sin(x * self.scale[...]) @ self.weight[...]
+        self.seen[...] = x.astype(jnp.float32)
+        return x
+
+
+class Tower(nnx.Module):
+    def __init__(self, rng):
+        self.layers = jax.vmap(Carried)(jax.random.split(rng, 5))
+
+    def __call__(self, x):
+        x = x.astype(self.layers.weight[...].dtype)
+        return jdp.scan_layers(lambda layer, x: layer(x), self.layers, x)
+
+
+def test_norms_are_gathered_once_for_all_layers_and_a_carried_product_keeps_its_dtype():
+    plan = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=64)
+    state = jdp.init_state(Tower, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    settings = {"partitioning": "manual", "overlap": True, "precision": "bf16", "check_loss": False}
+    step = jdp.make_train_step(nested_loss, plan, **settings)
+    traced = step.jitted.trace(state, ROWS).jaxpr.jaxpr
+    gathered = Counter(eqn.outvars[0].aval.shape for eqn in every_eqn(traced) if eqn.primitive.name == "all_gather")
+    assert gathered[5, 16] == 2 and (16,) not in gathered, "in each pass"
+    assert gathered[16, 16] > 2
+    assert np.isfinite(step(state, ROWS)[1]["loss"])
+
+
+def after_no_rounds(stack, x):
+    x, sums = jax.lax.scan(lambda x, y: (x + y, x * y), x, jnp.zeros((0, *x.shape)))
+    return x + jnp.sum(sums)
+
+
+def with_a_shared_shard(stack, x):
+    """Gather a matrix and a bias of one shard, and biases of others, one of which takes both."""
+
+    def layer(x, shard):
+        weight, (first, second) = jnp.sin(shard["weight"]), shard["biases"]
+        with parameter_scope("matrix"):
+            matrix = 2 * weight
+        with parameter_scope("bias"):
+            bias = 2 * weight[0]
+        with parameter_scope("first"):
+            first = 2 * first
+        with parameter_scope("second"):
+            second = 2 * second + weight[1] + first
+        return jnp.tanh(x @ matrix + bias + first), second
+
+    return jax.lax.scan(layer, x, stack)
+
+
+@pytest.mark.parametrize("more", [after_no_rounds, with_a_shared_shard])
+def test_loops_of_no_rounds_and_gathers_that_share_operations(more):
+    keys = jax.random.split(jax.random.key(0), 3)
+    stack = {"weight": jax.random.normal(keys[0], (3, 8, 8)), "biases": jax.random.normal(keys[1], (3, 2, 8))}
+    both = lambda stack, x: (with_a_shared_shard(stack, x), more(stack, x))  # noqa: E731
+    arguments = stack, jax.random.normal(keys[2], (4, 8))
+    made, expected = (jax.jit(each)(*arguments) for each in (pipelined(both), both))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), made, expected)
+
+
+def test_of_16_bit_products_those_that_are_only_stacked_in_float32_are_made_so():
+    def layer(carry, each):
+        low, _ = carry
+        x, y, stacked = (low @ each for _ in range(3))
+        return (x, y.astype(jnp.float32)), (x.astype(jnp.float32), stacked.astype(jnp.float32))
+
+    low, high = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((4, 4))
+    scan = jax.make_jaxpr(lambda each: jax.lax.scan(layer, (low, high), each))(jnp.ones((3, 4, 4), jnp.bfloat16))
+    [loop] = [eqn for eqn in every_eqn(scan.jaxpr) if eqn.primitive.name == "scan"]
+    parts = Parts.of(loop.params["jaxpr"], *scan_counts(loop))
+    products = [each for each in parts.main if each.name == "dot_general"]
+    assert [each in parts.wide for each in products] == [False, False, True]
+
+
+def test_gradients_of_weights_are_summed_in_float32_and_not_rounded_before():
+    plan = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=64)
+    state = jdp.abstract_state(init_layers, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(DOTS, plan, partitioning="manual", overlap=True, precision="bf16", check_loss=False)
+    products = [
+        eqn for eqn in every_eqn(step.jitted.trace(state, tokens_of(16)).jaxpr.jaxpr) if "dot" in str(eqn.primitive)
+    ]
+    kinds = Counter((eqn.invars[0].aval.dtype.name, eqn.outvars[0].aval.dtype.name) for eqn in products)
+    weights = [x for path, x in jax.tree.leaves_with_path(state.params) if "layers" in jax.tree_util.keystr(path)]
+    assert kinds["bfloat16", "float32"] >= sum(x.ndim == 3 for x in weights) and kinds["bfloat16", "bfloat16"]
 
 
 def multiplied_meanwhile(lines):

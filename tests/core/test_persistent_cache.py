@@ -74,6 +74,21 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_breaks_nothing(
     assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
+@pytest.mark.parametrize(("mode", "who"), [(0o770, "its group"), (0o1777, "all users")])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str], mode: int, who: str
+):
+    """A program is code that this process runs."""
+    folder = tmp_path / "programs"
+    assert jdp.keep_programs(folder) and not found()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    folder.chmod(mode)
+    assert jdp.keep_programs(folder) is None and not found()
+    assert f"put code among them: {who} may write to {folder}: chmod go-w {folder}\n" in capsys.readouterr().err
+
+
 def test_what_jax_was_told_before_stays(
     tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -128,4 +128,5 @@ def test_low_ranks_norms_and_factors():
     shapes = {name: {"w": (64, 32), "odd": (33, 31)} for name in txs}
     tx, plan = optax.multi_transform(txs, {name: name for name in txs}), plan_of("zero3")
     whole = {"galore/w", "galore/odd", "adafactor/odd"}
-    assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=1e-3)  # the momentum is in a basis of galore's
+    # galore's momentum is in its basis, whose rounding is divided by the distance of two singular values
+    assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=1e-2)

@@ -1,5 +1,6 @@
 """What a step is called with: a state that was given away, memory that changes, nothing at all."""
 
+import copy
 from dataclasses import replace
 
 import jax
@@ -23,8 +24,11 @@ def plan():
     return jdp.Plan(jdp.make_mesh(data=8), "zero1", min_shard_size=0)
 
 
+ADAM = optax.adam(0.1)
+
+
 def fresh(plan):
-    return jdp.init_state(lambda rng: {"w": jnp.ones(8)}, optax.adam(0.1), plan, rng=jax.random.key(0))
+    return jdp.init_state(lambda rng: {"w": jnp.ones(8)}, ADAM, plan, rng=jax.random.key(0))
 
 
 def batch(value=1.0, rows=8):
@@ -47,6 +51,57 @@ def test_a_state_that_was_given_away_is_refused(plan, train_step):
     with pytest.raises(ValueError, match=GIVEN_AWAY):  # "the best weights so far", kept without a copy
         train_step(replace(new, params=old.params), batch())
     train_step(new, batch())
+
+
+def moved_in_place(state):
+    state.params["w"] = state.params["w"] + 1.0
+    return state
+
+
+CHANGES = {
+    "in place": moved_in_place,
+    "replace": lambda state: replace(state, params={"w": state.params["w"] + 1.0}),
+    "tree.map": lambda state: replace(state, params=jax.tree.map(lambda x: x + 1.0 if x.ndim else x, state).params),
+    "a copy, in place": lambda state: moved_in_place(copy.copy(state)),
+    "a deep copy": lambda state: moved_in_place(copy.deepcopy(state)),
+}
+
+
+@pytest.fixture(scope="module")
+def keeping(plan):
+    return jdp.make_train_step(loss, plan, donate=False)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_step_takes_what_was_changed_in_the_state_that_it_returned(plan, keeping, change):
+    """A state that nobody has read goes into the next step as leaves; what a reader changed goes in as changed."""
+    state, _ = keeping(fresh(plan), batch())
+    assert keeping(state, batch(2.0))[1]["loss"] == pytest.approx(16 * 0.9)  # Adam's first update is its rate, 0.1
+    assert keeping(change(state), batch(2.0))[1]["loss"] == pytest.approx(16 * 1.9)
+
+
+def test_a_state_that_a_step_returned_is_one_tree(plan, train_step):
+    """However it is looked at: whole, by field, or by the fields that are one array."""
+    new, _ = train_step(fresh(plan), batch())
+    assert (int(new.step), int(new.skipped), int(new.consumed)) == (1, 0, 1)
+    leaves, tree = jax.tree.flatten(new)
+    assert tree == jax.tree.structure(fresh(plan)) == jax.tree.structure(replace(new))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(new)]
+    assert paths[:2] == [".step", ".params['w']"]
+    assert all(a is b for a, b in zip(leaves, jax.tree.leaves(replace(new)), strict=True))
+    assert new.params is new.params and new == tree.unflatten(leaves)
+    with pytest.raises(AttributeError, match="weights"):
+        _ = new.weights
+
+
+def test_a_step_that_was_compiled_ahead_is_compiled_once(plan):
+    step, state = jdp.make_train_step(loss, plan), fresh(plan)
+    step.compile(state, batch())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step.loss, "gradients", None)  # a second trace would call it
+        for _ in range(2):
+            state, _ = step(state, batch())
+    assert int(state.step) == 2
 
 
 def test_a_compiled_step_transfers_nothing_by_itself(plan, train_step):

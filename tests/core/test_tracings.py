@@ -56,8 +56,8 @@ def test_a_first_step_calls_the_loss_once_or_twice(strategy, accumulate, precisi
     assert of_step == of_gradient == ([ROWS] if one_call else [rows, ROWS])
 
 
-CALLS = {("ddp", 1, "fp32"): 1_000, ("zero3", 2, "bf16"): 5_000}
-"""At most so many calls of jdp's own functions: 821 and 4,088 as measured, 1,915 and 11,909 before programs were read
+CALLS = {("ddp", 1, "fp32"): 1_100, ("zero3", 2, "bf16"): 5_000}
+"""At most so many calls of jdp's own functions: 995 and 4,088 as measured, 1,915 and 11,909 before programs were read
 once. They grow with jax's versions, which write programs otherwise."""
 
 

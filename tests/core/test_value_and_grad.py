@@ -558,3 +558,51 @@ def test_a_plan_that_offloads_is_refused():
     for call in (lambda: jdp.value_and_grad(lambda *_: 0.0, plan), lambda: jdp.place({"w": np.ones(8)}, plan)):
         with pytest.raises(ValueError, match=r"on the devices; given a plan with offload='optimizer'.*make_train_step"):
             call()
+
+
+# A call after another, whose models were checked.
+
+
+def moved(model):
+    return jax.tree.map(lambda x: x + 1.0, model)
+
+
+def in_place(model):
+    model["w"] = model["w"] + 1.0
+    return model
+
+
+def evaluating(model):
+    model.eval()
+    return model
+
+
+def with_another_part(model):
+    model.last = nnx.Linear(16, 4, rngs=nnx.Rngs(3))
+    return jdp.place(model, plan_of())
+
+
+@pytest.mark.parametrize("change", [moved, in_place, evaluating, with_another_part], ids=lambda change: change.__name__)
+def test_a_call_takes_what_changed_in_models_that_were_checked(change):
+    """As does a gradient that was never called before."""
+    make, loss = (init, squares) if change in (moved, in_place) else (net, net_loss)
+    called = jdp.value_and_grad(loss, plan_of())
+    model = jdp.init(make, plan_of(), rng=KEY)
+    first = called(model, batch_of(), KEY)
+    model = change(model)
+    kept = nnx.clone(model) if isinstance(model, nnx.Module) else model
+    found, expected = called(model, batch_of(), KEY), jdp.value_and_grad(loss, plan_of())(kept, batch_of(), KEY)
+    same(found, expected)
+    assert found[0]["loss"] != first[0]["loss"]
+    if make is net:
+        same(nnx.state(model, nnx.BatchStat), nnx.state(kept, nnx.BatchStat))
+
+
+def test_models_that_were_checked_are_refused_once_they_are_given_away_or_lie_elsewhere():
+    gradient, model = jdp.value_and_grad(squares, plan_of()), jdp.init(init, plan_of(), rng=KEY)
+    gradient(model, batch_of(), KEY)
+    with pytest.raises(ValueError, match="b is to lie as"):
+        gradient(jax.device_put(model, jax.devices()[0]), batch_of(), KEY)
+    jax.jit(moved, donate_argnums=0)(model)
+    with pytest.raises(ValueError, match="A model must hold its arrays"):
+        gradient(model, batch_of(), KEY)

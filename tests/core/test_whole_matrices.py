@@ -228,21 +228,46 @@ def test_part_by_part(monkeypatch):
 
 
 def test_two_updates_of_a_matrix_of_one_shape():
-    """Stacks of one matrix each, padded for the same exchange: a momentum's, and one scaled by its norm."""
+    """Stacks of one matrix each: of a momentum, and of a gradient, whose padded parts XLA:CPU stored differently."""
 
     def newton_schulz(x, _):
         x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-6)
         for _ in range(3):
-            x = 1.5 * x - 0.5 * (x @ x.T) @ x
+            x = 1.5 * x - 0.5 * (x @ jnp.swapaxes(x, -1, -2)) @ x
         return x
+
+    def loss(params, batch, rng):
+        waves = sum((jnp.square(x) / 2 + jnp.sin(3 * x)).sum() for x in jax.tree.leaves(params))
+        return jdp.Loss(batch["w"].sum() * waves, jnp.float32(len(batch["w"])))
 
     steps, rate = optax.stateless_with_tree_map(newton_schulz), optax.scale(-1e-2)
     txs = {"x": optax.chain(optax.trace(0.9), steps, rate), "y": optax.chain(steps, optax.scale_by_trust_ratio(), rate)}
-    tx = optax.multi_transform(txs, {"x": "x", "y": "y"})
-    assert_trains_as_one_device({"x": {"c": (16, 24)}, "y": {"c": (16, 24)}}, tx, plan_of(), {"x/c", "y/c"})
+    tx, ends = optax.multi_transform(txs, {"x": "x", "y": "y"}), []
+    for plan in (plan_of("zero1"), plan_of("ddp", 1)):
+        state, _ = start(plan, {"x": {"c": (16, 24)}, "y": {"c": (16, 24)}}, tx)
+        ends.append(values(run(state, jdp.make_train_step(loss, plan), batches(3))))
+    assert_same(*ends)
 
 
 # Where it cannot: the same numbers, and a notice.
+
+
+def gram(x):
+    return x @ jnp.swapaxes(x, -1, -2) @ x / jnp.square(x).sum()
+
+
+def placed():
+    everywhere = jax.NamedSharding(jdp.make_mesh(), P())
+    mix = optax.stateless_with_tree_map(lambda x, _: gram(jax.lax.with_sharding_constraint(x, everywhere)))
+    return optax.chain(mix, optax.scale(-1e-2))
+
+
+def coupled():
+    def update(grads, _):
+        one = gram(grads["one"])
+        return {"one": one, "u": gram(grads["u"] * jnp.sin(one).sum())}
+
+    return optax.chain(optax.stateless(update), optax.scale(-1e-2))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +275,7 @@ def test_two_updates_of_a_matrix_of_one_shape():
     [
         (lambda: optax.apply_if_finite(few(), 3), {}, "it computes several parameters at once"),
         (lambda: optax.MultiSteps(few(), 2), {}, "it computes several parameters at once"),
+        (placed, {}, "it places arrays by itself"),
         (few, {"offload": "optimizer"}, "its optimizer state is in host memory"),
         (
             few,
@@ -257,7 +283,7 @@ def test_two_updates_of_a_matrix_of_one_shape():
             "an axis of the model's shards the dimension that data shards",
         ),
     ],
-    ids=["apply_if_finite", "MultiSteps", "offload", "model"],
+    ids=["apply_if_finite", "MultiSteps", "placed", "offload", "model"],
 )
 def test_what_cannot_be_whole_is_reported(make, settings, words, capfd, monkeypatch):
     monkeypatch.setattr(notices, "_said", set())
@@ -266,6 +292,15 @@ def test_what_cannot_be_whole_is_reported(make, settings, words, capfd, monkeypa
     said = capfd.readouterr().err
     assert "every device computes it, of gathered matrices" in said
     assert words in said
+
+
+def test_a_matrix_that_needs_another_is_reported(capfd, monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
+    assert_trains_as_one_device({"u": (6, 16, 24), "one": (64, 32)}, coupled(), plan_of(), {"one"})
+    assert (
+        "elements of u (the update), and every device computes it, of gathered matrices: it needs another parameter"
+        in (capfd.readouterr().err)
+    )
 
 
 def test_nothing_is_reported_of_what_mixes_nothing(capfd, monkeypatch):

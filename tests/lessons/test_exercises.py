@@ -10,8 +10,8 @@ import pytest
 from load import LESSONS, load
 
 import jdp
+from jdp.base.chips import CHIPS
 from jdp.foresight.memory.zero_formula import sent_bytes, zero_bytes
-from jdp.foresight.targets.chips import CHIPS
 from jdp.foresight.traffic.theory import ring_bytes
 
 B7, B70, B175 = 7 * 10**9, 70 * 10**9, 175 * 10**9

@@ -13,8 +13,9 @@ from flax import nnx
 
 import jdp.models.gpt as gpt
 import jdp.models.transformer as transformer
+from jdp.core.tracing.jaxprs import every_eqn
 from jdp.models import GPT, MLP, GPTConfig, MLPConfig, build, generate, next_token_loss
-from jdp.models.modules import dropout
+from jdp.models.modules import Linear, dropout, mapped
 
 LLAMA = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
 GPT2 = dataclasses.replace(
@@ -194,7 +195,13 @@ def loss_and_gradients(config, scan, remat):
 
 @pytest.mark.parametrize(
     ("config", "scan", "remat"),
-    [(LLAMA, False, None), (LLAMA, False, "full"), (LLAMA, True, "full"), (LLAMA, True, "dots")],
+    [
+        (LLAMA, False, None),
+        (LLAMA, False, "full"),
+        (LLAMA, True, "full"),
+        (LLAMA, True, "dots"),
+        (LLAMA, True, "dots_except_mlp"),
+    ],
 )  # the loop does not know what is in a layer
 def test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients(config, scan, remat):
     value, gradients = loss_and_gradients(config, True, None)
@@ -207,16 +214,30 @@ def test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients(config, sc
         np.testing.assert_allclose(others[path], gradient, rtol=1e-3, atol=1e-5 * largest, err_msg=path)
 
 
+@pytest.mark.parametrize(
+    ("config", "again"),
+    [(LLAMA, 2), (GPT2, 1), (GEMMA, 3)],  # gate and up; up; and down, whose norm needs it
+    ids=["llama", "gpt2", "gemma"],
+)
+def test_dots_except_mlp_computes_the_products_of_the_mlp_again_and_no_other(config, again):
+    def products(remat):
+        model = make(config, remat=remat)
+        program = jax.make_jaxpr(jax.grad(loss))(model, KEY).jaxpr
+        return sum(eqn.primitive.name == "dot_general" for eqn in every_eqn(program))
+
+    assert products("dots_except_mlp") - products("dots") == again
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_layer_loop_receives_the_modules_own_parameters(monkeypatch, scan):
     """A sharding plan knows a parameter by identity: a cast or a reshape on the way would hide it."""
     model, seen = make(LLAMA, scan=scan, remat="dots"), {}
 
-    def loop(block, stacked, x, *, remat=None):
+    def loop(block, stacked, x, *, remat=None, scan=None):
         seen.update(stacked=stacked, remat=remat)
         return x
 
-    monkeypatch.setattr(transformer, "scan_layers", loop)
+    monkeypatch.setattr(transformer, "looped", loop)
     model(TOKENS)
     assert seen["remat"] == "dots"
     received, own = jax.tree.leaves(seen["stacked"]), jax.tree.leaves(model.layers)
@@ -265,6 +286,34 @@ def test_dropout_zeroes_the_rate_and_keeps_the_mean():
     assert set(np.unique(dropped).tolist()) == {0.0, float(np.float32(1 / 0.75))}
     assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
     assert np.any(dropped[0] != dropped[1]) and np.any(dropped != other)
+
+
+class Doubled(Linear):
+    """A linear map of a user's own."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Swapped(nnx.Module):
+    """What a user puts in a linear map's place: it has a kernel, and is no `Linear`."""
+
+    def __init__(self, inner):
+        self.inner, self.kernel, self.lora = inner, inner.kernel, None
+
+    def __call__(self, x):
+        return -self.inner(x)
+
+
+def test_maps_of_one_input_are_one_product_unless_one_was_replaced():
+    x = jax.random.normal(KEY, (2, 64, 16))
+    one, two = (Linear(16, n, std=1.0, bias=True, rngs=nnx.Rngs(n)) for n in (8, 12))
+    doubled = Doubled(16, 12, std=1.0, bias=True, rngs=nnx.Rngs(12))
+    for maps, products in (((one, two), 1), ((one, doubled), 2), ((one, Swapped(two)), 2)):
+        program = jax.make_jaxpr(lambda x, maps=maps: mapped(x, *maps))(x)
+        assert sum(eqn.primitive.name == "dot_general" for eqn in every_eqn(program.jaxpr)) == products
+        for made, each in zip(mapped(x, *maps), maps, strict=True):
+            np.testing.assert_allclose(made, each(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [GPT, MLP])
@@ -360,7 +409,7 @@ def test_gpt_learns_a_sequence_by_heart():
         ({"width": 16.0}, r"width is a positive integer; given 16\.0"),
         ({"dropout": 1.0}, r"dropout is a rate in \[0, 1\); given 1\.0"),
         ({"norm": "batch"}, r"no norm of that name; given 'batch'\. Choose one of \('rms', 'rms_plus_one', 'layer'\)"),
-        ({"remat": "some"}, r"no remat of that name; given 'some'\. Choose one of \(None, 'full', 'dots'\)"),
+        ({"remat": "some"}, r"given 'some'\. Choose one of \(None, 'dots', 'dots_except_mlp', 'full', 'auto'\)"),
         (
             {"attention": "flash"},
             r"no attention of that name; given 'flash'\. Choose one of \('auto', 'xla'",

@@ -1,7 +1,7 @@
 """The coordinator's address: wait until it can be used, and listen on no more interfaces than needed.
 
-The coordinator is a service of process 0 at which the others register. It has no authentication: anyone who reaches its
-port can end the job. So if its address is a number of this host, it listens on that one alone: loopback on a single
+The coordinator is a service of process 0 at which the others register. Without mutual TLS (`tls`) anyone who reaches
+its port can end the job. So if its address is a number of this host, it listens on that one alone: loopback on a single
 machine, the private network's address on several. A name may stand for another address on other hosts; then it listens
 as JAX does, on all interfaces or on JAX_COORDINATOR_BIND_ADDRESS.
 """

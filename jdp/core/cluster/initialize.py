@@ -6,6 +6,7 @@ joined is always an error: several processes that train separately look healthy 
 """
 
 import atexit
+import contextlib
 import os
 import re
 import sys
@@ -23,8 +24,10 @@ from jdp.core.cluster.gloo import listen_where_others_reach
 from jdp.core.cluster.handshake import check_environment
 from jdp.core.cluster.schedulers import Cluster, find_cluster
 from jdp.core.cluster.service import LostPeer, coordination_client, joined_as
+from jdp.core.cluster.tls import check_tls
 
-HEARTBEAT_SECONDS = 30  # a process without a heartbeat for so long is lost, and all others are ended
+HEARTBEAT_SECONDS = 60  # a process without a heartbeat for half of it or all of it is lost, and JAX aborts all others
+LOST_HOST_SECONDS = 30  # about as long until a run with a deadline has noticed it (`guard.deadline.SILENT_SECONDS`)
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
 LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it ends, JAX aborts the others at once
 FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C
@@ -69,7 +72,8 @@ def initialize(
 
     Raises:
         ValueError: only some of the first three arguments are given. They contradict each other or the cluster that is
-            joined already. The environment variables of the launcher do not describe a cluster.
+            joined already. The environment variables of the launcher do not describe a cluster. JAX's variables for
+            mutual TLS (JAX_MTLS_CERT_FILE) are incomplete, name files that do not fit, or this JAX ignores them.
         Mismatch: a ValueError; the processes were not started alike.
         RuntimeError: there is a cluster, but it could not be joined.
     """
@@ -80,6 +84,7 @@ def initialize(
         _check_same(cluster, joined)
         _leave_when_failed()
         return
+    check_tls(cluster.coordinator, first=cluster.process_id == 0)
     try:
         if cluster.coordinator is not None:
             _prepare(cluster.coordinator, timeout_seconds, first=cluster.process_id == 0)
@@ -117,8 +122,9 @@ def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
     joined = joined_as()
     if joined is None:
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     if joined[0] == 0 or lost_peer:
         time.sleep(LAST_WORDS_SECONDS)
     os._exit(code)

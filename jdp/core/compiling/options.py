@@ -1,4 +1,4 @@
-"""Options of XLA's compiler as a value: "default", "overlap", or a table of options.
+"""Options of XLA's compiler as a value: "auto", "default", "overlap", or a table of options.
 
 `Compiler.of` checks the value; `Compiler.for_mesh` resolves it for the devices that a step is compiled for. What that
 compiler does not know is left out and reported by name: options come and go with jax's versions.
@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jdp.base.hints import nearest
 from jdp.base.notices import notice
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 CompilerValue = bool | int | float | str
 CompilerOptions = CompilerPreset | Mapping[str, CompilerValue]
 
-_JOINED = 2**30
-"""Bytes: a layer's collectives of one kind become one. XLA's limit of 30 MiB leaves several, each of which its
-scheduler takes to last as long as a few matrix products."""
+_XLA_JOINED, _JOINED = 30 * 2**20, 2**30
+"""Bytes: with the second a layer's collectives of one kind become one. XLA's own limit leaves several, each of which
+its scheduler takes to last as long as a few matrix products."""
 PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
     "default": {},
     "overlap": {
@@ -43,7 +43,8 @@ PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
         "xla_gpu_all_reduce_combine_threshold_bytes": _JOINED,
     },
 }
-"""Preset -> its options. None is for CPU, whose devices share cores, or for TPU, whose compiler overlaps by default."""
+"""Preset -> its options; "auto" is one of these by the mesh (`Compiler.on`). None is for CPU, whose devices share
+cores, or for TPU, whose compiler overlaps by default."""
 
 _PREFIXES = {"xla_gpu_": "gpu", "xla_cpu_": "cpu", "xla_tpu_": "tpu"}
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
@@ -63,14 +64,15 @@ class Compiler:
         """Return the `Compiler` that a preset's name or a table of options stands for."""
         if isinstance(given, Compiler):
             return given
-        if isinstance(given, str) and given in PRESETS:
-            return Compiler(given)
+        words: tuple[CompilerPreset, ...] = get_args(CompilerPreset)
+        if isinstance(given, str) and given in words:
+            return Compiler(next(word for word in words if word == given))
         if not isinstance(given, Mapping):
-            presets = ", ".join(f'"{name}"' for name in PRESETS)
-            hint = nearest(str(given), PRESETS)
+            presets = ", ".join(f'"{name}"' for name in words)
+            hint = nearest(str(given), words)
             raise ValueError(
                 f"The compiler's options are {presets}, or a table of XLA's options with their values; given "
-                f"{str(given)[:100]!r}{hint or ': write one of these.'}"
+                f"{repr(given)[:100]}{hint or '. Write one of these.'}"
             )
         table = dict[Any, Any](given)
         for name, value in table.items():
@@ -87,12 +89,35 @@ class Compiler:
         return Compiler("", tuple(sorted(table.items()))) if table else Compiler()
 
     @property
+    def settled(self) -> dict[str, CompilerValue]:
+        """Its options where it is not "auto"."""
+        return {**PRESETS.get(self.preset, {})} if self.preset else dict(self.options)
+
+    @property
     def value(self) -> CompilerOptions:
         """The argument for `of` that makes this: a preset's name, or option -> value."""
         return self.preset or dict(self.options)
 
     def __str__(self) -> str:
         return self.preset or ", ".join(f"{name}={value}" for name, value in self.options)
+
+    def on(self, mesh: Mesh) -> Compiler:
+        """Return the same with "auto" settled: "overlap" on several GPUs without a `model` axis, else "default".
+
+        Simulated with jax 0.10.2, gpt_1b zero3 on h100:8x8 takes 69.8 ms with it and 90.7 without. On h100:1x8 no step
+        of GPT-2 or gpt_1b takes longer. tensor_parallel takes 878 ms with it and 807 without.
+        """
+        if self.preset != "auto":
+            return self
+        from jdp.core.sharding.mesh import own_axes
+
+        is_of_gpus = mesh.devices.flat[0].platform == "gpu" and mesh.size > 1
+        is_sharded = any(mesh.shape[axis] > 1 for axis in own_axes(mesh))
+        return Compiler("overlap" if is_of_gpus and not is_sharded else "default")
+
+    def joined_bytes(self, kind: str) -> int:
+        """Return the bytes that XLA's compiler for GPUs joins collectives of this kind to, such as "all-gather"."""
+        return int(self.settled.get(f"xla_gpu_{kind.replace('-', '_')}_combine_threshold_bytes", _XLA_JOINED))
 
     def for_mesh(self, mesh: Mesh) -> dict[str, CompilerValue]:
         """Return the options with which a program for the mesh's devices, real or described, is compiled.
@@ -103,7 +128,7 @@ class Compiler:
 
         devices: list[Device] = list(mesh.devices.flat)
         device = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
-        options = dict(PRESETS[self.preset] if self.preset else self.options)
+        options = self.on(mesh).settled
         foreign = [name for name in options if _PREFIXES.get(name[:8], device.platform) != device.platform]
         if foreign and self.preset:
             notice(f'compiler = "{self.preset}" has no option for {device.platform}: nothing is set')
@@ -116,8 +141,11 @@ DEFAULT = Compiler()
 
 
 @lru_cache(maxsize=256)
-def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> str:
-    """Compile nothing in particular with these options; return the compiler's error, or "". It takes 0.1 s."""
+def _accepted(device: Device, options: tuple[tuple[str, CompilerValue, type], ...]) -> str:
+    """Compile nothing in particular with these options; return the compiler's error, or "". It takes 0.1 s.
+
+    The types are given, as 1 equals True.
+    """
     import jax
     from jax.sharding import SingleDeviceSharding
 
@@ -128,7 +156,8 @@ def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) ->
         is_described = not device.addressable_memories()
         try:
             with without_kept_programs() if is_described else nullcontext():
-                jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+                values = {name: value for name, value, _ in options}
+                jax.jit(lambda x: x, compiler_options=values).lower(scalar).compile()
         except jax.errors.JaxRuntimeError as error:
             return str(error)
         return ""
@@ -139,7 +168,7 @@ def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) ->
 
 def _known(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> dict[str, CompilerValue]:
     """Return the options that the device's compiler knows. Raises ValueError for a value that it refuses."""
-    while options and (error := _accepted(device, options)):
+    while options and (error := _accepted(device, tuple((*option, type(option[1])) for option in options))):
         if wrong := _WRONG.search(error):
             name, kind = wrong.groups()
             takes = _KINDS.get(kind, "a whole number")

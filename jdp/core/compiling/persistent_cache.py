@@ -9,8 +9,10 @@ own files:
 - An entry's name has the processor's features: a folder may be shared by machines with others.
 - The least recently used entries are deleted beyond a limit, without a lock and without a further package.
 
-JAX has the first process of a cluster write, for all. On GPUs the others read its programs. On CPU devices a program's
-name differs from process to process, so only the first finds its programs again.
+JAX has the first process of a cluster write, for all, and the others read its programs. On CPU devices its names of
+programs differ from process to process; here they are the same. There a step is compiled by the first process alone,
+for which the others wait (`compile_once`). On GPUs all compile at the first start: XLA divides the search for the best
+kernels among them, and one that compiles alone would wait for ever.
 """
 
 import contextlib
@@ -21,15 +23,18 @@ import secrets
 import threading
 from collections.abc import Generator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import jax
-from jax._src import compilation_cache  # nothing public takes another store
+import numpy as np
+from jax._src import cache_key, compilation_cache  # nothing public takes another store
+from jax.sharding import Mesh
 
-from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.disk_cache import Cache, default_folder, make_folder, others_may_write
 from jdp.base.notices import notice
 from jdp.base.numbers import is_integer
 from jdp.base.user_path import user_path
+from jdp.core.cluster.agreement import processes_of
 from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
 from jdp.core.cluster.service import joined_as
 
@@ -42,6 +47,9 @@ SETTINGS = {
 }
 """JAX's settings, unless the environment has them already."""
 _DIGEST_BYTES = 16
+_COMPILE_SECONDS = 3600.0  # how long the other processes wait for a program
+_shared_with_all: list[Path] = []
+"""The folder, once `keep_programs` has found that all processes reach it."""
 _SWITCH = threading.Lock()
 _wanted: list[bool] = []
 """The setting that each context that has it off now found: the first one's is the user's."""
@@ -60,7 +68,8 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         >>> folder = jdp.keep_programs("programs")  # before anything is compiled
 
     `jdp train` and `jdp launch` do so. Call it once, after `jdp.initialize()`, before anything is compiled, the same on
-    every process. Anyone who can write to the folder can have this process run code.
+    every process. Anyone who can write to the folder can have this process run code: it is made for you alone. A
+    folder that its group or all users may write to is not used.
 
     Args:
         folder: a folder for the programs; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Give one when the
@@ -70,7 +79,7 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
     Returns:
         The folder. A folder that JAX was told before stays, by a call or by JAX_COMPILATION_CACHE_DIR; this is reported
         if it is another one than given. None if JAX_ENABLE_COMPILATION_CACHE is off. None also if the folder cannot be
-        made or reached by all processes of this run, and this is reported.
+        made or reached by all processes of this run, or others may write to it, and this is reported.
 
     Raises:
         ValueError: a path that the file system cannot have, or a limit that is no positive integer.
@@ -82,11 +91,15 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
     own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute()
     wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     elsewhere = kept_in()
-    shared = _shared(own if wanted and not elsewhere else None)
+    others = others_may_write(own)
+    shared = _shared(own if wanted and not elsewhere and not others else None)
     if not wanted or elsewhere:
         if folder is not None and elsewhere and elsewhere.absolute() != own:
             notice(f"compiled programs are kept in {elsewhere}, as JAX was told before, and not in {own}")
         return elsewhere
+    if others:
+        notice(f"compiled programs are not kept for the next start, as others could put code among them: {others}")
+        return None
     if not shared:
         notice(
             f"compiled programs are not kept for the next start: not all processes of this run reach {own}; set "
@@ -94,16 +107,41 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         )
         return None
     try:
-        own.mkdir(parents=True, exist_ok=True)
+        make_folder(own, 0o700)
     except OSError as error:
         notice(f"compiled programs are not kept for the next start: {own} cannot be made ({error.strerror})")
         return None
     store = _Programs(Cache(own, limit_bytes, names=r"[0-9a-f]{64}\.xla", contents="compiled programs"))
     compilation_cache.get_file_cache = lambda path: (store, path)
+    cache_key._hash_accelerator_config = _hash_devices  # pyright: ignore[reportPrivateUsage]
     for name, value in {**SETTINGS, "jax_compilation_cache_dir": str(own)}.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
+    _shared_with_all[:] = [own]
     return own
+
+
+def compile_once(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
+    """Have the first process compile a program on CPU devices for all; the others wait, and read it.
+
+    A process that does not find it compiles it. Nothing is done unless all processes keep programs in one folder, and
+    run on the same kind of processor.
+
+    Args:
+        lowered: the program, the same on all processes of the mesh. All of them call this.
+        mesh: the mesh of the program.
+    """
+    if mesh.devices.flat[0].platform != "cpu" or len(processes_of(mesh)) < jax.process_count():
+        return
+    keeps = kept_in() in _shared_with_all
+    own = _digest(_processor().encode()).hex() if keeps else ""
+    if {*from_every_process("the processors of kept programs", own)} != {own} or not keeps:
+        return
+    try:
+        if jax.process_index() == 0:
+            lowered.compile()
+    finally:
+        meet("a program that process 0 compiles", seconds=_COMPILE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -146,6 +184,21 @@ class _Programs:
         return f"{Cache.key(key, self._processor)}.xla"
 
 
+_hash_topology = cache_key._hash_accelerator_config  # pyright: ignore[reportPrivateUsage]
+
+
+def _hash_devices(hash_obj: Any, devices: np.ndarray) -> None:
+    """Add devices to a program's name: CPU devices of several processes by their processes, as all see them.
+
+    JAX's own form, of the topology, has there which of the processes this is. The processor is in the entry's name.
+    """
+    processes = [device.process_index for device in devices.flat]
+    if devices.flat[0].platform == "cpu" and len({*processes}) > 1:
+        hash_obj.update(repr(processes).encode())
+    else:
+        _hash_topology(hash_obj, devices)
+
+
 def _checked(file: BinaryIO) -> bytes:
     """Return an entry's bytes. Raises ValueError if they are not those that were written."""
     digest, value = file.read(_DIGEST_BYTES), file.read()
@@ -181,7 +234,7 @@ def _shared(folder: Path | None) -> bool:
     name = f".{from_first_process('the name of a shared file', secrets.token_hex(8))}"
     if folder and joined[0] == 0:
         with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, 0o700)
             (folder / name).touch()
     meet("compiled programs are looked for")
     seen = from_every_process("compiled programs are shared", str(folder is not None and (folder / name).exists()))

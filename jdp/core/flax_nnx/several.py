@@ -72,23 +72,25 @@ class Models:
         return [adapter for adapter in self.adapters if adapter is not None]
 
 
-def gradient_state(module: nnx.Module, grads: Any) -> nnx.State[Any, Any]:
+def gradient_state(adapter: Adapter, grads: Any) -> nnx.State[Any, Any]:
     """Return gradients as `nnx.grad` does: a state of the module's parameters, which `nnx.Optimizer.update` takes."""
     found = {}
-    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        if (value := at(grads, path)) is not None:
+    for path, variable in adapter.variables.items():
+        if isinstance(variable, nnx.Param) and (value := at(grads, path)) is not None:
             found[path] = variable.replace(value)
     return nnx.from_flat_state(found)
 
 
-def write_back(module: nnx.Module, before: Any, after: Any) -> None:
+def write_back(module: nnx.Module, adapter: Adapter, before: Any, after: Any) -> None:
     """Write the changes of a call in a module's state, beside its parameters, into the module."""
     changed = {}
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
+    for path, variable in adapter.variables.items():
         if isinstance(variable, nnx.Variable) and is_model_state(variable):
             new = at(after, path)
             if new is not at(before, path):
                 changed[path] = variable.replace(new)
+    if not changed:
+        return
     try:
         nnx.update(module, nnx.from_flat_state(changed))
     except TraceContextError as error:

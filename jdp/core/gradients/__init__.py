@@ -72,7 +72,7 @@ Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the di
 loop gathers one layer ahead and reduces one behind. Every strategy then gathers layer by layer, as zero3 does, and
 keeps the gathered weights for the backward pass (`accumulate._by_layer`): zero2 in each microbatch, ddp and zero1 in
 the last. There the gather boundary (`boundary.py`) adds the gradients of the others before it reduces. zero2 sums over
-`replica` in the same way.
+`replica` in the same way. Where `overlap` is None, `overlap_cost.py` estimates which form waits less.
 
 A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
 come back in the order of the batch, from those without.

@@ -23,11 +23,13 @@ from jdp.core.batch import batch_rows, joined
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import microbatch_gradients, microbatches, rowwise_loss, working_copy
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
+from jdp.core.gradients.overlap_cost import why_off
 from jdp.core.gradients.rowwise_loss import RowwiseLoss
 from jdp.core.gradients.spec import Collectives, GradientSpec, Kept, map_leaves
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
+from jdp.core.sharding.traced_mesh import traced_mesh
 from jdp.core.state import SQUARES, trained_part, with_trained
 from jdp.core.tracing.collectives import reduced_by_layer
 from jdp.core.tracing.jaxprs import places_made
@@ -167,9 +169,15 @@ def _by_layer(
     plain = replace(within, overlap=False)
     backward = partial(microbatch_gradients, new, plain, rowwise_loss(new, plain), params)
     most = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
-    reduced = reduced_by_layer(jax.make_jaxpr(backward)(*given).jaxpr)
-    once = reduced and all(elements <= most[path] for path, elements in reduced.items())
-    return (new, within) if once else (spec, collectives)
+    traced = jax.make_jaxpr(backward)(*given).jaxpr
+    reduced = reduced_by_layer(traced)
+    if not reduced or any(elements > most[path] for path, elements in reduced.items()):
+        return spec, collectives
+    mesh = traced_mesh()
+    if spec.settings.overlap is None and mesh is not None and (why := why_off(traced, mesh, spec.settings)):
+        spec.off.append(why)
+        return spec, collectives
+    return new, within
 
 
 def _ready_first(

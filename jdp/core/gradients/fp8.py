@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdp.base.notices import notice
 from jdp.core.flax_nnx.fp8 import fp8_product
-from jdp.core.sharding.traced_mesh import traced_device
+from jdp.core.sharding.traced_mesh import scaling_weights, traced_device
 from jdp.core.tracing.graph import PLAIN, REMATERIALISED, bodies, carried, run, traced_like, with_bodies
 from jdp.core.tracing.jaxprs import bind, traced_at, user_line
 
@@ -40,7 +40,8 @@ Sources = Sequence[int]
 def with_fp8_products(function: Callable[..., Any], weights: Any, state: Any, batch: Any, key: Any) -> Any:
     """Return `function(weights, state, batch, key)` with its products of activations and weights in float8."""
     arguments = (weights, state, batch, key)
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    with scaling_weights():
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     source = {0: _WEIGHT, 2: _BATCH}
     sources = [source.get(i, 0) for i, tree in enumerate(arguments) for _ in jax.tree.leaves(tree)]
     rewriter = _Rewriter()

@@ -152,7 +152,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         key_of=key_of,
         axes=axes,
         synchroniser=make_synchroniser(spec, plan),
-        overlap=bool(spec.settings.overlap) and replicas > 1,
+        overlap=spec.settings.overlap is not False and replicas > 1,
     )
 
 

@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
+from jdp.core.compiling.persistent_cache import compile_once
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
+from jdp.core.gradients.overlap_cost import settled
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
@@ -175,7 +178,9 @@ class PartitionedLoss:
         agree_on_inputs(caller, state, batch, self.plan)
         if not self.is_checked:
             self.check_first(state, batch)
-        agree_on_program(caller, lower(), self.plan, compiler_options or {})
+        lowered = lower()
+        agree_on_program(caller, lowered, self.plan, compiler_options or {})
+        compile_once(lowered, self.plan.mesh)
         self._agreed.add(shapes)
 
     def param_placements(self, state: AnyState) -> PyTree:
@@ -191,9 +196,7 @@ class PartitionedLoss:
 
     def gradient_spec(self, state: AnyState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
-        overlap = self.settings.overlap
-        if overlap is None:
-            overlap = self.plan.mesh.devices.flat[0].platform != "cpu"
+        overlap = settled(self.settings.overlap, self.plan.mesh)
         return GradientSpec(
             self.loss_fn,
             state.static.adapter,
@@ -214,10 +217,14 @@ class PartitionedLoss:
     ) -> tuple[PyTree, Sums, PyTree, dict[str, PyTree]]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
         choice = self.choose(state, batch)
-        spec = replace(spec or self.gradient_spec(state), reading=choice.reading)
+        spec = replace(spec or self.gradient_spec(state), reading=choice.reading, off=[])
         with self._handed_on(spec, state, batch) as spec:
             run = VIEWS[choice.partitioning].gradients(spec, self.plan)
             grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
+        for found in spec.off[:1]:
+            why = f"{choice.why}; overlap off: {found}"
+            notice(f"{self.noun} under {self.plan.strategy}: overlap off: {found}; overlap=True turns it on")
+            self._choices[_shapes(state, batch)] = replace(choice, why=why)
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
 

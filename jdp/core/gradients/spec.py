@@ -85,13 +85,14 @@ class GradientSpec:
 
     Attributes:
         loss_fn: the loss function.
-        settings: the step's; `accumulate` counts the local steps of a replica too, and `overlap` is settled.
+        settings: the step's; `accumulate` counts the local steps of a replica too; `overlap` None: by cost.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
         keep_gathered: the backward pass uses the weights that the forward pass gathered.
         reading: how a loss that returns a quotient of sums is read; None for other losses.
         programs: the programs of the loss that were traced for this step already.
+        off: why layer loops do not send while they compute; the trace adds it.
     """
 
     loss_fn: LossFn
@@ -103,6 +104,7 @@ class GradientSpec:
     keep_gathered: bool = False
     reading: Reading | None = None
     programs: Programs = field(default_factory=Programs, compare=False, repr=False)
+    off: list[str] = field(default_factory=list[str], compare=False, repr=False)
 
     def summed(self, collectives: Collectives, sums: Sums) -> Sums:
         """Return the sums over the batch axes, and what the loss divides by as their weight."""

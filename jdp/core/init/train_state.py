@@ -29,8 +29,8 @@ from jdp.core.random.user_keys import key_of_init, typed_key
 from jdp.core.sharding.user_mesh import auto_axes
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.types import InitFn, Model, PyTree
+from jdp.core.update.optimized import at_rest, flattened
 from jdp.core.update.optimizer_checks import check_optimizer, check_update, first_state
-from jdp.core.update.padded import at_rest, flattened
 
 LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 

@@ -29,7 +29,7 @@ from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.user_mesh import auto_axes, padded
 from jdp.core.state import MOMENTUM, STACKED, TrainState, changed
 from jdp.core.types import PyTree
-from jdp.core.update.padded import at_rest, flattened
+from jdp.core.update.optimized import at_rest, flattened
 
 Tree = TypeVar("Tree")
 

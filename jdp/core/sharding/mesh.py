@@ -153,10 +153,16 @@ def host_of(device: Device) -> Any:
     return device.process_index if partition is None else partition
 
 
+def devices_along(mesh: Mesh, axes: Sequence[str]) -> list[list[Device]]:
+    """Return the groups of devices that differ along these axes only."""
+    places = [mesh.axis_names.index(axis) for axis in axes]
+    moved = np.moveaxis(mesh.devices, places, range(-len(places), 0))
+    return moved.reshape(-1, math.prod(mesh.shape[axis] for axis in axes)).tolist()
+
+
 def hosts_along(mesh: Mesh, axis: str, host: HostOf = host_of) -> int:
     """Return the largest number of hosts in a group of devices that differ along `axis` only."""
-    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-    return max(len({host(device) for device in group}) for group in groups)
+    return max(len({host(device) for device in group}) for group in devices_along(mesh, (axis,)))
 
 
 def better_order(mesh: Mesh, host: HostOf = host_of) -> str | None:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -144,6 +144,65 @@ def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
             kinds[eqn.primitive.name] += times * math.prod(eqn.invars[0].aval.shape)
             rounds = max(rounds, times)
     return {path: max(kinds.values()) for path, kinds in sums.items()} if rounds > 1 else {}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A gather of a weight or a reduction of a gradient: XLA's name, mesh axes, and bytes on a device.
+
+    `payload` is what all members of a group have together of a gather's result, and what one puts into a reduction;
+    `result_bytes` is what a device gets.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    payload: int
+    result_bytes: int
+    reduces: bool
+
+    def stacked(self, layers: int) -> Sent:
+        """Return the same for the stacked leaves of so many layers."""
+        return replace(self, payload=layers * self.payload, result_bytes=layers * self.result_bytes)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a layer loop sends in each of its rounds, or a trace outside of its loops (`loop` None, one round)."""
+
+    loop: Any
+    rounds: int
+    sent: tuple[Sent, ...]
+
+
+def sent_by_round(jaxpr: Any) -> list[Round]:
+    """Return what each loop of a trace gathers and reduces in its own rounds, and first what is sent outside."""
+    found: dict[int, Round] = {}
+
+    def visit(jaxpr: Any, loop: Any, rounds: int, outer: str) -> None:
+        for eqn in jaxpr.eqns:
+            scope = f"{outer}/{eqn.source_info.name_stack}"
+            reduces = _REDUCTION.search(scope) is not None
+            if eqn.primitive.name in _KINDS and (reduces or _PARAMETER.search(scope)):
+                before = found.get(id(loop), Round(loop, rounds, ()))
+                found[id(loop)] = replace(before, sent=(*before.sent, *_sent(eqn, reduces)))
+            is_loop = eqn.primitive.name == "scan"
+            for inner in jaxprs_in_params(eqn.params):
+                own = (eqn, rounds * eqn.params["length"]) if is_loop else (loop, rounds)
+                visit(inner, *own, scope)
+
+    found[id(None)] = Round(None, 1, ())
+    visit(jaxpr, None, 1, "")
+    return list(found.values())
+
+
+def _sent(eqn: Any, reduces: bool) -> Iterator[Sent]:
+    """Yield what an operation sends, one for each array."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    for operand, result in zip(eqn.invars, eqn.outvars, strict=False):
+        sizes = [x.aval.size * x.aval.dtype.itemsize for x in (operand, result)]
+        kind = _KINDS[eqn.primitive.name]
+        yield Sent(kind, axes, sizes[kind == "all-gather"], sizes[1], reduces)
 
 
 def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:

@@ -28,6 +28,13 @@ ELEMENTWISE = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations whose results have at each place what they make of the operands' elements there, or of scalars."""
+REDUCTIONS = frozenset(
+    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
+)
+DECOMPOSITIONS = frozenset(
+    "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal".split()  # noqa: SIM905
+)
+"""Operations on the last two dimensions."""
 
 
 def every_eqn(jaxpr: Jaxpr) -> list[JaxprEqn]:

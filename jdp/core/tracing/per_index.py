@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jdp.core.tracing.graph import FORWARD, bodies, called, carried, run, run_bodies
-from jdp.core.tracing.jaxprs import ELEMENTWISE, bind_here, scan_counts
+from jdp.core.tracing.jaxprs import DECOMPOSITIONS, ELEMENTWISE, REDUCTIONS, bind_here, scan_counts
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,6 @@ class Mixes(Exception):
     """An operation, by name, computes an index from others, or nothing is known of it."""
 
 
-_MATRICES = frozenset(
-    "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal".split()  # noqa: SIM905
-)
-"""Operations on the last two dimensions."""
-_REDUCTIONS = frozenset(
-    "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
-)
 _ALONG_ONE = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "sort": "dimension"}
 
 
@@ -71,9 +64,9 @@ def places_after(eqn: JaxprEqn, places: Sequence[Place]) -> list[Place]:
             raise Mixes(name)
         return [own[0]] * count
     rule = _RULES.get(name)
-    if name in _MATRICES:
+    if name in DECOMPOSITIONS:
         rule = _matrices
-    elif name in _REDUCTIONS:
+    elif name in REDUCTIONS or name in ("argmax", "argmin"):
         rule = _reduction
     elif name in _ALONG_ONE:
         rule = _along_one

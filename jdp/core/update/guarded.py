@@ -14,7 +14,7 @@ from jdp.core.state import SQUARES, TrainState, map_flat, trained_part, with_tra
 from jdp.core.tracing.collectives import update_scope
 from jdp.core.types import PyTree
 from jdp.core.update import noise_scale
-from jdp.core.update.padded import optimized
+from jdp.core.update.optimized import optimized
 
 
 def guarded_update(

@@ -16,21 +16,20 @@ from jax.extend.core import jaxprs_in_params
 
 from jdp.core.sharding.padded import Flat
 from jdp.core.tracing.graph import Graph, Operation, Value, before
-from jdp.core.tracing.jaxprs import ELEMENTWISE, every_eqn
+from jdp.core.tracing.jaxprs import DECOMPOSITIONS, ELEMENTWISE, REDUCTIONS, every_eqn
 from jdp.core.tracing.minimum_cut import minimum_cut
 from jdp.core.tracing.per_index import UNIFORM, Mixes, Place, places_after, same_start
 
 MANY = "*"
 """The owner of what is computed from several parameters."""
-_HEAVY = frozenset(
+_HEAVY = DECOMPOSITIONS | frozenset(
     """
-    approx_top_k cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum custom_linear_solve dot_general
-    eig eigh fft geqrf householder_product lu qr schur sort svd top_k triangular_solve tridiagonal
+    approx_top_k conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum custom_linear_solve dot_general fft sort
+    top_k
     """.split()  # noqa: SIM905
 )
 """Operations that mix elements, and for which XLA gathers a sharded array, or cannot be run on a part of it."""
 _PLACES = frozenset("device_put shard_map sharding_constraint".split())  # noqa: SIM905
-_REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())  # noqa: SIM905
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def track(graph: Graph, inputs: Sequence[Track], count: int) -> Tracks:
             places = places_after(operation.eqn, [each.place for each in given])
         except Mixes:
             apart = False
-        reduced = operation.name in _REDUCTIONS or any(each.reduced for each in given)
+        reduced = operation.name in REDUCTIONS or any(each.reduced for each in given)
         for value, place in zip(operation.results, places, strict=True):
             rest = _rest_after(operation, value, given, count)
             tracks[value] = Track(owner, place, apart, rest, reduced)
@@ -136,7 +135,7 @@ def _rest_after(operation: Operation, result: Value, given: Sequence[Track], cou
     if rest is None or others or (rest.flat is not None and tuple(result.aval.shape) != old):
         return None
     if rest.dim is None:
-        return rest if name in ("reshape", "transpose", "broadcast_in_dim", "squeeze", *_REDUCTIONS) else None
+        return rest if name in ("reshape", "transpose", "broadcast_in_dim", "squeeze", *REDUCTIONS) else None
     if name == "transpose":
         return Rest(eqn.params["permutation"].index(rest.dim))
     if name == "reshape":
@@ -145,7 +144,7 @@ def _rest_after(operation: Operation, result: Value, given: Sequence[Track], cou
     if name == "broadcast_in_dim":
         dim = eqn.params["broadcast_dimensions"][rest.dim]
         return Rest(dim) if result.aval.shape[dim] == old[rest.dim] else None
-    gone = eqn.params.get("axes", eqn.params.get("dimensions")) if name in ("squeeze", *_REDUCTIONS) else None
+    gone = eqn.params.get("axes", eqn.params.get("dimensions")) if name in ("squeeze", *REDUCTIONS) else None
     if gone is None:
         return None
     return Rest() if rest.dim in gone else Rest(rest.dim - sum(dim < rest.dim for dim in gone))
@@ -207,18 +206,15 @@ def regions(
 
 
 def _is_heavy(operation: Operation, tracks: Tracks) -> bool:
-    if mixes(operation) or operation.name in ELEMENTWISE:
-        return operation.name not in ELEMENTWISE
-    given = [tracks.get(value, Track()).rest for value in operation.operands]
-    if not any(rest is not None and rest.flat is not None for rest in given):
+    """Return True for an operation that mixes elements, or that rows of flat leaves cannot be given to."""
+    if operation.name in ELEMENTWISE:
         return False
-    whole = operation.name in _REDUCTIONS and all(value.aval.shape == () for value in operation.results)
-    flat = all(rest is not None and rest.flat is not None for rest in map(_rest_of(tracks), operation.results))
-    return not whole and not flat
-
-
-def _rest_of(tracks: Tracks) -> Any:
-    return lambda value: tracks[value].rest
+    if mixes(operation):
+        return True
+    rests = [[tracks.get(value, Track()).rest for value in each] for each in (operation.operands, operation.results)]
+    takes, makes = ([rest is not None and rest.flat is not None for rest in each] for each in rests)
+    is_sum = operation.name in REDUCTIONS and operation.results[0].aval.shape == ()
+    return any(takes) and not is_sum and not all(makes)
 
 
 def _wanted(graph: Graph, outputs: Sequence[Rest | None], count: int) -> dict[Value, Rest]:

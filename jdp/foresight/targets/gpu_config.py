@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jdp.foresight.targets.chips import Gpu
+from jdp.base.chips import Gpu
 
 _TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
 

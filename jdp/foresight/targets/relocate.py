@@ -21,7 +21,7 @@ from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device
-from jdp.core.update.padded import flattened
+from jdp.core.update.optimized import flattened
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.program.requested import has_float8
 from jdp.foresight.targets.cudnn import answered_for, version_in
@@ -76,8 +76,8 @@ class Candidate:
     @property
     def compiler(self) -> str:
         """What XLA's compiler is set to: "default", "overlap" or "own"; "none" on devices that no preset is for."""
-        is_gpu = self.step.plan.mesh.devices.flat[0].platform == "gpu"
-        return (self.step.compiler.preset or "own") if is_gpu else "none"
+        mesh = self.step.plan.mesh
+        return (self.step.compiler.on(mesh).preset or "own") if mesh.devices.flat[0].platform == "gpu" else "none"
 
     def with_rows(self, rows: int) -> "Candidate":
         """Return the same step on a global batch of `rows` rows."""

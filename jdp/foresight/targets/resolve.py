@@ -22,10 +22,10 @@ from pathlib import Path
 
 import jax
 
+from jdp.base.chips import CHIPS, GPUS, TPUS, Chip
 from jdp.base.hints import nearest
 from jdp.base.user_path import user_path
 from jdp.core.types import Device
-from jdp.foresight.targets.chips import CHIPS, GPUS, TPUS, Chip
 from jdp.foresight.targets.cluster_file import read
 from jdp.foresight.targets.gpu_config import written
 

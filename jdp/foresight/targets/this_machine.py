@@ -2,16 +2,16 @@
 
 import jax
 
+from jdp.base.chips import GPUS
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.types import Device, PyTree
-from jdp.foresight.targets.chips import GPUS
 from jdp.foresight.targets.resolve import Target, target
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:
     """Return the target that was named; else the devices that `state` is placed on; else all of this cluster.
 
-    A GPU of a kind that `targets.chips` knows has that chip's published rates; of another GPU only its memory is known.
+    A GPU of a kind that `base.chips` knows has that chip's published rates; of another GPU only its memory is known.
     """
     if named is not None:
         return target(named) if isinstance(named, str) else named
@@ -22,12 +22,12 @@ def target_of(named: str | Target | None, state: PyTree = None) -> Target:
         return Target("cpu", 1, len(devices), tuple(devices), None, "cpu", shape=str(len(devices)))
     known = ((kind, chip) for kind, chip in GPUS.items() if chip.name == first.device_kind)
     kind, chip = next(known, (first.device_kind, None))
-    memory = chip.memory_bytes if chip is not None else _allocatable_bytes(first)
+    memory = chip.memory_bytes if chip is not None else allocatable_bytes(first)
     hosts = len({device.process_index for device in devices})
     return Target(kind, hosts, len(devices) // hosts, tuple(devices), memory, first.device_kind, chip)
 
 
-def _allocatable_bytes(device: Device) -> int | None:
+def allocatable_bytes(device: Device) -> int | None:
     """Return what the device's allocator may take; None for a device that is only described, or does not report it."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")

@@ -1,102 +1,18 @@
-"""How long a collective takes on a cluster's links, by the model that NCCL itself chooses its algorithms with.
+"""How long a collective of a compiled program takes on a target's links.
 
-`collective_cost` counts who takes part (members of a group, on how many hosts), times every algorithm and protocol that
-NCCL has for the kind, and keeps the fastest. Of several groups the slowest counts, since all start together:
-
-    seconds        base latency + hops x latency a hop + wire bytes / (bus bandwidth x what the protocol leaves of it)
-    bus bandwidth  min(NVLink, members on one host x network card), each times its efficiency (`targets/chips.py`)
-
-A ring all-reduce of n members on h hosts takes 2(n-1) hops, 2(h-1) of them over the network. It sends 2(n-1)/n of the
-payload; reduce-scatter and all-gather take half of both. A tree (all-reduce only) takes 2(n/h - 1) hops inside and
-2 log2 h between hosts, and sends the payload twice. Protocols: LL (half the bandwidth at most, least latency), LL128
-(0.92 of it), Simple (all of it). All-to-all and permute are direct sends: one hop, inside over NVLink and outside over
-each device's own card at the same time. Sources: NVIDIA/nccl 2.28, src/graph/tuning.cc (`ncclTopoTuneModel`,
-`ncclTopoGetAlgoTime`), every number below; NVIDIA/nccl-tests, doc/PERFORMANCE.md, for wire bytes.
-
-Left out is reduction in the switches (NVLS, SHARP): on Hopper and later an all-reduce inside a host is up to 1.3 times
-faster (NVIDIA/nccl-tests issue 212). So are the PAT algorithm, XLA's own small all-reduce kernels, limits a channel,
-and the time until the last device arrives. A tree on two hosts crosses the network less than a ring, and groups or jobs
-may share a card or a switch: neither counts. NCCL has no model for direct sends: theirs uses a ring's first hop. A TPU
-slice has no published model either: see `_torus`.
+`collective_cost` counts who takes part in each group, times a group of GPUs by NCCL's model (`base/link_times.py`), and
+returns the slowest group's, since all start together. A TPU slice has no published model: see `_torus`.
 """
 
 import functools
-import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from jdp.foresight.targets.chips import Chip, Gpu
+from jdp.base.chips import Chip, Gpu
+from jdp.base.link_times import DIRECT, RINGS, CollectiveCost, Group, group_cost
 from jdp.foresight.targets.resolve import Target
 
 Groups = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class CollectiveCost:
-    """Seconds of one execution: latency and transfer; `algorithm` is the one that is fastest, such as "ring LL128"."""
-
-    latency_seconds: float
-    wire_seconds: float
-    algorithm: str
-
-    @property
-    def seconds(self) -> float:
-        return self.latency_seconds + self.wire_seconds
-
-
 NOTHING = CollectiveCost(0.0, 0.0, "none")
-
-
-class _Group(NamedTuple):
-    """Members of a group, the hosts they are on, and the least and most of them that share a host."""
-
-    members: int
-    hosts: int
-    fewest: int
-    most: int
-
-
-class _Protocol(NamedTuple):
-    """A protocol's numbers for ring and tree: microseconds to start, a hop over NVLink, a hop over the network."""
-
-    name: str
-    ring: tuple[float, float, float]
-    tree: tuple[float, float, float]
-    overhead: float  # least time of a ring's hop inside a host when others go over the network (Intel hosts)
-    flushes: int  # how often a network hop waits for the card
-
-
-# baseLatencies and hwLatencies (rows NVLINK and NET) of ncclTunerConstantsDefaults; getNetOverhead.
-_PROTOCOLS = (
-    _Protocol("LL", (6.6, 0.6, 2.7), (6.8, 0.6, 5.0), 1.0, 1),
-    _Protocol("LL128", (14.0, 1.9, 4.0), (14.0, 1.25, 8.5), 1.0, 1),
-    _Protocol("Simple", (8.4, 3.4, 14.0), (8.4, 4.0, 14.0), 3.0, 2),
-)
-
-# llMaxBws: the most that LL carries, in B/s. On one host by the GPU's generation, else by the processor (Intel's here)
-# and for two hosts, or more.
-_LL_ONE_HOST = {8: 87.7e9, 9: 141e9, 10: 282e9}
-_LL_TWO_HOSTS, _LL_MORE_HOSTS = 39.0e9, 20.4e9
-
-# "Plateau effect of ring": a Simple all-reduce over the network waits this much longer, from sizes on at which Simple
-# is the protocol of choice at all.
-_PLATEAU = 1.4
-
-# treeCorrectionFactor: the part of a tree's bandwidth reached with 64 B, 128 B, ... 256 MiB.
-_TREE_REACHES = {
-    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
-    "LL128": (*(1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),),
-    "Simple": (
-        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8),
-        *(0.9, 0.9),
-    ),
-}
-
-# How often a member of a ring of n sends the payload, in units of (n-1)/n, and how many rounds of n-1 hops that takes.
-_RINGS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
-_DIRECT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 # "How to Scale Your Model" (jax-ml/scaling-book), "A note on ICI latency": about a microsecond a hop between chips.
 _TORUS_HOP = 1e-6
@@ -109,20 +25,24 @@ def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: 
 
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
     """Return the time of one execution of a collective; a group of one device takes none."""
-    if kind not in (kinds := (*_RINGS, *_DIRECT, "collective-broadcast")):
+    if kind not in (kinds := (*RINGS, *DIRECT, "collective-broadcast")):
         raise ValueError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one")
     if target.chip is None:
         raise ValueError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
     chip, worst = target.chip, NOTHING
     for group in _grouped(groups, target.per_host, len(target.devices)):
-        worst = max(worst, _cost(kind, payload_bytes, group, chip, target), key=lambda cost: cost.seconds)
+        if isinstance(chip, Gpu):
+            cost = group_cost(kind, payload_bytes, group, chip)
+        else:
+            cost = _torus(kind, payload_bytes, group, chip, target)
+        worst = max(worst, cost, key=lambda cost: cost.seconds)
     return worst
 
 
 @functools.lru_cache(maxsize=256)
-def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[_Group, ...]:
+def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[Group, ...]:
     """Return the groups that differ in members or hosts, smallest first, without those of one device."""
-    distinct = set[_Group]()
+    distinct = set[Group]()
     for group in groups:
         if not all(0 <= member < devices for member in group):
             raise ValueError(
@@ -131,105 +51,17 @@ def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[_Group, ...]:
             )
         shared = Counter(member // per_host for member in set(group))  # devices are ordered host by host
         if (members := shared.total()) > 1:
-            distinct.add(_Group(members, len(shared), min(shared.values()), max(shared.values())))
+            distinct.add(Group(members, len(shared), min(shared.values()), max(shared.values())))
     return tuple(sorted(distinct))
 
 
-def _cost(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> CollectiveCost:
-    """Return the cost of the fastest algorithm for one group."""
-    if not isinstance(chip, Gpu):
-        return _torus(kind, payload, group, chip, target)
-    if kind in _DIRECT:
-        costs = _direct(kind, payload, group, chip)
-    elif kind == "all-reduce":
-        costs = (*_ring(kind, payload, group, chip), *_tree(payload, group, chip))
-    else:
-        costs = _ring(kind, payload, group, chip)
-    return min(costs, key=lambda cost: cost.seconds)
-
-
-def _bus(group: _Group, chip: Chip) -> float:
-    """B/s that every member can send at once along a ring or tree; between hosts, over its members' network cards."""
-    inside = chip.link_bandwidth * chip.link_efficiency
-    outside = group.fewest * chip.network_bandwidth * chip.network_efficiency
-    return inside if group.hosts == 1 else min(inside, outside)
-
-
-def _ll_limit(group: _Group, chip: Gpu) -> float:
-    if group.hosts == 1:
-        return _LL_ONE_HOST.get(chip.capability[0], _LL_ONE_HOST[10])
-    return _LL_TWO_HOSTS if group.hosts == 2 else _LL_MORE_HOSTS
-
-
-def _ring(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[CollectiveCost]:
-    n, hosts, bus = group.members, group.hosts, _bus(group, chip)
-    rounds = _RINGS.get(kind, 1)
-    wire = payload if kind == "collective-broadcast" else rounds * payload * (n - 1) / n
-    outside = rounds * (hosts - 1)
-    for protocol in _PROTOCOLS:
-        start, inside_hop, outside_hop = _hops(protocol, group, chip)
-        latency = start + (rounds * (n - 1) - outside) * inside_hop + outside * outside_hop
-        if kind == "all-reduce" and hosts > 1 and protocol.name == "Simple":
-            latency *= _PLATEAU
-        left = {"LL": min(0.5 * bus, _ll_limit(group, chip)), "LL128": 0.92 * bus, "Simple": bus}[protocol.name]
-        yield CollectiveCost(latency, wire / left, f"ring {protocol.name}")
-
-
-def _hops(protocol: _Protocol, group: _Group, chip: Gpu) -> tuple[float, float, float]:
-    """Seconds for a ring to start, for a hop inside a host, for one between hosts."""
-    start, inside, outside = protocol.ring
-    if group.hosts > 1:
-        inside = max(inside, protocol.overhead)
-    if group.most == 1:
-        outside = protocol.tree[2]  # nothing inside a host to hide it behind
-    outside_hop = 1e-6 * outside + protocol.flushes * chip.network_latency
-    return 1e-6 * start, 1e-6 * inside + chip.link_latency, outside_hop
-
-
-def _tree(payload: float, group: _Group, chip: Gpu) -> Iterator[CollectiveCost]:
-    bus, deep = 0.92 * _bus(group, chip), int(math.log2(group.hosts))
-    for protocol in _PROTOCOLS:
-        start, inside, outside = (1e-6 * number for number in protocol.tree)
-        outside += protocol.flushes * chip.network_latency
-        latency = start + 2 * ((group.most - 1) * (inside + chip.link_latency) + deep * outside)
-        packed = 7 / 9 if group.hosts == 1 else 120 / 128
-        left = {"LL": min(bus / 3.8, _ll_limit(group, chip)), "LL128": packed * bus, "Simple": bus}[protocol.name]
-        reached = _tree_reaches(protocol.name, payload)
-        yield CollectiveCost(latency, 2 * payload / (left * reached), f"tree {protocol.name}")
-
-
-def _tree_reaches(protocol: str, payload: float) -> float:
-    """Return a tree's correction: NCCL's table, interpolated, so that no larger message is faster."""
-    table = _TREE_REACHES[protocol]
-    position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
-    below = min(int(position), len(table) - 2)
-    return table[below] + (position - below) * (table[below + 1] - table[below])
-
-
-def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[CollectiveCost]:
-    """Sends straight to every peer: inside a host over its links and outside over the network, at the same time."""
-    n, local = group.members, group.fewest
-    inside, outside = (1.0, 0.0) if group.hosts == 1 else (0.0, 1.0)  # a permute's pair
-    if kind != "collective-permute":
-        inside, outside = (group.most - 1) / n, (n - local) / n if group.hosts > 1 else 0.0
-    for protocol in _PROTOCOLS:
-        if protocol.name == "LL128":
-            continue  # NCCL's sends have LL and Simple
-        start, inside_hop, outside_hop = _hops(protocol, group, chip)
-        share = 0.5 if protocol.name == "LL" else 1.0
-        over_links = inside * payload / (share * chip.link_bandwidth * chip.link_efficiency)
-        over_network = outside * payload / (share * chip.network_bandwidth * chip.network_efficiency)
-        hop = inside_hop if group.hosts == 1 else outside_hop
-        yield CollectiveCost(start + hop, max(over_links, over_network), f"direct {protocol.name}")
-
-
-def _torus(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> CollectiveCost:
+def _torus(kind: str, payload: float, group: Group, chip: Chip, target: Target) -> CollectiveCost:
     """On a TPU slice: rings along all axes of the torus in both directions, over the chip's whole interconnect.
 
     Optimistic for a group along one axis, and for slices so small that their axes do not close to rings.
     """
     n = group.members
-    rounds = _RINGS.get(kind, 1)
+    rounds = RINGS.get(kind, 1)
     wire = payload if kind in ("collective-permute", "collective-broadcast") else rounds * payload * (n - 1) / n
     hops = rounds * sum(max(int(axis) // 2, 1) for axis in target.shape.split("x") if axis != "1")
     return CollectiveCost(hops * _TORUS_HOP, wire / (chip.link_bandwidth * chip.link_efficiency), "torus")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jdp.base.chips import CHIPS
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.foresight.targets.chips import CHIPS
 from jdp.foresight.timing.model_flops import model_flops
 
 # How a device is matched to a chip: by its whole `device_kind`. Part of a name would not do: "NVIDIA H100 PCIe" and

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from jdp.base.chips import Gpu
 from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
 from jdp.foresight.program.module import Instruction, Program, is_host_copy
-from jdp.foresight.targets.chips import Gpu
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing import cpu_rates
 from jdp.foresight.timing.collectives import collective_seconds

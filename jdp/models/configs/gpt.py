@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
-from jdp.models.configs.choices import Activation, Attend, NormKind, Remat
+from jdp.models.configs.choices import REMATS, SCANS, Activation, Attend, NormKind, Remat, Scan
 
 Positions = Literal["rotary", "learned"]
 LoRATarget = Literal["query", "key", "value", "output", "gate", "up", "down"]
@@ -44,9 +44,11 @@ class GPTConfig:
             the original context are divided, those of more than the second are kept, and those between interpolated.
         rope_original_context: with rope_factor, tokens of the original context.
         norm_eps: added to the variance in norms.
-        scan: stack the layers and scan them: compile time and program size do not grow with depth.
-        remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products; "full",
-            only its input.
+        scan: true: layers are stacked and compiled once, as a loop. false: each is stored and compiled by itself.
+            "auto": they are stacked, and up to 48 on GPUs and 8 on CPUs are compiled one by one.
+        remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
+            "dots_except_mlp", those of attention; "full", only its input. "auto", in experiment files: the first of the
+            last three that fits the devices' memory.
         attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype. "auto" is the
             first where devices, dtype and shapes allow it, else the second. Long packed rows are then attended block by
             block.
@@ -92,7 +94,7 @@ class GPTConfig:
     rope_high_freq_factor: float = 4.0
     rope_original_context: int = 8192
     norm_eps: float = 1e-5
-    scan: bool = True
+    scan: Scan = "auto"
     remat: Remat | None = None
     attention: Attend = "auto"
     lora_rank: int | None = None
@@ -106,7 +108,8 @@ class GPTConfig:
             activation=get_args(Activation),
             norm=get_args(NormKind),
             attention=get_args(Attend),
-            remat=(None, *get_args(Remat)),
+            remat=REMATS,
+            scan=SCANS,
         )
         sizes = ("vocab_size", "context", "layers", "width", "heads", "rope_original_context")
         require_positive(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
-from jdp.models.configs.choices import Attend, Remat
+from jdp.models.configs.choices import REMATS, SCANS, Attend, Remat, Scan
 
 Pool = Literal["token", "mean"]
 
@@ -43,14 +43,14 @@ class ViTConfig:
     pool: Pool = "token"
     dropout: float = 0.0
     norm_eps: float = 1e-6
-    scan: bool = True
+    scan: Scan = "auto"
     remat: Remat | None = None
     attention: Attend = "auto"
 
     def __post_init__(self) -> None:
         sizes = ("classes", "layers", "width", "heads", "patch", "image_size", "channels")
         require_positive(self, *sizes, optional=("mlp_width",))
-        require_choice(self, pool=get_args(Pool), attention=get_args(Attend), remat=(None, *get_args(Remat)))
+        require_choice(self, pool=get_args(Pool), attention=get_args(Attend), remat=REMATS, scan=SCANS)
         require_rates(self, eps="1e-6")
         require_heads(self.width, self.heads)
         size, patch = self.image_size, self.patch

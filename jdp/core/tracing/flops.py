@@ -1,0 +1,62 @@
+"""Matrix products and convolutions in a jaxpr: their FLOPs, and the bytes that they read and write."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # cuDNN's
+
+
+def count_flops(jaxpr: Any) -> int:
+    """Return the FLOPs of the matrix products and convolutions in a jaxpr: 2 for each multiplication and addition.
+
+    A scan counts as often as it runs, a `while` loop of unknown length once, of branches the one with most FLOPs.
+    """
+    return sum(times * _flops(eqn) for eqn, times in _products(jaxpr.eqns))
+
+
+def count_product_bytes(jaxpr: Any) -> int:
+    """Return the bytes of the operands and results of the products that `count_flops` counts."""
+    return sum(
+        times * sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars) if x.aval.shape)
+        for eqn, times in _products(jaxpr.eqns)
+    )
+
+
+def _products(eqns: Iterable[Any], times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield each product, and how often it runs."""
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in ("dot_general", "conv_general_dilated") or name.startswith(_ATTENTION):
+            yield eqn, times
+        elif name == "cond":
+            yield from _products(max(_jaxprs(eqn.params["branches"]), key=count_flops).eqns, times)
+        else:
+            rounds = eqn.params["length"] if name == "scan" else 1
+            if name == "shard_map":  # its body is one device's share
+                manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # the name in jax 0.10; since
+                rounds = math.prod(eqn.params["mesh"].shape[axis] for axis in manual)
+            for inner in _jaxprs(eqn.params.values()):
+                yield from _products(inner.eqns, times * rounds)
+
+
+def _flops(eqn: Any) -> int:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracting)
+    if name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2 * eqn.outvars[0].aval.size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+    # cuDNN's attention: all scores, as they are counted of products; two of these forward, five backward
+    queries, keys = eqn.invars[0].aval, eqn.invars[1].aval
+    length = keys.shape[1 if eqn.params["layout"] == 0 else 2]  # [batch, length, heads, width], or heads first
+    if name.startswith(_ATTENTION[1]):
+        return 2 * 5 * length * queries.size
+    return 2 * length * (queries.size + eqn.outvars[0].aval.size)
+
+
+def _jaxprs(values: Iterable[Any]) -> list[Any]:
+    """Return the jaxprs among a primitive's parameters; of a custom derivative only the function itself."""
+    jaxprs = [getattr(value, "jaxpr", value) for value in values]
+    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
