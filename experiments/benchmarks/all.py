@@ -40,6 +40,7 @@ memory
 overlap
 overlap --accumulate 4 --cases gpt_1b@h100:8x8:ddp,zero1,zero2
 layer_traffic
+shipped
 plain_nnx
 attention
 loss
@@ -86,7 +87,8 @@ def table(entries: list[dict[str, Any]]) -> str:
     lines = ["| program | measures | result | promised | measured on |", "|---|---|---|---|---|"]
     for one in entries:
         machine = one["machine"]
-        on = f"{machine['gpu']}, " if "gpu" in machine else f"{machine['cores']} cores, load {machine['load']:.0f}, "
+        load = f"load {machine['load']:.0f}, " if "load" in machine else ""  # of what was entered from LOG.md, none
+        on = f"{machine['gpu']}, " if "gpu" in machine else f"{machine['cores']} cores, {load}"
         on += f"jax {machine['jax']}, {one['date']}"
         lines.append(f"| `{one['run'][0]}.py` | {one['measures']} | {one['result']} | {one['promised']} | {on} |")
     return "\n".join(lines) + "\n"

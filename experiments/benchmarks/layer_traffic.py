@@ -6,13 +6,14 @@ Steps are compiled, not run: no GPU is needed, but `pip install 'jdp[aot]'` and 
 tokens in one microbatch, bf16, remat "dots", cuDNN's attention. Counted are the kernels in the bodies of the loops over
 the layers (`jdp.foresight.timing.kernels`: what a kernel reads, once, and what it writes; collectives are none), over
 the layers in a round. "products" are kernels with a matrix product, "attention" cuDNN's, "other" all that is left:
-norms, activations, residuals, copies into and out of the stacks that the loops carry.
+norms, activations, residuals, copies into and out of the stacks that the loops carry. Layers that are compiled one by
+one are counted from the first call of attention to the last.
 
 The least possible, with T tokens, width d, keys and values of k, a feed-forward of h (u = 2 up-projections with a gate,
 else 1), H heads, P parameters a layer, c = 2 bytes of activations and working copies, r = 4 of gradients:
 
     kept      T c (d + 2k + d + d + u h) + 4 T H    queries, keys, values; what attention returns and its softmax's
-                                                    statistics; the output projection; the feed-forward's up (and gate)
+                                                    statistics; the sum that it enters; the feed-forward's up (and gate)
     forward   c P + T c d + kept + T c d            weights, the layer's input, what is kept, its output
     backward  c P + T c d + kept + 2 T c d + r P    weights, the input, what was kept, the output's gradient and the
                                                     input's, the weights' gradient
@@ -28,22 +29,22 @@ zero3's temporaries are to be at most activations + two working copies + a chunk
 "beside gradients" leaves out of the temporaries what `jdp.foresight.memory` finds of gradients at the peak, which the
 closed form does not have: the sharded sum (r / N a parameter), and whole ones on their way to it.
 
-Measured 2026-11 for 8 H100 (jax 0.10.2), MiB a layer, least possible in brackets, and MiB of temporaries:
+Measured 2026-11-24 for 8 H100 (jax 0.10.2), MiB a layer, least possible in brackets, and kernels; MiB of temporaries:
 
-                      forward     products, attention, other   backward    products, attention, other   of the least
-    gpt2_124m zero2    810 (146)       206,  48,  556          1628 (185)       453, 180,  995              7.4
-    gpt2_124m zero3    782 (146)       206,  48,  529          1613 (185)       453, 180,  980              7.2
-    gpt_1b zero2      2726 (549)       740,  81, 1905          4518 (813)      1544, 385, 2589              5.3
-    gpt_1b zero3      2494 (549)       740,  81, 1673          4307 (813)      1544, 385, 2378              5.0
+                      forward     products, attention, other       backward    products, attention, other       of least
+    gpt2_124m zero2    597 (146)       206,  48,  343   26 kernels  1137 (185)       462, 180,  495   37 kernels  5.2
+    gpt2_124m zero3    597 (146)       206,  48,  343   26          1156 (185)       468, 180,  508   43          5.3
+    gpt_1b zero2      1694 (549)       740,  81,  873   21          3553 (813)      1660, 385, 1508   29          3.9
+    gpt_1b zero3      1694 (549)       740,  81,  873   21          3596 (813)      1660, 385, 1551   36          3.9
 
     zero3             temporaries, closed form   over it   gradients among them   over it beside them
-    gpt2_124m         2474         2136          1.16       188                   1.07
-    gpt_1b            8760         7434          1.18      1242                   1.01
+    gpt2_124m         2311         2136          1.08       147                   1.01
+    gpt_1b            7816         7434          1.05       393                   1.00
 
-Of gpt_1b's "other" under zero3, forward: 802 copy results into the stacks that the backward pass reads, which the least
-has once, 384 are SwiGLU, 160 norms, 128 residuals, 81 rotary. Backward: 348 turn gradients from bf16 into float32.
-Beyond the form, gpt2_124m holds some 120 MiB that are the last layer's activations once more, beside their place in
-the stacks: the overlapped loop runs that layer outside.
+In a loop over the layers it was 7.4, 7.2, 5.3 and 5.0 (810 and 1628 MiB a layer of gpt2_124m zero2, 2494 and 4371 of
+gpt_1b zero3; 61 and 69 kernels): what a layer keeps was copied into stacks, 802 MiB of gpt_1b's, and zero2's gathered
+weights were. Of gpt_1b's "other" under zero3 now, forward: 384 are SwiGLU, 160 norms, 192 residuals, 97 rotary and the
+copy of the values; backward: 768 SwiGLU, some 580 norms, 162 rotary.
 """
 
 import math
@@ -75,29 +76,42 @@ WITHIN = 1.10
 
 
 def layer_bytes(program: Program, on: Target) -> dict[str, Counter[str]]:
-    """Return {"forward", "backward"} -> {"products", "attention", "other"} -> bytes a layer.
+    """Return {"forward", "backward"} -> {"products", "attention", "other"} -> bytes a layer; "kernels" -> how many.
 
     A loop over the layers is one whose body calls cuDNN's attention: that of the backward pass, its backward kernel.
+    Of layers that are compiled one by one, what stands from the first call to the last belongs to all but one.
     """
     schedule, found = Schedule(program, on), dict[str, Counter[str]]()
     for step in program[program.entry]:
-        if step.kind != "while":
-            continue
-        (body,) = step.called["body"]
-        counted, calls = Counter[str](), Counter[bool]()
-        for op, times in _kernels(schedule, body):
-            fused = op.cost.attention
-            counted["attention" if fused else "products" if op.cost.products else "other"] += round(times * op.bytes)
-            counted["attention"] += 0 if fused is None else fused.pass_bytes
-            calls.update([] if fused is None else [fused.backward])
-        if calls:
-            layers = calls[True] or calls[False]
-            found["backward" if calls[True] else "forward"] = Counter({k: n // layers for k, n in counted.items()})
+        if step.kind == "while":
+            (body,) = step.called["body"]
+            kernels = _kernels(schedule, body)
+            calls = Counter(op.cost.attention.backward for op, _ in kernels if op.cost.attention is not None)
+            if calls:
+                found["backward" if calls[True] else "forward"] = _counted(kernels, calls[True] or calls[False])
+    if found:
+        return found
+    kernels = _kernels(schedule, program.entry)
+    for name, backward in (("forward", False), ("backward", True)):
+        fused = [op.cost.attention for op, _ in kernels]
+        calls = [i for i, each in enumerate(fused) if each is not None and each.backward == backward]
+        found[name] = _counted(kernels[calls[0] : calls[-1]], len(calls) - 1)
     return found
 
 
+def _counted(kernels: list[tuple[TimedOp, int]], layers: int) -> Counter[str]:
+    """The bytes of kernels, a layer, by kind; and how many there are."""
+    counted = Counter[str]()
+    for op, times in kernels:
+        fused = op.cost.attention
+        counted["attention" if fused else "products" if op.cost.products else "other"] += round(times * op.bytes)
+        counted["attention"] += 0 if fused is None else fused.pass_bytes
+        counted["kernels"] += times * op.cost.launches
+    return Counter({name: count // layers for name, count in counted.items()})
+
+
 def _kernels(schedule: Schedule, computation: str, times: int = 1) -> list[tuple[TimedOp, int]]:
-    """Every kernel that a computation runs, and how often."""
+    """Every kernel that a computation runs, in order, and how often."""
     kernels = list[tuple[TimedOp, int]]()
     for op in schedule.operations(computation):
         if op.kind == "kernel":
@@ -161,9 +175,12 @@ def measured(case: str, changes: dict[str, str]) -> list[dict[str, Any]]:
     return found
 
 
+PARTS = ("products", "attention", "other")
+
+
 def over_least(one: dict[str, Any]) -> float:
     """A layer's bytes, forward and backward, over the least possible."""
-    counted = sum(sum(count.values()) for count in one["layer"].values())
+    counted = sum(count[name] for count in one["layer"].values() for name in PARTS)
     return counted / (one["least"]["forward"] + one["least"]["backward"])
 
 
@@ -195,9 +212,10 @@ def show(one: dict[str, Any]) -> None:
         f" {one['compute_ms']:.1f}), a layer {over_least(one):.2f} of the least"
     )
     for direction, count in one["layer"].items():
-        parts = ", ".join(f"{name} {count[name] / MIB:.0f}" for name in ("products", "attention", "other"))
-        total, bound = sum(count.values()) / MIB, one["least"][direction] / MIB
-        print(f"  {direction:9} {total:6.0f} MiB a layer ({parts}), least {bound:.0f}: {total / bound:.2f}")
+        parts = ", ".join(f"{name} {count[name] / MIB:.0f}" for name in PARTS)
+        total, bound = sum(count[name] for name in PARTS) / MIB, one["least"][direction] / MIB
+        number = f"{count['kernels']} kernels"
+        print(f"  {direction:9} {total:6.0f} MiB a layer ({parts}), least {bound:.0f}: {total / bound:.2f}; {number}")
     held, form = one["temporaries"] / MIB, one["least"]["temporaries"] / MIB
     print(
         f"  temporaries {held:.0f} MiB, closed form {form:.0f}: {over_form(one, True):.2f}; of gradients"

@@ -31,7 +31,7 @@ from jdp.models import build, parameter_count
 
 
 def measure(strategy: str, on: Target, layers: int, accumulate: int) -> dict[str, Any]:
-    case, shape = Case("gpt", str(on), "bf16", strategy, accumulate), Shape(layers, 768, 1, 1)
+    case, shape = Case("gpt", str(on), "bf16", strategy, accumulate), Shape(layers, 768, 1, 1, "adamw")
     config = configuration(case.model, shape)
     plan = jdp.Plan(jdp.make_mesh(devices=on.devices, data=-1), strategy)
     state = jdp.abstract_state(
@@ -47,7 +47,7 @@ def measure(strategy: str, on: Target, layers: int, accumulate: int) -> dict[str
         "at_rest_ratio": at_rest / form.at_rest,
         "most_bytes": dict(held.most),
         "total_bytes": held.total,
-        "gap": held.gap,
+        "gap": held.unattributed / held.total,
     }
 
 

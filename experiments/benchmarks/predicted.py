@@ -75,8 +75,8 @@ from flax import nnx
 from measure import Row, finish, parser, summary, take_turns
 
 import jdp
+from jdp.base.chips import CHIPS
 from jdp.foresight.program.module import parse
-from jdp.foresight.targets.chips import CHIPS
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.models import SIZES, GPTConfig, MLPConfig, build, next_token_loss

@@ -15,7 +15,7 @@ than the clock:
 `--full` has the ends of the curves too: 96 layers, 4096 devices, 4 GiB. `growth` is the exponent of the power of the
 size that the ends of a curve have: 0 does not grow, 1 is linear.
 
-Promised: dispatch at most 1.15; restoring at least as fast as saving.
+Promised: dispatch at most 1.10; restoring at least as fast as saving.
 """
 
 import json

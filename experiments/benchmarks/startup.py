@@ -8,22 +8,23 @@ and its first call. The second start has the compiled programs and the tokens th
 their own for them. `step` is what a start has to do for its first step: the state, the step, the first call. Beside it,
 `jdp --help` and `jdp train --help`, the second time that they are asked for, and `python -c pass`.
 
-Promised: the second start's step takes at most 0.35 times the first's; help less than 0.3 s; a new state 1 s.
+Promised: the second start's step takes at most 2.5 s, and 0.35 times the first's; help 0.15 s; a new state 1 s.
 
-Measured 2026-11-22 on 2 x86 cores shared with other programs (load 18 to 20), jax 0.10.2 on Python 3.11.7; in the third
-column what it was at a load of 29 when a state was one program:
+Measured 2026-11-23 on 2 x86 cores shared with other programs, jax 0.10.2 on Python 3.11.7, at loads of 8 and 13; in the
+last columns what it was on 2026-11-22 at a load of 19:
 
-    processor seconds    first   second   (first)
-    experiment            0.37     0.32
-    imports               1.99     2.30
-    data                  0.31     0.36
-    abstract state        0.16     0.21
-    state                 1.64     0.74      3.19
-    trace, lower          0.80     0.97
-    compile, call        12.10     2.46     10.11
-    step                 14.54     4.16     13.95    second / first 0.29; 0.25 and 0.30 in two other runs
-    jdp --help            0.10                       as was 0.39
-    jdp train --help      0.11                       as was 2.3; 0.7 the first time
+    processor seconds    first   second          first   second     2026-11-22: first   second
+    experiment            0.17     0.19           0.21     0.21                  0.37     0.32
+    imports               1.17     1.17           1.38     1.34                  1.99     2.30
+    data                  0.23     0.17           0.17     0.20                  0.31     0.36
+    abstract state        0.23     0.21           0.24     0.25                  0.16     0.21
+    state                 0.91     0.29           0.97     0.34                  1.64     0.74
+    trace, lower          0.37     0.43           0.47     0.60                  0.80     0.97
+    compile, call         4.47     0.51           4.31     0.55                 12.10     2.46
+    step                  5.75     1.23           5.75     1.49                 14.54     4.16
+    second / first                 0.21                    0.26                           0.29
+    jdp --help            0.05                    0.06                           0.10
+    jdp train --help      0.05                    0.07                           0.11
 """
 
 import json
@@ -36,7 +37,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-GOALS = {"second": 0.35, "help": 0.3, "state": 1.0}
+GOALS = {"second": 0.35, "second_s": 2.5, "help": 0.15, "state": 1.0}
 QUICKSTART = Path(__file__).parents[1] / "quickstart.toml"
 COMMANDS = {"python -c pass": ["-c", "pass"], "jdp --help": ["-m", "jdp", "--help"]}
 COMMANDS["jdp train --help"] = ["-m", "jdp", "train", "--help"]
@@ -142,8 +143,8 @@ def main() -> None:
         report(found)
     helped = max(seconds for name, seconds in commands.items() if "help" in name)
     measures = "processor time until the first step is done, a second start against a first; a new state; `--help`"
-    result = f"{found['ratio']:.2f}; {first['state']:.1f} s; {helped:.2f} s"
-    promised = f"≤ {GOALS['second']}; ≤ {GOALS['state']:g} s; < {GOALS['help']} s"
+    result = f"{steps[1]:.1f} s, {found['ratio']:.2f}; {first['state']:.1f} s; {helped:.2f} s"
+    promised = f"≤ {GOALS['second_s']} s, ≤ {GOALS['second']}; ≤ {GOALS['state']:g} s; ≤ {GOALS['help']} s"
     finish({"goals": GOALS, "file": Path(chosen.file).name, **found}, chosen.json, Row(measures, result, promised))
 
 

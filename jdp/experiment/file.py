@@ -33,8 +33,8 @@ from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
 HUB, STREAM = "hf:", "hf-stream:"
-MOST_BYTES = 2**26
-"""Of an experiment file: more is another file, named by mistake."""
+MOST_BYTES = 2**20
+"""Of an experiment file: more is another file, named by mistake, and a million wrong keys take a minute to report."""
 NO_PATHS = ("stdlib", "digits", NONE)
 """Sources of data that are words, not paths."""
 UNSET = (NONE, "default")
@@ -49,7 +49,7 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     """Read and check an experiment file.
 
     Args:
-        path: a TOML file, up to 64 MiB. Relative paths in `data.source` start at the file's own folder.
+        path: a TOML file, up to 1 MiB. Relative paths in `data.source` start at the file's own folder.
         overrides: dotted key -> text as on a command line, such as {"train.steps": "50"}: read as a TOML value where
             that fits the key, else as text. Relative paths in an overriding `data.source` start at the working
             directory. Only a `plugin` that is given here is imported.

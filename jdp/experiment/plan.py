@@ -10,6 +10,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from jdp.base.machine import memory_bytes
+from jdp.checkpoint.format.content import stored_form
+from jdp.checkpoint.format.trees import Content
+from jdp.checkpoint.memory.layout import layout
 from jdp.core.batch import batch_rows
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import axes_of
@@ -21,6 +25,7 @@ from jdp.foresight.advice.advice import advise
 from jdp.foresight.candidates.meshes import MeshSearch, search_axes
 from jdp.foresight.forecast import PlanReport, Settings
 from jdp.foresight.foresee import candidates, count_batch
+from jdp.foresight.memory.host import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
 
@@ -112,6 +117,30 @@ def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool
         rows=batch_rows(candidate.batch) // (step.plan.batch_shards * step.microbatches),
         max_batch=max_batch,
     )
+
+
+def with_hosts(
+    report: PlanReport, experiment: Experiment, tried: Sequence[Candidate], target: Target, available: int | None
+) -> PlanReport:
+    """Return a report with what a host's memory holds, if the experiment keeps copies of the state there."""
+    if not experiment.guard.keep_in_memory:
+        return report
+    if available is None and target.kind == "cpu":
+        available = memory_bytes()
+    hosts = list(range(target.hosts))
+
+    def held(candidate: Candidate, offloaded: int) -> HostMemory:
+        leaves = Content.of(candidate.state).leaves
+        arrays = {path: stored_form(leaf, path) for path, leaf in leaves.items() if leaf.size}
+        staging = sum(x.size * x.dtype.itemsize for x in arrays.values()) // target.hosts
+        copies = 2 * layout(arrays, hosts, 0).host_bytes
+        return HostMemory(copies, staging, offloaded * target.per_host, available, target.per_host)
+
+    estimates = tuple(
+        replace(each, host=held(one, each.memory.host)) if each.memory is not None else each
+        for one, each in zip(tried, report.estimates, strict=True)
+    )
+    return replace(report, estimates=estimates)
 
 
 def advised(report: PlanReport, settings: Sequence[Settings]) -> PlanReport:

@@ -17,6 +17,7 @@ from jdp.foresight.candidates.meshes import MeshSearch
 from jdp.foresight.candidates.smallest_cluster import Smallest
 from jdp.foresight.cost.bill import Bill
 from jdp.foresight.cost.goodput import Goodput
+from jdp.foresight.memory.host import HostMemory
 from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.targets.relocate import candidate_name
@@ -30,8 +31,8 @@ class Settings:
 
     precision: str | None = None  # "fp32", "bf16" or "fp8"
     compiler: str | None = None  # "default", "overlap", "own" for the user's options, "none" without a preset
-    remat: str | None = None  # the model's policy: "none", "dots" or "full"; "" for a model that has none
-    scan: bool | None = None  # True where layers are scanned
+    remat: str | None = None  # the model's policy, such as "none" or "dots"; "" for a model that has none
+    scan: bool | str | None = None  # False where layers are stored one by one
     attention: str | None = None  # "auto", "cudnn" or "xla"
     rows: int | None = None  # of a microbatch on a device
     max_batch: bool = False  # True where the largest batch was searched
@@ -47,6 +48,7 @@ class Estimate:
         partitioning, partitioning_why: as the step settled them.
         memory: bytes per device by class; None when the step did not compile.
         headroom: whether a device can hold it; None where the device's memory is not known.
+        host: what a host's memory holds, where the state is copied into it; None: that is not asked for.
         parameters, shards: how many parameters the model has, and how many devices share them (the `data` axis).
         state_bytes: of the whole state, each array counted once: what a checkpoint holds.
         report: traffic against the communication contract.
@@ -69,6 +71,7 @@ class Estimate:
     partitioning_why: str = ""
     memory: Memory | None = None
     headroom: Headroom | None = None
+    host: HostMemory | None = None
     parameters: int = 0
     shards: int = 1
     state_bytes: int = 0
@@ -91,7 +94,7 @@ class Estimate:
     @property
     def fits(self) -> bool | None:
         """Whether it compiled and a device can hold it; None where the device's memory is not known."""
-        if self.error is not None:
+        if self.error is not None or (self.host is not None and not self.host.fits):
             return False
         return None if self.headroom is None else self.headroom.fits
 
@@ -191,8 +194,9 @@ class Estimate:
             "tokens_per_step": self.tokens,
             **{name: getattr(self.timeline, name, None) for name in _TIMES},
         }
+        in_memory = {} if self.host is None else {"host": self.host.to_json()}
         float8 = {} if report is None or report.float8 is None else {"fp8_products": report.float8.to_json()}
-        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON} | float8
+        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON} | float8 | in_memory
 
 
 _TIMES = ("exposed_seconds", "host_seconds", "host_wait_seconds")
@@ -261,12 +265,16 @@ class PlanReport(Drawn):
 
     @property
     def memory_headings(self) -> tuple[str, ...]:
-        """`MEMORY`, with "host" where a candidate keeps something in host memory."""
+        """`MEMORY`, with "host" where a candidate keeps something in host memory: a device's part of it."""
         return (*MEMORY, HOST) if any(self._on_host) else MEMORY
 
     @property
     def _on_host(self) -> list[int]:
-        return [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
+        offloaded = [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
+        return [
+            count if each.host is None else each.host.total // each.host.devices
+            for count, each in zip(offloaded, self.estimates, strict=True)
+        ]
 
     def memory_table(self) -> list[tuple[str, ...]]:
         """Return a row for each estimate, under `memory_headings`: bytes per device."""
@@ -285,7 +293,10 @@ class PlanReport(Drawn):
     @property
     def sentences(self) -> list[str]:
         """What is said below the tables: why, the smallest cluster, the bill, the notes, the largest batch."""
-        notes = [f"Note: {note}" for note in self.notes]
+        hosts = {each.name: each.host.words for each in self.estimates if each.host is not None}
+        if len({*hosts.values()}) > 1:
+            hosts = {name: f"{name}: {words}" for name, words in hosts.items()}
+        notes = [f"Note: {note}" for note in (*dict.fromkeys(hosts.values()), *self.notes)]
         also = [str(each) for each in (self.smallest, self.bill) if each is not None]
         return [*self.why, *also, *notes, *([] if self.max_batch is None else [str(self.max_batch)])]
 

@@ -17,6 +17,7 @@ from typing import Any, overload
 
 import jax
 
+from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
@@ -33,7 +34,6 @@ from jdp.foresight.candidates.smallest_cluster import foreseen, sizes_of, verifi
 from jdp.foresight.forecast import Estimate, PlanReport, Settings
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
-from jdp.foresight.targets.chips import XLA_TYPES
 from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, state_bytes
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of

@@ -17,6 +17,7 @@ from typing import Any, overload
 
 import jax
 
+from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes
 from jdp.core.gradients.fp8 import has_fp8
@@ -25,12 +26,11 @@ from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.core.update.padded import exchanged
+from jdp.core.update.optimized import exchanged
 from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, no_float8
-from jdp.foresight.targets.chips import XLA_TYPES
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of

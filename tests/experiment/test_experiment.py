@@ -77,6 +77,10 @@ WRONG_FILES = {
         in_data('shuffle = "False"'),
         'must be true or false; given "False", which is text: write shuffle = false, without quotes',
     ),
+    "neither bool nor auto": (
+        in_model("scan = 3"),
+        'model.scan must be true, false, or "auto", which leaves it to jdp; given 3',
+    ),
     "float as text": (SMALL + '[optimizer]\nlr = "1e-3"', "write lr = 1e-3, without quotes"),
     "not finite": (SMALL + "[optimizer]\nlr = inf", "optimizer.lr: it should be a finite number; given inf"),
     "too small": (SMALL.replace("= 50", "= 0"), "train.steps must be 1 or more; given 0"),

@@ -292,6 +292,7 @@ def huge(path):
 
 NOT_FILES: dict[str, Callable[[Path], None]] = {
     "directory": Path.mkdir,
+    "more than 1 MiB": lambda path: path.write_text("#" * 2**20 + "\n"),
     "unreadable": unreadable,
     "dangling": lambda path: path.symlink_to(path.with_name("nowhere")),
     "circle": lambda path: path.symlink_to(path),

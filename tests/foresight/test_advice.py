@@ -153,7 +153,7 @@ def test_what_costs_most_and_what_to_change_about_it():
         "It computes 90 ms: 44 % in matrix products, 22 % in unfused attention, 18 % in element-wise work (most at "
         "norms.py:7), 13 % in copies; 13 % of that is computed again" in why
     )
-    assert "[length, length]" in why and "scan = false" in why and "10 GiB left" in why and "saves up to 12 ms" in why
+    assert "[length, length]" in why and 'scan = "auto"' in why and "10 GiB left" in why and "saves up to 12 ms" in why
     assert "zero1 shards" not in why, "the update is little"
     costs = {"matrix products": Part(0.06), "attention": Part(0.02), "optimizer": Part(0.02)}
     shard = replace(plain, devices=8, timeline=replace(plain.timeline, parts=costs))
@@ -220,10 +220,11 @@ COSTS = {"copies": Part(0.02), "attention": Part(0.02, unfused=0.02), "matrix pr
         ({"compiler": "own"}, (), ("overlap",)),
         ({"compiler": "none"}, (), ("overlap",)),
         ({"max_batch": False}, ("--max-batch finds",), ("overlap",)),
-        ({"scan": True}, ("scan = false",), ()),
+        ({"scan": True}, ("scan = false", 'scan = "auto"'), ()),
+        ({"scan": "auto"}, ("scan = false",), ("one by one",)),
         (
             {"scan": True, "remat": "full"},
-            ("scan = false", 'remat = "dots" or "none"'),
+            ("scan = false", 'remat = "dots_except_mlp", "dots" or "none"'),
             ("rematerialisation has fewer",),
         ),
         ({"remat": "dots"}, ('(remat = "none")',), ("Copies are", '"dots"')),
@@ -245,7 +246,8 @@ def test_advice_never_asks_for_what_is_set(changed, asked, not_asked):
     ("changed", "asked", "not_asked"),
     [
         ({}, ("raise accumulate, rematerialise (remat), or give",), ()),
-        ({"remat": "dots"}, ('rematerialise all (remat = "full")',), ()),
+        ({"remat": "dots"}, ('the MLP (remat = "dots_except_mlp") or all (remat = "full")',), ()),
+        ({"remat": "dots_except_mlp"}, ('rematerialise all (remat = "full")',), ('"dots_except_mlp"',)),
         ({"remat": "full"}, ("raise accumulate, or give a device fewer rows",), ("rematerialise",)),
         ({"remat": "full", "rows": 1}, ("shorten the rows",), ("raise accumulate", "rematerialise", "fewer rows")),
     ],

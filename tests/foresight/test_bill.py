@@ -2,9 +2,9 @@
 
 import pytest
 
+from jdp.base.chips import GPUS
 from jdp.cli import main as cli
 from jdp.foresight.cost.bill import Bill, format_amount, format_days
-from jdp.foresight.targets.chips import GPUS
 
 
 def bill(**changed):

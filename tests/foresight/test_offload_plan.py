@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp.core import layers
 from jdp.core.update import offloaded
 from jdp.foresight.foresee import candidates, estimate
 from jdp.foresight.program.module import HOST_MEMORY, parse
@@ -38,9 +39,10 @@ def loss(layers, batch, rng):
 
 @pytest.fixture(scope="module")
 def foreseen():
-    """A candidate and its estimate for h100:1x8, where every layer moves by itself."""
-    original, offloaded.SLICE_BYTES = offloaded.SLICE_BYTES, 1
-    try:
+    """A candidate and its estimate for h100:1x8, where every layer moves by itself, and the layers are a loop."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offloaded, "SLICE_BYTES", 1)
+        patched.setattr(layers._Body, "unrolls", False)
         plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
         state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
         step = jdp.make_train_step(loss, plan, precision="bf16")
@@ -49,8 +51,6 @@ def foreseen():
         (candidate,) = candidates(step, state, batch, devices, strategies=["zero3"])
         compiled = candidate.compile(devices)
         return candidate, compiled, estimate(candidate, devices, tokens=ROWS)
-    finally:
-        offloaded.SLICE_BYTES = original
 
 
 def test_the_compiler_has_in_host_memory_what_the_plan_puts_there(foreseen):

@@ -56,7 +56,8 @@ def compiled(config, strategy, accumulate, rows=2):
     """(what XLA says, the step, its state, its memory); `rows` of a microbatch on each device."""
     plan, state, batch, loss = abstract(config, strategy, rows * accumulate)
     compiler = WITHOUT_TRITON if isinstance(config, GPTConfig) else "default"  # cuBLAS's products have workspaces
-    step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision="bf16", compiler=compiler)
+    settings = {"precision": "bf16", "compiler": compiler, "overlap": True}  # by cost it is off in models so small
+    step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings)
     found = compile_step(step.lower(state, batch))
     return found, step, state, memory(found, step, state)
 
@@ -131,8 +132,8 @@ def test_gradients_are_accumulated_whole_under_ddp_and_sharded_under_zero2():
     ddp, zero2 = held(MLP, "ddp", 4, 256), held(GPT, "zero2", 4, 8)
     assert ddp.gradients >= 4 * count(MLP)  # the accumulator, fp32
     assert ddp.most["gradients"] >= ddp.gradients
-    # zero2: an eighth of that, and of the microbatch at hand what the backward pass has made, in bf16, and not reduced.
-    assert 4 * count(GPT) / 8 < zero2.gradients < count(GPT)
+    # zero2: an eighth of that, and of the microbatch at hand two of three layers: one is made, and one reduced.
+    assert 4 * count(GPT) / 8 < zero2.gradients < 4 * count(GPT) * (1 / 8 + 2 / 3)
 
 
 def test_the_working_copy_is_whole_under_zero2_and_a_layer_under_zero3():
@@ -165,14 +166,14 @@ def test_rematerialisation_saves_activations():
 
 
 def test_the_largest_buffers_are_named():
-    """With many rows, what a GPT saves of a layer: [layers, rows, length, ...] bf16, from the layer loop."""
+    """With many rows, what a GPT saves of a layer: [rows, length, ...] bf16, some of each layer."""
     memory = held(GPT, "zero2", 4, 8)
     bytes_of = [one.bytes for one in memory.largest]
     assert bytes_of == sorted(bytes_of, reverse=True)
     assert sum(bytes_of) <= memory.total - memory.parameters - memory.optimizer - memory.batch
-    stacked = next(one for one in memory.largest if one.dims[:3] == (3, 8, 64))
-    assert stacked.role == "activations"
-    assert "layers.py" in stacked.source
+    saved = memory.largest[0]
+    assert saved.role == "activations" and saved.dims == (8, 64, 1024) and saved.count % 3 == 0
+    assert "transformer.py" in saved.source
     at = held(UNROLLED, "zero1", 1).at
     assert at is not None and ".py:" in at
 

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.base.chips import CHIPS, GPUS, TPUS
 from jdp.foresight.targets import resolve as targets
-from jdp.foresight.targets.chips import CHIPS, GPUS, TPUS
 from jdp.foresight.targets.gpu_config import device_fields, with_config, written
 from jdp.foresight.targets.resolve import Target, target
 

@@ -1,14 +1,18 @@
 """`jdp plan --tune`: it ends where no single change is better, and what it writes is the experiment with that way."""
 
 import json
+import tomllib
 from types import SimpleNamespace
 
 import pytest
 
 from jdp.cli import main as cli
+from jdp.core.compiling.options import PRESETS
 from jdp.experiment.file import load
-from jdp.foresight.advice.tune import Choice, Dimension, name_of, search
+from jdp.experiment.tune import Tuning
+from jdp.foresight.advice.tune import MEASURED, Choice, Dimension, Trial, name_of, overrides_of, search
 from jdp.foresight.forecast import Estimate
+from jdp.foresight.targets.resolve import target
 
 DIGITS = """
 name = "digits"
@@ -78,6 +82,26 @@ def test_what_fits_goes_before_what_is_fast():
     assert none.best is None and none.to_json()["tuned"] is None and "XLA did not compile" in none.why[1]
 
 
+def test_each_gain_is_told_with_what_its_simulated_time_rests_on():
+    """y saves a second, z two more; d goes where nothing was known before, as nothing fitted."""
+    choices = (Choice("x"), Choice("y", basis="a guess"), Choice("z", basis="a guess"))
+    seconds = {"a": 9.0, "b": 7.0, "x": 0.0, "y": -1.0, "z": -3.0}
+    dimensions = [dimension("a", "b"), Dimension(choices)]
+    tuned, _ = found(dimensions, lambda name: Made(sum(seconds[each] for each in name.split())))
+    assert {choice.label: saved for choice, saved in tuned.gains.items()} == {"b": 2.0, "z": 3.0}
+    assert tuned.why[2:] == (f"b (2 s): {MEASURED}.", "z (3 s): a guess.")
+    made = {"c": Made(1.0, 300), "d": Made(9.0)}
+    assert found([dimension(*made)], made.get)[0].why[2:] == (f"d (what makes it fit): {MEASURED}.",)
+
+
+def test_options_of_the_compiler_are_added_to_a_preset_and_to_each_other():
+    preset, other = Choice("", (("compiler", "overlap"),), preset="overlap"), Choice("x", (("k", "v"),))
+    assert overrides_of((preset, other)) == {"compiler": "overlap", "k": "v"}
+    written = overrides_of((preset, Choice("", options=(("a", 1),)), other, Choice("", options=(("b", False),))))
+    options = tomllib.loads(f"t = {written.pop('compiler')}")["t"]
+    assert written == {"k": "v"} and options == {**PRESETS["overlap"], "a": 1, "b": False}
+
+
 def test_where_memory_is_not_known_that_is_said():
     class OnThisMachine(Made):
         fits = None
@@ -120,6 +144,8 @@ def test_what_it_writes_is_the_experiment_with_the_best_way(plan, tmp_path):
         "1,3,2",
         "--compiler",
         "overlap",
+        "--overlap",
+        "true",
     )
     code, out, err = plan(*given, "-o", str(tuned), "--json")
     report = json.loads(out)
@@ -128,14 +154,60 @@ def test_what_it_writes_is_the_experiment_with_the_best_way(plan, tmp_path):
     assert not any("K=3" in name or "compiler" in name for name in names), "does not divide; is given"
     best = min(report["trials"], key=lambda trial: trial["step_seconds"])
     assert report["tuned"]["name"] == best["name"] and report["complete"] and report["nearest"] is None
+    assert all(gain["measured"] == (gain["name"] not in ("ddp", "zero1")) for gain in report["gains"])
     written, own = load(tuned), load(tmp_path / "digits.toml")
     assert written.compiler == "overlap" and written.strategy == best["overrides"]["strategy"]
     assert (written.train.batch_size, written.optimizer) == (own.train.batch_size, own.optimizer)
     assert f"wrote {tuned}" in err and [*tmp_path.glob(".*")] == []
+    for each in report["untimed"]:  # beside what was given; none is ranked
+        (tmp_path / "untimed.toml").write_text(DIGITS.replace("[model]", f"{each['line']}\n[model]", 1))
+        options = load(tmp_path / "untimed.toml").compiler
+        assert options.items() > PRESETS["overlap"].items() and "xla_gpu_enable_command_buffer" in options
+    assert len(report["untimed"]) == 2 and not any("command_buffer" in name for name in names)
 
     code, out, _ = plan(*given)
     assert code == 0 and "what is learnt does not change" in out
-    assert f"digits.toml --devices none --compiler overlap --strategy {written.strategy}" in out
+    assert 'xla_gpu_enable_command_buffer = ""}  # no CUDA graphs' in out.partition("To try on the machine")[2]
+    assert f"digits.toml --devices none --compiler overlap --overlap true --strategy {written.strategy}" in out
+
+
+def test_options_are_added_to_what_auto_stands_for_on_the_mesh(tmp_path):
+    (tmp_path / "digits.toml").write_text(DIGITS)
+    for mesh, preset in (({}, "overlap"), ({"mesh.data": "1", "mesh.model": "2"}, "default")):
+        tuning = Tuning(tmp_path / "digits.toml", mesh, target("h100:1x2"), ["zero1"], [1])
+        dimensions = tuning.dimensions()
+        start = tuple(each.choices[each.start] for each in dimensions)
+        assert "compiler" not in overrides_of(start)
+        [at] = [i for i, each in enumerate(dimensions) if "triton" in each.choices[-1].label]
+        written = overrides_of((*start[:at], dimensions[at].choices[-1], *start[at + 1 :]))["compiler"]
+        options = tomllib.loads(f"t = {written}")["t"]
+        assert options == {**PRESETS[preset], "xla_gpu_enable_triton_gemm": False}
+        [line, _] = tuning.untimed(Trial(start, None))
+        assert tomllib.loads(line[0])["compiler"].items() >= PRESETS[preset].items()
+        labels = {choice.label for each in dimensions for choice in each.choices}
+        assert f"compiler={preset}" not in labels and {"compiler=overlap", "compiler=default"} & labels
+
+
+@pytest.mark.parametrize(
+    ("on", "overrides", "tried"),
+    [
+        (
+            "h100:1x2",
+            {},
+            {"overlap=true", "overlap=false", "compiler=default", "compiler=pipelined", "compiler=doubled"}
+            | {"enable_triton_gemm=false", "memory_limit_slop_factor=200"},
+        ),
+        ("h100:1x2", {"compiler": "overlap", "overlap": "true"}, set()),
+        ("h100:1x1", {"compiler": "{xla_gpu_enable_triton_gemm = true}"}, set()),
+        ("cpu:2", {}, set()),
+    ],
+)
+def test_how_steps_are_compiled_is_tried_where_it_can_matter(tmp_path, on, overrides, tried):
+    """Not on a CPU, not one device's collectives, not what is given on the command line."""
+    (tmp_path / "digits.toml").write_text(DIGITS)
+    dimensions = Tuning(tmp_path / "digits.toml", overrides, target(on), ["zero1"], [1]).dimensions()
+    labels = {choice.label for each in dimensions for choice in each.choices}
+    assert labels - {"", "zero1"} == tried
 
 
 def test_where_nothing_fits_the_nearest_is_told(plan, tmp_path):

@@ -25,7 +25,7 @@ from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, Stra
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
-from jdp.experiment.schema.fields import NONE, CompilerTable, OverlapWord, PackageName, Rule, RunName, Section, named
+from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.registered import Table
@@ -101,11 +101,12 @@ class Experiment(Section):
     "none": everything is in the devices' memory."""
     sync_batch_norm: bool = True
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
-    compiler: CompilerTable = "default"
-    """Options of XLA's compiler: a preset ("overlap" hides more communication where XLA's default does not), or a table
-    of XLA's options, such as { xla_gpu_enable_while_loop_double_buffering = true }. Those that the devices' compiler
-    does not know are left out, and named."""
-    overlap: OverlapWord = "auto"
+    compiler: CompilerTable = "auto"
+    """Options of XLA's compiler: a preset ("default"; "overlap" hides more communication where XLA's default does not;
+    "auto": "overlap" on several GPUs), or a table of XLA's options, such as
+    { xla_gpu_enable_while_loop_double_buffering = true }. Those that the devices' compiler does not know are left out,
+    and named."""
+    overlap: BoolOrAuto = "auto"
     """Send each scanned layer's weights and gradient while other layers are computed, under manual partitioning; false:
     all layers' together. "auto": the faster one by an estimate."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None

@@ -110,7 +110,7 @@ def _best(best: Any) -> Any:
     return best
 
 
-def _overlap(given: Any) -> Any:
+def _bool_or_auto(given: Any) -> Any:
     if given != "auto" and not isinstance(given, bool):
         raise ValueError('must be true, false, or "auto", which leaves it to jdp')
     return given
@@ -149,7 +149,7 @@ MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
 Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
 Best = Annotated[bool | str, PlainValidator(_best)]
-OverlapWord = Annotated[bool | typing.Literal["auto"], PlainValidator(_overlap)]
+BoolOrAuto = Annotated[bool | typing.Literal["auto"], PlainValidator(_bool_or_auto)]
 CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(_compiler)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, create_model, model_validator
 from pydantic_core import PydanticKnownError
 
 from jdp.experiment.keys import described_fields
-from jdp.experiment.schema.fields import Section, Single, Whole
+from jdp.experiment.schema.fields import BoolOrAuto, Section, Single, Whole
 
 Learns = Literal["text", "images", "features"]
 Named = TypeVar("Named", bound=Section)
@@ -144,9 +144,11 @@ def _default(entry: Entry, each: dataclasses.Field[Any]) -> Any:
 
 
 def _limited(hint: Any) -> Any:
-    """Return a field's type with its numbers limited to the 32 bits of devices."""
+    """Return a field's type as the schema has it: its numbers limited to the 32 bits of devices."""
     if hint in (int, float):
         return Annotated[hint, Whole if hint is int else Single]
+    if hint == bool | Literal["auto"]:
+        return BoolOrAuto  # with one message for both
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is Annotated:
         return Annotated[_limited(inner[0]), *inner[1:]]

@@ -96,9 +96,13 @@ class Guard(Section):
     first_deadline_seconds: Count = 3600
     """The same for what happens once: the first step and the first batch of an evaluation, which compile, a restore
     and a save; 0 = no deadline."""
+    keep_in_memory: Count = 0
+    """Steps between copies of the state in the hosts' memory (/dev/shm, or $JDP_MEMORY_DIR), each part on two hosts. A
+    restart goes on from them, also on fewer hosts; 0 = none."""
     check_replicas_every: Count = 100
     """Steps between comparisons, bit for bit, of what several devices should hold alike; also made before each
-    checkpoint. A device that differs is named, and the run ends with exit code 70; 0 = never."""
+    checkpoint. For a device that differs the run goes back to the checkpoint before; at its second time it ends with
+    exit code 78, and with 70 where no majority says which device is wrong. 0 = never."""
     replay_every: Count = 0
     """Steps between those that are taken twice, and must give equal bits; it takes memory for another state,
     and on GPUs --xla_gpu_deterministic_ops=true in XLA_FLAGS. 0 = never."""

@@ -97,10 +97,24 @@ def _for_activations(given: Settings) -> str:
     ways = list[str]()
     if given.rows != 1:
         ways.append("raise accumulate")
-    if given.remat in (None, "none", "dots"):
-        ways.append('rematerialise all (remat = "full")' if given.remat == "dots" else "rematerialise (remat)")
+    if given.remat in _REMATERIALISE_MORE:
+        ways.append(_REMATERIALISE_MORE[given.remat])
     ways.append("give a device fewer rows" if given.rows != 1 else "shorten the rows or take devices with more memory")
     return f"{', '.join(ways[:-1])}, or {ways[-1]}" if len(ways) > 1 else ways[0]
+
+
+_REMATERIALISE_MORE = {
+    None: "rematerialise (remat)",
+    "none": "rematerialise (remat)",
+    "dots": 'rematerialise the MLP (remat = "dots_except_mlp") or all (remat = "full")',
+    "dots_except_mlp": 'rematerialise all (remat = "full")',
+}
+_KEEPING_MORE = {
+    None: '"dots_except_mlp", "dots" or "none"',
+    "full": '"dots_except_mlp", "dots" or "none"',
+    "dots_except_mlp": '"dots" or "none"',
+    "dots": '"none"',
+}
 
 
 def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> list[str]:
@@ -214,7 +228,7 @@ def _to_change(choice: Estimate) -> list[str]:
     costly = (name for name, part in timeline.parts.items() if part.seconds > COSTLY * timeline.step_seconds)
     sentences += [hint for name in costly if (hint := _hint(name, timeline.parts[name], choice))]
     again = timeline.recomputed_seconds
-    less = {None: '"dots" or "none"', "full": '"dots" or "none"', "dots": '"none"'}.get(choice.settings.remat)
+    less = _KEEPING_MORE.get(choice.settings.remat)
     if again > COSTLY * timeline.step_seconds and choice.headroom is not None and less is not None:
         left = choice.headroom.available - choice.headroom.needed
         sentences.append(
@@ -263,7 +277,8 @@ def _hint(name: str, part: Part, choice: Estimate) -> str | None:
 
 def _for_copies(given: Settings) -> str | None:
     """Return what makes copies fewer and is not set yet; None where all is."""
-    ways = ["layers that are not scanned (scan = false) have fewer"] if given.scan is not False else []
+    looped = given.scan not in (False, "auto")
+    ways = ['layers that are compiled one by one (scan = "auto") have fewer'] if looped else []
     if given.remat in (None, "none"):
         ways.append("rematerialisation has fewer")
     if not ways:

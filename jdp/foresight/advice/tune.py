@@ -8,15 +8,20 @@ where all combinations would be their product. The order is fixed, so the same c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jdp.base.formatting import format_bytes, format_percent, format_seconds
+from jdp.base.toml import toml_value
+from jdp.base.words import CompilerPreset
+from jdp.core.compiling.options import PRESETS
 from jdp.foresight.forecast import Estimate
 
 GAIN = 0.005
 """What is faster by less than this share is not taken for better: the model of time is coarser."""
+MEASURED = "simulated with kernels of kinds whose times were compared with an H100's"
 TUNED = ("way", "fits", "holds", "hidden", "waits", "step", "MFU", "a second")
 
 
@@ -26,6 +31,9 @@ class Choice:
 
     label: str  # what names it, such as "remat=dots"; "" for what needs no name
     overrides: tuple[tuple[str, str], ...] = ()  # the experiment's keys that it sets -> text, as on a command line
+    options: tuple[tuple[str, bool | int | float | str], ...] = ()  # of XLA's compiler, beside those of other choices
+    preset: CompilerPreset | Literal[""] = ""  # of the compiler, to whose options those of choices are added
+    basis: str = ""  # what its simulated time rests on beside kernels of kinds that were measured
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,12 @@ def name_of(way: Way) -> str:
 
 
 def overrides_of(way: Way) -> dict[str, str]:
-    """Return the experiment's keys that a way sets -> text."""
-    return dict(pair for choice in way for pair in choice.overrides)
+    """Return the experiment's keys that a way sets -> text. A preset and options of the compiler become one table."""
+    keys = dict(pair for choice in way for pair in choice.overrides)
+    if options := dict(option for choice in way for option in choice.options):
+        presets = (PRESETS[choice.preset] for choice in way if choice.preset)
+        keys["compiler"] = toml_value({**next(presets, {}), **options})
+    return keys
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,7 @@ class Tuned:
     trials: tuple[Trial, ...]  # every way that was compiled, in order; the first is where it began
     best: Trial | None  # the fastest that fits, else the one that needs least memory; None: none compiled
     complete: bool  # whether it came to its end; False where the time was up
+    path: tuple[Trial, ...] = ()  # from where it began to the best, each better than the one before
 
     @property
     def fits(self) -> bool:
@@ -110,9 +123,31 @@ class Tuned:
         if best is start:
             return (tried, f"{sentence}: where it began, nothing was found that is faster.")
         if before is None:
-            return (tried, f"{sentence}; {start.name}, where it began, does not fit.")
+            return (tried, f"{sentence}; {start.name}, where it began, does not fit.", *self._rests_on())
         gain = format_percent(1 - seconds / before)
-        return (tried, f"{sentence}: {gain} less than {start.name}, where it began ({format_seconds(before)}).")
+        sentence = f"{sentence}: {gain} less than {start.name}, where it began ({format_seconds(before)})."
+        return (tried, sentence, *self._rests_on())
+
+    @property
+    def gains(self) -> dict[Choice, float | None]:
+        """Return the seconds a step that each choice of the best way saved; None where the step did not fit before."""
+        found = dict[Choice, float | None]()
+        for before, after in itertools.pairwise(self.path):
+            place = next(i for i, pair in enumerate(zip(before.way, after.way, strict=True)) if pair[0] != pair[1])
+            times = before.estimate.step_seconds, after.estimate.step_seconds
+            saved = None if times[0] is None or times[1] is None else times[0] - times[1]
+            earlier = found.pop(before.way[place], 0.0)
+            found[after.way[place]] = None if saved is None or earlier is None else saved + earlier
+        return found
+
+    def _rests_on(self) -> Iterator[str]:
+        """Yield a sentence for each kind of evidence that the gains rest on."""
+        by_basis: dict[str, list[str]] = {}
+        for choice, saved in self.gains.items():
+            words = "what makes it fit" if saved is None else format_seconds(saved)
+            by_basis.setdefault(choice.basis, []).append(f"{choice.label or 'no such option'} ({words})")
+        for basis, labels in by_basis.items():
+            yield f"{', '.join(labels)}: {basis or MEASURED}."
 
     def to_json(self) -> dict[str, Any]:
         """Return what `jdp plan --tune --json` prints beside the target."""
@@ -121,6 +156,15 @@ class Tuned:
             "nearest": None if self.best is None or self.fits else self.best.to_json(),
             "complete": self.complete,
             "why": " ".join(self.why),
+            "gains": [
+                {
+                    "name": choice.label,
+                    "seconds": saved,
+                    "measured": not choice.basis,
+                    "basis": choice.basis or MEASURED,
+                }
+                for choice, saved in self.gains.items()
+            ],
             "trials": [trial.to_json() for trial in self.trials],
         }
 
@@ -136,7 +180,7 @@ def search(
     first = evaluate(start, None)
     assert first is not None, "a search begins with choices that go together"
     best = Trial(start, first)
-    seen: dict[Way, Trial | None] = {start: best}
+    path, seen = [best], dict[Way, Trial | None]({start: best})
     improved = complete = True
     while improved and complete:
         improved = False
@@ -151,11 +195,12 @@ def search(
                 trial = seen[way]
                 if trial is not None and _better(trial.estimate, walk.best.estimate):
                     walk.best, improved = trial, True
+                    path.append(trial)
             best = walk.best
             if not complete:
                 break
     trials = tuple(trial for trial in seen.values() if trial is not None)
-    return Tuned(trials, None if best.estimate.memory is None else best, complete)
+    return Tuned(trials, None if best.estimate.memory is None else best, complete, tuple(path))
 
 
 @dataclass

@@ -37,7 +37,7 @@ from jdp.core.sharding.strategy import strategy
 from jdp.core.state import TrainState, own_shapes
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.core.update.padded import exchanged
+from jdp.core.update.optimized import exchanged
 from jdp.foresight.memory.peak import available_bytes
 from jdp.foresight.targets.relocate import Candidate, abstract_on, candidate_name, hybrid_axes
 from jdp.foresight.targets.resolve import Target

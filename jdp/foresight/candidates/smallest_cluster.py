@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jdp.base.chips import Gpu
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import format_bytes
 from jdp.core.batch import batch_rows
@@ -25,7 +26,6 @@ from jdp.foresight.candidates.max_batch import OnProgress
 from jdp.foresight.memory.peak import Memory, available_bytes, memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.targets import resolve
-from jdp.foresight.targets.chips import Gpu
 from jdp.foresight.targets.relocate import Candidate, abstract_on
 from jdp.foresight.targets.resolve import Target
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_span
-from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
+from jdp.core.cluster.initialize import LOST_HOST_SECONDS
 
 WRITE_BYTES_PER_SECOND = 2**30
 """Of a host, into storage that all share: what is assumed where the time of a save is not given."""
@@ -196,8 +196,8 @@ def foresee_goodput(
     """Return which share of its time a run is expected to train, and the best interval between checkpoints.
 
     What is not given is assumed, and noted. A save copies each host's share of the state off the devices at
-    `COPY_BYTES_PER_SECOND`, and writes it at `WRITE_BYTES_PER_SECOND`. A restart takes the time of JAX's heartbeat,
-    `START_SECONDS`, and as long to read as to write.
+    `COPY_BYTES_PER_SECOND`, and writes it at `WRITE_BYTES_PER_SECOND`. A restart takes the time until a lost host
+    is noticed, `START_SECONDS`, and as long to read as to write.
     """
     notes: list[str] = []
     if save is None:
@@ -209,9 +209,9 @@ def foresee_goodput(
         speed = format_bytes(COPY_BYTES_PER_SECOND)
         notes.append(f"an asynchronous save stalls {format_span(stall)}: copied at {speed} a second and device")
     if restart is None:
-        restart = HEARTBEAT_SECONDS + START_SECONDS + save
+        restart = LOST_HOST_SECONDS + START_SECONDS + save
         notes.append(
-            f"a restart takes {format_span(restart)}: {HEARTBEAT_SECONDS} s until a lost host is noticed, "
+            f"a restart takes {format_span(restart)}: {LOST_HOST_SECONDS} s until a lost host is noticed, "
             f"{START_SECONDS:.0f} s to start and compile, and as long to read as to write"
         )
     failures = Failures(device_mtbf / devices, min(stall, save), save, restart)

@@ -124,7 +124,7 @@ def theory(
     """Return the row of the contract (the table above) that a training step promises.
 
     Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. `exchanged` is what one
-    update sends that takes matrices whole (`core/update/padded.exchanged`).
+    update sends that takes matrices whole (`core/update/optimized.exchanged`).
     """
     sizes, wire, r = dict(plan.mesh.shape), settings.wire, settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
