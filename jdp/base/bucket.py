@@ -10,14 +10,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from jdp.base.notices import notice_anywhere
+from jdp.base.retrying import retried
 from jdp.base.shorten import brief
 from jdp.base.timer import call_after
 from jdp.base.user_path import PathError, address_of, scheme_of, user_path
@@ -28,13 +29,24 @@ _ON_THIS_MACHINE = ("file", "local", "memory")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_AT_ONCE = 1000
 """Files in one call."""
+_RANGE, _RANGES = 2**23, 16
+"""Bytes of one request for a part of a file, and requests at once."""
 SILENT_SECONDS = 5.0
+_T = TypeVar("_T")
 _answered: set[str] = set()
 """Kinds of storage that have answered in this process."""
 
 
 class RemoteError(PathError):
-    """A bucket cannot be reached, read or written; the message has the rule, the address and the fix."""
+    """A bucket cannot be reached, read or written; the message has the rule, the address and the fix.
+
+    Attributes:
+        passing: True for trouble that may pass, such as a storage that does not answer.
+    """
+
+    def __init__(self, message: str, *, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
 
 
 @dataclass(frozen=True)
@@ -100,15 +112,12 @@ class Remote:
     def files(self, below: str = "") -> dict[str, Stored]:
         """Return all files, sorted by their path in the folder."""
         fs, root = self._opened
-        with self._doing("be listed"):
-            found: Mapping[str, Any] = fs.find(f"{root}/{below}".rstrip("/"), detail=True)
-        return self._stored(found)
+        return self._stored(self._do("be listed", lambda: fs.find(f"{root}/{below}".rstrip("/"), detail=True)))
 
     def matching(self, pattern: str) -> dict[str, Stored]:
         """Return the files that a pattern matches (`**` for any depth), sorted by their path in the folder."""
         fs, root = self._opened
-        with self._doing("be listed"):
-            return self._stored(fs.glob(f"{root}/{pattern}", detail=True))
+        return self._stored(self._do("be listed", lambda: fs.glob(f"{root}/{pattern}", detail=True)))
 
     def _stored(self, found: Mapping[str, Any]) -> dict[str, Stored]:
         prefix = f"{self._opened[1].rstrip('/')}/"
@@ -122,21 +131,27 @@ class Remote:
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
         fs, root = self._opened
-        with self._doing("be read"):
+
+        def read() -> bytes | None:
             try:
                 return fs.cat_file(f"{root}/{name}")
             except FileNotFoundError:
                 return None
 
+        return self._do("be read", read)
+
     def write(self, name: str, content: bytes, *, new: bool = False) -> bool:
         """Write a small file; with `new` return False if it exists already."""
         fs, root = self._opened
-        with self._doing("be written"):
+
+        def write() -> bool:
             try:
                 fs.pipe_file(f"{root}/{name}", content, mode="create" if new else "overwrite")
             except FileExistsError:
                 return False
-        return True
+            return True
+
+        return self._do("be written", write)
 
     def fetch(self, names: Sequence[str], folder: Path) -> None:
         """Copy these files to the same paths below a folder of this machine."""
@@ -144,8 +159,8 @@ class Remote:
         for some in _pieces(names):
             for parent in {folder / PurePosixPath(name).parent for name in some}:
                 parent.mkdir(parents=True, exist_ok=True)
-            with self._doing("be read"):
-                fs.get([f"{root}/{name}" for name in some], [str(folder / name) for name in some])
+            here, there = [str(folder / name) for name in some], [f"{root}/{name}" for name in some]
+            self._do("be read", partial(fs.get, there, here))
 
     def fetch_missing(self, files: Mapping[str, Stored], folder: Path) -> None:
         """Copy the files that a folder of this machine lacks, or has in another size, and check what arrived."""
@@ -157,13 +172,29 @@ class Remote:
                     f"{stored.size:,} bytes: run again"
                 )
 
+    def fetch_ranges(self, name: str, spans: Iterable[tuple[int, int]], file: Path) -> None:
+        """Copy ranges (first byte, byte after the last) of a file to the same places in a file of this machine."""
+        fs, root = self._opened
+        with file.open("r+b") as onto:
+            for some in _batches(spans):
+                starts, stops = zip(*some, strict=True)
+                get = partial(fs.cat_ranges, [f"{root}/{name}"] * len(some), starts, stops, on_error="raise")
+                parts = self._do("be read", get)
+                for (start, stop), part in zip(some, parts, strict=True):
+                    if len(part) != stop - start:
+                        raise RemoteError(
+                            f"a part of a file must arrive complete; of {self.address}/{name} {len(part):,} bytes came "
+                            f"in place of {stop - start:,}: run again"
+                        )
+                    onto.seek(start)
+                    onto.write(part)
+
     def send(self, names: Sequence[str], folder: Path, into: str = "") -> None:
         """Copy these files from a folder of this machine to the same paths here, or below `into`."""
         fs, root = self._opened
         for some in _pieces(names):
-            with self._doing("be written"):
-                there = [f"{root}/{into}/{name}" if into else f"{root}/{name}" for name in some]
-                fs.put([str(folder / name) for name in some], there)
+            there = [f"{root}/{into}/{name}" if into else f"{root}/{name}" for name in some]
+            self._do("be written", partial(fs.put, [str(folder / name) for name in some], there))
 
     def move(self, names: Sequence[str], source: str, target: str) -> None:
         """Move files below `source` to the same paths below `target`.
@@ -174,9 +205,9 @@ class Remote:
             return
         fs, root = self._opened
         *most, marker = names
-        with self._doing("be written"):
-            for some in [*_pieces(most), [marker]]:
-                fs.copy([f"{root}/{source}/{name}" for name in some], [f"{root}/{target}/{name}" for name in some])
+        for some in [*_pieces(most), [marker]]:
+            here, there = ([f"{root}/{folder}/{name}" for name in some] for folder in (source, target))
+            self._do("be written", partial(fs.copy, here, there))
         self.delete([f"{source}/{marker}"])
         self.delete([f"{source}/{name}" for name in most])
 
@@ -184,11 +215,19 @@ class Remote:
         """Delete these files, as far as they exist."""
         fs, root = self._opened
         for some in _pieces(names):
-            with self._doing("be deleted"):
-                try:
-                    fs.rm([f"{root}/{name}" for name in some])
-                except FileNotFoundError:
-                    continue
+            self._do("be deleted", partial(_remove, fs, [f"{root}/{name}" for name in some]))
+
+    def _do(self, what: str, action: Callable[[], _T]) -> _T:
+        """Call the storage; one that has answered this process before, and is away now, is asked again for a while."""
+
+        def once(_: bool) -> _T:
+            with self._doing(what):
+                return action()
+
+        def passes(error: Exception) -> bool:
+            return isinstance(error, RemoteError) and error.passing and scheme_of(self.address) in _answered
+
+        return retried(once, passes=passes, say=notice_anywhere)
 
     @contextmanager
     def _doing(self, what: str) -> Generator[None]:
@@ -208,15 +247,22 @@ class Remote:
 
     def _error(self, what: str, error: Exception) -> RemoteError:
         words = " ".join((str(error).strip() or type(error).__name__).split())[:200].rstrip(".")
+        passing = False
         if isinstance(error, FileNotFoundError):
             fix = "make that bucket, or fix its name"
         elif isinstance(error, PermissionError) or "redential" in words:
             fix = "give this process credentials that may (environment, a file in the home folder, the machine's role)"
         else:
-            fix = "see that the storage can be reached from here, and run again"
+            fix, passing = "see that the storage can be reached from here, and run again", True
         return RemoteError(
-            f"storage must be there for this process to use; {self.address} cannot {what}: {words}; {fix}"
+            f"storage must be there for this process to use; {self.address} cannot {what}: {words}; {fix}",
+            passing=passing,
         )
+
+
+def _remove(fs: Any, paths: list[str]) -> None:
+    with suppress(FileNotFoundError):
+        fs.rm(paths)
 
 
 def place_of(given: str | os.PathLike[str]) -> Path | Remote:
@@ -251,6 +297,17 @@ def _is_safe(name: str) -> bool:
 
 def _has(file: Path, stored: Stored) -> bool:
     return file.is_file() and file.stat().st_size == stored.size
+
+
+def _batches(spans: Iterable[tuple[int, int]]) -> Iterable[list[tuple[int, int]]]:
+    """Yield ranges in order, neighbours as one, a few at a time: those of `_RANGES` are in memory together."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start and stop - joined[-1][0] <= _RANGE:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return [joined[i : i + _RANGES] for i in range(0, len(joined), _RANGES)]
 
 
 def _pieces(names: Iterable[str]) -> Iterable[list[str]]:

@@ -4,8 +4,9 @@ Orbax 0.12 writes to Google's storage and to disks, not to S3; and checksums, da
 that can be renamed. So a checkpoint is written to a scratch folder of this host and sent from there, in the background,
 its commit file last. A killed process thus leaves it complete or invisible in the bucket too.
 
-The scratch folder has every checkpoint without its arrays (the files below `state`). They are fetched when one is read,
-and compared with their checksums. A step that is renamed there (damaged or abandoned) is moved in the bucket, and one
+The scratch folder has every checkpoint without its arrays (the files below `state`). When one is read, each process
+fetches the blocks that hold its shards, and compares them with their checksums. The file of a block that is not here
+has a hole there. A step that is renamed there (damaged or abandoned) is moved in the bucket, and one
 that is deleted there is deleted. Its arrays leave the scratch folder when the next checkpoint is sent.
 
 Each process writes a part of every checkpoint, so all must see one scratch folder: those of one host do.
@@ -13,17 +14,19 @@ Each process writes a part of every checkpoint, so all must see one scratch fold
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from jdp.base.bucket import Remote, RemoteError, Stored, place_of
 from jdp.base.notices import shown
-from jdp.checkpoint.errors import CheckpointError, on_first_process
-from jdp.checkpoint.format import content
-from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.errors import CheckpointError, DamagedError, on_first_process
+from jdp.checkpoint.format import checksums, content
+from jdp.checkpoint.format.checksums import COMMITTED, Blocks
+from jdp.checkpoint.format.chunk_table import Partial, Range, Source
 from jdp.checkpoint.scratch import Scratch
 from jdp.checkpoint.upkeep import ownership
 from jdp.core.cluster.barrier import meet
@@ -85,19 +88,74 @@ class BucketCopies:
         found = [path.parent for depth in ("", "*/", "*/*/") for path in self.folder.glob(f"{depth}{COMMITTED}")]
         return [path.relative_to(self.folder).as_posix() for path in found if content.is_checkpoint(path)]
 
-    def fetched(self, folder: Path) -> Path:
-        """Return the folder of a checkpoint after its arrays were fetched."""
+    def _partial(self, folder: Path, *, complete: bool = False) -> Partial | None:
+        """Fetch a checkpoint but for the large files to fetch in parts; None if there are none.
+
+        With `complete` these are only the files of which parts are here.
+        """
         if not (folder / COMMITTED).exists():
             self.look()
         name = folder.relative_to(self.folder).as_posix()
+        there = self.remote.files(_in(name, _ARRAYS))
+        blocks = {
+            file: each
+            for file, each in checksums.block_table(folder).items()
+            if (found := there.get(_in(name, file))) is not None and found.size == each.file
+            if not complete or (folder / file).exists()
+        }
+        apart = {_in(name, file) for file in blocks}
         with self.scratch.turn():
-            self.remote.fetch_missing(self.remote.files(_in(name, _ARRAYS)), self.folder)
+            self.remote.fetch_missing({file: found for file, found in there.items() if file not in apart}, self.folder)
+
+        def fetch(ranges: Iterable[Range]) -> None:
+            parts: dict[str, list[tuple[int, int]]] = {}
+            for each in ranges:
+                parts.setdefault(f"{_ARRAYS}/{each.file}", []).append((each.offset, each.size))
+            for file, some in parts.items():
+                if file in blocks:
+                    self._fetch_blocks(folder, file, blocks[file], some)
+
+        return Partial({file: each.file for file, each in blocks.items()}, fetch) if blocks else None
+
+    def _fetch_blocks(self, folder: Path, file: str, blocks: Blocks, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch the blocks of a file that these ranges touch, as far as they are not here, and compare them."""
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        if path.stat().st_size != blocks.file:
+            os.truncate(path, blocks.file)
+        missing = blocks.changed(path, blocks.of(ranges))
+        spans = [(i * blocks.block, min((i + 1) * blocks.block, blocks.file)) for i in missing]
+        self.remote.fetch_ranges(path.relative_to(self.folder).as_posix(), spans, path)
+        if blocks.changed(path, missing):
+            raise DamagedError(f"{folder} is damaged: {file} has changed.", f"{file} has changed")
+
+    def read(self, folder: Path, fix: str, read: Callable[[Source], _T]) -> _T:
+        """Read a checkpoint of which large files are fetched in parts."""
+        try:
+            return read(Source(folder, fix, self._partial(folder)))
+        except DamagedError as error:
+            if error.__cause__ is not None:
+                self.fetched(folder)  # so that it can be told whether it is damaged, or cannot be read
+            raise
+
+    def fetched(self, folder: Path) -> Path:
+        """Return the folder of a checkpoint after all of it was fetched."""
+        partial = self._partial(folder, complete=True) or Partial({}, lambda ranges: None)
+        for file, size in partial.files.items():
+            with suppress(DamagedError):  # its reader finds it again
+                partial.fetch([Range(file.removeprefix(f"{_ARRAYS}/"), 0, size)])
         return folder
 
-    def send(self, folder: Path) -> None:
-        """Send a complete checkpoint, its commit file last; the copies of those before it lose their arrays."""
+    def send(self, folder: Path, first: Callable[[Path], None] | None) -> None:
+        """Send a complete checkpoint, its commit file last; the copies of those before it lose their arrays.
+
+        `first` is called with it before. What was not sent does not count here either.
+        """
         name = folder.relative_to(self.folder).as_posix()
         try:
+            if first is not None:
+                first(folder)
             send(self.remote, folder, name)
         except BaseException:
             (folder / COMMITTED).unlink(missing_ok=True)
@@ -136,7 +194,8 @@ def send(remote: Remote, folder: Path, name: str) -> None:
         if (found := there.get(f"{name}/{each}")) is None or found.size != size:
             raise RemoteError(
                 f"a file that is sent must arrive complete; {remote.address}/{name}/{each} does not have its {size:,} "
-                "bytes: save again"
+                "bytes: save again",
+                passing=True,
             )
     remote.send([COMMITTED], folder, name)
     remote.delete([f"{name}/{_UNFINISHED}"])
@@ -163,11 +222,10 @@ def delete(remote: Remote, name: str) -> None:
     remote.delete([f"{name}/{_UNFINISHED}"])
 
 
-def read(remote: Remote, read: Callable[[Path, Callable[[Path], Path]], _T], *, together: bool = True) -> _T:
+def read(remote: Remote, read: Callable[[BucketCopies], _T], *, together: bool = True) -> _T:
     """Read from the checkpoints in a folder of a bucket."""
     with named():
-        copies = BucketCopies(remote, together=together)
-        return read(copies.folder, copies.fetched)
+        return read(BucketCopies(remote, together=together))
 
 
 def save(place: Remote, write: Callable[[Path], None], *, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,10 +22,14 @@ from jdp.base.progress_file import note_progress
 from jdp.checkpoint.bucket_copies import BucketCopies, named, parsed
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.format import committing, content
-from jdp.checkpoint.format.trees import Content, check_values, number_of
+from jdp.checkpoint.format.chunk_table import Source
+from jdp.checkpoint.format.trees import Content, check_values, number_of, to_json
+from jdp.checkpoint.memory.copies import MemoryCopies, check_every
+from jdp.checkpoint.memory.host import RUN_ID
 from jdp.checkpoint.upkeep import damage, ownership
 from jdp.checkpoint.upkeep.lineage import Lineage
 from jdp.checkpoint.upkeep.retention import Best, PreserveForeign, policy
+from jdp.checkpoint.upkeep.retention import chosen as chosen_step
 from jdp.core.types import PyTree
 
 _T = TypeVar("_T")
@@ -58,6 +62,8 @@ class Checkpoints:
             checkpoints later.
         best: also keep the one that is best by this metric, among those saved with a finite value of it; the newest of
             equals. Give it when the best model is needed, not the last.
+        keep_in_memory: every how many steps `save_in_memory` copies the state into the hosts' memory (/dev/shm, or
+            $JDP_MEMORY_DIR), from which a restart goes on; 0: never. Give it when storage is slow, or saves are rare.
         mode: "min" if less of that metric is better, as of a loss, "max" if more is, as of an accuracy.
 
     Attributes:
@@ -78,7 +84,9 @@ class Checkpoints:
         keep_every: int | None = None,
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
+        keep_in_memory: int = 0,
     ) -> None:
+        check_every(keep_in_memory)
         self._best = Best(best, mode)
         kept = policy(keep, keep_every, self._best)
         place = parsed(directory)
@@ -104,11 +112,14 @@ class Checkpoints:
             None if self._bucket is None else self._send,
         )
         self._follow()
+        remote = None if self._bucket is None else self._bucket.remote
+        self._memory = MemoryCopies(self.directory, remote, keep_in_memory) if keep_in_memory else None
 
     @property
     def latest(self) -> int | None:
-        """Return the newest step: committed, or being written by this process; None if there is none."""
-        return max(self.steps, default=None)
+        """Return the newest step: committed, being written, or in memory when this was opened; None: there is none."""
+        in_memory = () if self._memory is None else self._memory.steps
+        return max((*self.steps, *in_memory), default=None)
 
     @property
     def steps(self) -> list[int]:
@@ -177,6 +188,8 @@ class Checkpoints:
         self.wait()
         if self._lineage.has(step, state):
             return
+        if self._memory is not None:
+            self._memory.forget_after(step)
         items, are_copies = content.save_arguments(state, record or {})
         self._saving = step
         with self._save_errors():
@@ -185,6 +198,39 @@ class Checkpoints:
             if not are_copies:
                 self._writing.result()  # when Orbax has copied the arrays
         self._lineage.saved(step, state)
+
+    @named()
+    def save_in_memory(self, state: Any, record: Mapping[str, Any] | None = None, *, step: int | None = None) -> bool:
+        """Copy `state` into the hosts' memory, at every `keep_in_memory`-th call. Every process calls it.
+
+        A restart restores it in place of an older checkpoint, also on fewer hosts: each part of the state is on two
+        hosts, or on all that replicate it. The copy is made before this returns; its checksums are computed in the
+        background. If this host's memory is full, that is reported, and the run goes on without copies.
+
+        Args:
+            state: the whole train state, or any tree of arrays, as for `save`.
+            record: any small JSON object, which `restore` returns.
+            step: the number of a tree; of a train state it may be given. A step that `keep_in_memory` does not divide
+                is left out. None: calls are counted.
+
+        Returns:
+            True if it was copied.
+
+        Copies are read when the run is started again, not by this object.
+
+        Raises:
+            ValueError: the directory was opened without `keep_in_memory`.
+        """
+        if self._memory is None:
+            raise ValueError(
+                "Copies in memory are kept where `keep_in_memory` says how often; given none. Open the directory with "
+                "jdp.Checkpoints(directory, keep_in_memory=10)."
+            )
+        if not self._memory.due(step):
+            return False
+        check_values(Content.of(state).leaves)
+        number = number_of(state, step)
+        return self._memory.save(number, *content.arrays_and_table(state), to_json(record or {}, "record"))
 
     @named()
     def restore(self, target: _T, step: int | Literal["best"] | None = None) -> tuple[_T, dict[str, Any]]:
@@ -205,9 +251,11 @@ class Checkpoints:
         self.wait()
         existing = ownership.committed_steps(self.directory)
         chosen, (state, record) = self._read(
-            step, lambda folder, fix: (content.read_state(folder, target, fix), content.read_record(folder, fix))
+            step, lambda source: (content.read_state(source, target), content.read_record(source))
         )
         self._lineage.restored(chosen, existing, state)
+        if self._memory is not None and chosen in existing:
+            self._memory.restored(chosen)
         return state, record
 
     @named()
@@ -237,9 +285,7 @@ class Checkpoints:
             ValueError: a leaf of `target` has no sharding.
         """
         self.wait()
-        return self._read(
-            step, lambda folder, fix: content.read_params(folder, target, fix, missing=missing, ignore=ignore)
-        )[1]
+        return self._read(step, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))[1]
 
     @named()
     def wait(self) -> None:
@@ -275,9 +321,12 @@ class Checkpoints:
             self.wait()
         finally:
             self._closed = True
-            self._writer.submit(self._manager.close).result()
+            with suppress(OSError, ValueError):  # Orbax repeats the error of a save that failed
+                self._writer.submit(self._manager.close).result()
             self._writer.shutdown()
             self._restore_logging()
+            if self._memory is not None:
+                self._memory.close(stored=max(ownership.committed_steps(self.directory), default=-1))
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -290,39 +339,25 @@ class Checkpoints:
                 raise
             notice(str(error))  # the exception that is being raised already matters more
 
-    def _read(self, step: int | Literal["best"] | None, read: Callable[[Path, str], _T]) -> tuple[int, _T]:
+    def _read(self, step: int | Literal["best"] | None, read: Callable[[Source], _T]) -> tuple[int, _T]:
         """Read a step, or the newest complete one: damaged ones after it are set aside. Return which it was."""
 
         def read_copy(folder: Path, fix: str) -> _T:
-            return read(folder if self._bucket is None else self._bucket.fetched(folder), fix)
+            return read(Source(folder, fix)) if self._bucket is None else self._bucket.read(folder, fix, read)
 
+        if step is None and self._memory is not None:
+            found = self._memory.read(max(self.steps, default=-1), read)
+            if found is not None:
+                return found
         if step is None and self.steps:
             value, chosen, damaged = damage.read_newest(self.directory, read_copy)
             damage.set_aside(self.directory, damaged, chosen)
         else:
-            folder, fix = self._choose(step)
+            best_step = self.best if step == "best" else None
+            folder, fix = chosen_step(self.directory, self.steps, step, self._best, best_step)
             value, chosen = read_copy(folder, fix), int(folder.name)
         self._follow()
         return chosen, value
-
-    def _choose(self, step: int | Literal["best"] | None) -> tuple[Path, str]:
-        """Return the folder of a step, and what to do if it is damaged."""
-        if step == "best" and self._best.name is None:
-            raise CheckpointError('step="best" needs a metric to go by: Checkpoints(directory, best="eval_loss").')
-        steps = self.steps
-        chosen = self.best if step == "best" else self.latest if step is None else step
-        existing = ", ".join(map(str, steps)) or "none"
-        if step == "best" and chosen is None:
-            raise CheckpointError(
-                f"No checkpoint in {self.directory} was saved with a finite {self._best.name!r}; there are: {existing}."
-            )
-        if chosen not in steps:
-            which = "" if chosen is None else f" {chosen}"
-            raise CheckpointError(f"There is no checkpoint{which} in {self.directory}; there are: {existing}.")
-        fix = "There is no other in this directory: remove that folder to start afresh"
-        if others := ", ".join(str(step) for step in steps if step != chosen):
-            fix = f"Restore another, with step=... (there are: {others}), or remove that folder"
-        return self.directory / str(chosen), fix
 
     @contextmanager
     def _save_errors(self) -> Generator[None]:
@@ -345,7 +380,7 @@ class Checkpoints:
             ownership.discard_unfinished(self.directory, each)
         self._saving, self._writing, self._deleting = None, None, []
         self._manager.reload()
-        complete = ", ".join(map(str, self.steps)) or "none"
+        complete = ", ".join(str(other) for other in self.steps if other != step) or "none"
         what = f"Checkpoint {step} was not saved in {self.directory}"
         return write_error(what, error, f" (those saved before are whole: {complete})")
 
@@ -364,6 +399,8 @@ class Checkpoints:
                 self._bucket.look()
                 self._bucket.delete(self._bucket.unfinished)
             ownership.remove_leftovers(self.directory)
+            if self._memory is None:  # what is in memory is of another past than the step that is written now
+                (self.directory / RUN_ID).unlink(missing_ok=True)
         self._lineage.set_aside(step)
         if jax.process_index() == 0:
             ownership.mark(self.directory, step)
@@ -389,9 +426,7 @@ class Checkpoints:
     def _send(self, folder: Path) -> None:
         """Send a checkpoint that was just committed on this host to the bucket."""
         assert self._bucket is not None
-        if self.before_commit is not None:
-            self.before_commit(folder)
-        self._bucket.send(folder)
+        self._bucket.send(folder, self.before_commit)
 
     def _follow(self) -> None:
         """Move in the bucket what was renamed on this host."""

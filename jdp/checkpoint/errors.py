@@ -24,6 +24,11 @@ from jdp.core.cluster.barrier import from_every_process
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ORBAX = f"{os.sep}orbax{os.sep}"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.EREMOTEIO),
+}
+"""A disk that is full or fails for now, and those of network file systems that are away."""
 _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -59,6 +64,15 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
     return CheckpointError(f"{what}: {_reason(error)}{note}.{fix}")
 
 
+def is_passing(error: BaseException | None) -> bool:
+    """Return True for trouble of a disk or a bucket that may pass, or an error with such a cause."""
+    while error is not None:
+        if (isinstance(error, RemoteError) and error.passing) or _os_number(error) in _PASSING:
+            return True
+        error = error.__cause__
+    return False
+
+
 def on_first_process(action: Callable[[], None]) -> None:
     """Run `action` on process 0; all processes go on when it is done, or raise a CheckpointError if it failed."""
     error, problem = None, ""
@@ -75,12 +89,12 @@ def on_first_process(action: Callable[[], None]) -> None:
 def reading(what: str, fix: str) -> Generator[None]:
     """Turn any exception of the code inside, which reads files, into a DamagedError that names what is damaged.
 
-    Running out of memory is left alone.
+    Running out of memory is left alone, and so is a bucket that cannot be reached.
     """
     restore_logging = hush()
     try:
         yield
-    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+    except (CheckpointError, RemoteError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
         problem = f"a file is damaged or missing: {_reason(error)}"

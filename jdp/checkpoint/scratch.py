@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from jdp.base.disk_cache import default_folder
+from jdp.base.disk_cache import default_folder, make_folder
 from jdp.base.notices import show_as
 from jdp.base.user_path import PathError
 from jdp.checkpoint.errors import CheckpointError
@@ -86,7 +86,7 @@ class Scratch:
 def _hold(home: Path) -> int:
     """Make a scratch folder, or use that of another process of this host; return the lock on it."""
     while True:
-        home.mkdir(parents=True, exist_ok=True)
+        make_folder(home)
         handle = os.open(home / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.flock(handle, fcntl.LOCK_SH)
         with contextlib.suppress(FileNotFoundError):

@@ -17,6 +17,7 @@ from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
 from jdp.checkpoint.format import content
+from jdp.checkpoint.format.chunk_table import Source
 from jdp.checkpoint.format.trees import Content, check_values
 from jdp.checkpoint.upkeep import damage, ownership
 from jdp.core.state import TrainState
@@ -83,7 +84,7 @@ def restore(path: str | Path, target: _T) -> _T:
     Args:
         path: a checkpoint of `jdp.save`, or the folder of one step. Or a directory of `jdp.Checkpoints` or the folder
             of a run: the newest complete checkpoint in it is read. Or the address of one of these, such as
-            s3://bucket/run: its files are downloaded first.
+            s3://bucket/run: each process downloads the parts that it reads.
         target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not read.
 
     Returns:
@@ -94,7 +95,7 @@ def restore(path: str | Path, target: _T) -> _T:
             is damaged. Or a bucket cannot be reached.
         ValueError: a leaf of `target` has no sharding.
     """
-    return _read(path, lambda folder, fix: content.read_state(folder, target, fix))
+    return _read(path, lambda source: content.read_state(source, target))
 
 
 def restore_params(
@@ -130,10 +131,7 @@ def restore_params(
         CheckpointError: as `restore` does; or a pattern of `ignore` matches nothing.
         ValueError: a leaf of `target` has no sharding.
     """
-    return _read(
-        path,
-        lambda folder, fix: content.read_params(folder, target, fix, missing=missing, ignore=ignore),
-    )
+    return _read(path, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
@@ -160,13 +158,14 @@ def _old_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def _read(path: str | Path, read: Callable[[Path, str], _T]) -> _T:
+def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
     """Read the checkpoint at a path or an address; of a directory, the newest that is complete."""
     place = bucket_copies.parsed(path)
     if isinstance(place, Path):
-        return _read_here(place, read)
+        return _read_here(place, lambda folder, fix: read(Source(folder, fix)))
     return bucket_copies.read(
-        place, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix))
+        place,
+        lambda copies: _read_here(copies.folder, lambda folder, fix: copies.read(folder, fix, read)),
     )
 
 

@@ -1,12 +1,14 @@
 """Checkpoints that cannot be written or read: one clear error each, what was saved before stays whole, and nothing
 half-written is ever taken for a checkpoint."""
 
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 import stat
+import time
 from dataclasses import replace
 
 import jax
@@ -86,6 +88,15 @@ def test_an_error_in_the_background_is_said_by_the_next_save_or_at_the_end(tmp_p
         checkpoints.save(at(state, 4))
         raise KeyError  # what ended the run comes first
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_clock_that_jumps_during_a_save_is_no_time_that_it_took(tmp_path, state, monkeypatch):
+    """As on a machine that was suspended: Orbax waits 20 minutes for a save."""
+    wall, jumps = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: wall() + 1e4 * next(jumps))
+    with jdp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(state, 1), {"n": 1})
+    assert checkpoints.steps == [1]
 
 
 def test_a_full_disk_fails_in_one_sentence_and_a_single_save_changes_nothing(tmp_path, state):

@@ -1,6 +1,7 @@
 """Checkpoints behind an address, on a real S3 server on this machine: complete or invisible; never a folder `s3:`."""
 
 import functools
+import json
 import os
 import shutil
 import sys
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import xxhash
+from storage_servers import SENT
 
 import jdp
 from jdp.base import bucket as remote_storage
@@ -50,6 +53,12 @@ def target():
 
 def weight(state):
     return float(state.params["w"][0, 0])
+
+
+def sent(address):
+    """The bytes of objects below an address that the server has sent."""
+    folder = f"/{address.removeprefix('s3://')}/"
+    return sum(size for path, size in SENT.items() if path.startswith(folder))
 
 
 def tops(address):
@@ -101,6 +110,47 @@ def test_a_flipped_bit_is_found_and_the_step_set_aside_there_too(bucket, base, c
     assert tops(f"{bucket}/run") == ["1", "damaged-2"]
     said = capsys.readouterr().err
     assert f"{bucket}/run: checkpoint 2 is damaged" in said and "1 is read in its place" in said
+
+
+def test_parts_of_large_files_are_fetched_and_compared(bucket, tmp_path_factory, monkeypatch):
+    state = jdp.init_state(
+        lambda rng: {"w": jax.random.normal(rng, (512, 256))}, optax.adam(0.1), PLAN, rng=jax.random.key(0)
+    )
+    for name in ("saved", "old", "flipped"):
+        jdp.save(f"{bucket}/{name}", state)
+    remote = Remote(bucket)
+    read = jdp.restore_params(f"{bucket}/saved", state.params)
+    np.testing.assert_array_equal(read["w"], state.params["w"])
+    size = max(each.size for each in remote.files("saved").values())
+    assert size > 3 * 2**19 and sent(f"{bucket}/saved") < 0.5 * size, "a third are parameters"
+
+    folder = tmp_path_factory.mktemp("old")
+    remote.fetch(list(remote.files("old")), folder)
+    table = json.loads((folder / "old" / "checksums.json").read_text())
+    assert table.pop("blocks").keys() == {name for name, (size, _) in table["files"].items() if size > 2**16}
+    content = json.dumps(table).encode()
+    remote.write("old/checksums.json", content)
+    remote.write("old/commit_success.txt", f"checksums xxh3_128 {xxhash.xxh3_128_hexdigest(content)}\n".encode())
+    jax.tree.map(np.testing.assert_array_equal, jdp.restore(f"{bucket}/old", state).params, state.params)
+
+    with monkeypatch.context() as patched, jdp.Checkpoints(f"{bucket}/run") as many:
+        many.save(state)
+        many.wait()
+        patched.setattr(Remote, "fetch_ranges", lambda *_: (_ for _ in ()).throw(RemoteError("the network is gone")))
+        shutil.rmtree(many.directory / "0" / "state" / "ocdbt.process_0" / "d")
+        with pytest.raises(jdp.CheckpointError, match="the network is gone"):
+            many.restore(state)
+        assert many.steps == [0], "it is not damaged"
+
+    largest = max(remote.files("flipped").items(), key=lambda each: each[1].size)[0]
+    content = bytearray(remote.read(largest))
+    content[len(content) * 5 // 6] ^= 1  # in the parameters
+    remote.write(largest, bytes(content))
+    name = largest.removeprefix("flipped/")
+    with pytest.raises(jdp.CheckpointError, match=f"{bucket}/flipped is damaged: {name} has changed"):
+        jdp.restore(f"{bucket}/flipped", state)
+    assert [each.problem for each in jdp.checkpoint.check(f"{bucket}/flipped")] == [f"{name} has changed"]
+    assert [each.status for each in jdp.checkpoint.check(f"{bucket}/saved")] == ["whole"]
 
 
 def test_what_was_half_sent_is_invisible_and_removed_by_the_next_save(bucket, base):
@@ -185,6 +235,10 @@ def test_googles_storage_takes_the_same_road(google_bucket, base):
     with jdp.Checkpoints(Path(f"{google_bucket}/run"), keep=1) as saved:
         state, record = saved.restore(target())
         assert weight(state) == 2 and record == {"step": 2} and saved.steps == [2]
+    wide = {"a": jax.device_put(np.arange(2**17, dtype=np.float32), PLAN.batch_sharding), "b": np.arange(7)}
+    jdp.save(f"{google_bucket}/wide", wide)
+    jax.tree.map(np.testing.assert_array_equal, jdp.restore(f"{google_bucket}/wide", wide), wide)
+    Remote(google_bucket).delete([f"wide/{name}" for name in Remote(f"{google_bucket}/wide").files()])
     jdp.save(f"{google_bucket}/one", at(base, 1))
     jdp.save(f"{google_bucket}/one", at(base, 3), overwrite=True)
     assert weight(jdp.restore(f"{google_bucket}/one", target())) == 3 and tops(google_bucket) == ["one", "run"]
@@ -254,12 +308,23 @@ with jdp.Checkpoints(f"{address}/many", keep=2) as saved:
     assert saved.restore(target)[1] == {"step": 3} and saved.steps == [3]
     saved.save(at(4), {"step": 4})
     assert saved.restore(target)[1] == {"step": 4}
+large = {}
+for strategy in ("zero1", "zero3"):
+    wide = jdp.Plan(jdp.make_mesh(data=4), strategy)
+    make_wide = lambda rng: {"w": jax.random.normal(rng, (512, 1024)), "bias": jnp.ones(512)}
+    large[strategy] = jdp.init_state(make_wide, optax.sgd(1.0, momentum=0.9), wide, rng=jax.random.key(2))
+    jdp.save(f"{address}/{strategy}", large[strategy])
 try:
     jdp.save(f"{address}/one", state)
 except jdp.CheckpointError as error:
     print("refused", error, flush=True)
 os.environ["JDP_CACHE_DIR"] += f"/host-{jax.process_index()}"  # as on two hosts, from here on
 check(jdp.restore(f"{address}/one", target))
+for strategy, saved in large.items():
+    read = jdp.restore(f"{address}/{strategy}", saved)
+    for a, b in zip(jax.tree.leaves(read.params), jax.tree.leaves(saved.params), strict=True):
+        for mine, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(mine.data, other.data)
 try:
     jdp.save(f"{address}/two", state)
 except jdp.CheckpointError as error:
@@ -281,7 +346,10 @@ def test_two_processes_save_and_restore(bucket, s3_server, tmp_path_factory, cap
     assert code == 0, err
     assert out.count("same") == 2 and out.count(f"refused {bucket}/one holds a checkpoint already") == 2
     assert out.count(f"apart Processes that save to {bucket}/two must see one folder") == 2
-    assert tops(f"{bucket}/many") == ["3", "4"] and tops(bucket) == ["many", "one"]
+    assert tops(f"{bucket}/many") == ["3", "4"] and tops(bucket) == ["many", "one", "zero1", "zero3"]
+    for strategy in ("zero1", "zero3"):  # both processes, as on two hosts, fetch their own shards only
+        size = sum(each.size for each in Remote(f"{bucket}/{strategy}").files().values())
+        assert size > 2 * 512 * 1024 * 4 and sent(f"{bucket}/{strategy}") < 1.1 * size
     scratch = Path(os.environ["JDP_CACHE_DIR"], "storage")
     assert not list(scratch.glob("*/*/many")), "nothing stays on this host"
 

@@ -238,7 +238,7 @@ def test_an_export_that_ends_between_its_shards_leaves_no_mixture_to_be_read(tmp
         patched.setattr(type(path), "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             export_safetensors(path, twice, max_shard_bytes=400)
-    with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors does not exist, nor m\.safetensors\.index\.json"):
+    with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors does not exist, .* cut short: export it again\.$"):
         import_safetensors(path, TREE)
     export_safetensors(path, twice, max_shard_bytes=400)  # the shards are still known as ours
     assert float(import_safetensors(path, TREE)["a"][99]) == 198

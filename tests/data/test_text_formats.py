@@ -15,6 +15,7 @@ from corpora import arrow, arrow_file, parquet, read_corpus
 from own_process import python
 
 from jdp.data import text_data
+from jdp.data.sources.tables import table_pieces
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(40)]
 DOCUMENTS = tuple(text.encode() for text in TEXTS)
@@ -313,3 +314,45 @@ def test_nothing_is_imported_before_a_source_needs_it():
     )
     ended = python("-c", program, timeout=60)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+# --- files that are out of all proportion to their content ------------------------------------------------------------
+
+LARGE = "a" * 2**22
+BOMBS = {
+    "text.txt.gz": lambda path: path.write_bytes(gzip.compress(LARGE.encode())),
+    "text.txt.zst": lambda path: path.write_bytes(zstd(LARGE.encode())),
+    "rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines([{"id": 1, "text": LARGE}]))),
+    "rows.json.zst": lambda path: path.write_bytes(zstd(json.dumps([{"text": LARGE}]).encode())),
+    "one.parquet": lambda path: pyarrow.parquet.write_table(table_of([LARGE]), path, compression="zstd"),
+    "same.parquet": lambda path: pyarrow.parquet.write_table(table_of(["a" * 2**14] * 256), path),
+    "dictionary.parquet": lambda path: pyarrow.parquet.write_table(in_dictionary(["a" * 2**14] * 256), path),
+    "dictionary.arrow": lambda path: arrow_file(path, in_dictionary(["a" * 2**14] * 256)),
+}
+
+
+def table_of(texts):
+    return pyarrow.table({"text": texts})
+
+
+def in_dictionary(texts):
+    return pyarrow.table({"text": pyarrow.array(texts).dictionary_encode()})
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_file_that_becomes_large_is_refused(tmp_path, monkeypatch, name):
+    BOMBS[name](tmp_path / name)
+    assert (tmp_path / name).stat().st_size < 2**15
+    assert sum(map(len, read_corpus(tmp_path / name).documents)) == 2**22, "within the bound it is data"
+    monkeypatch.setattr("jdp.data.sources.compressed.ALWAYS_READ", 2**20)
+    monkeypatch.setattr("jdp.data.sources.compressed.MOST_GROWTH", 2)
+    with pytest.raises(ValueError, match=rf"at most 2 times its size, or 1 MiB; given .*{name} of .* uncompressed$"):
+        read_corpus(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["many.parquet", "many.arrow"])
+def test_few_rows_are_decoded_at_a_time_where_all_share_one_large_value(tmp_path, name):
+    write = pyarrow.parquet.write_table if name == "many.parquet" else lambda table, path: arrow_file(path, table)
+    write(in_dictionary(["a" * 2**16] * 512), tmp_path / name)
+    first = next(table_pieces(tmp_path / name, ["text"]))
+    assert len(first.numbers) <= 256

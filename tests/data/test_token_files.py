@@ -88,6 +88,10 @@ def test_text_is_read_once(rows, cache, monkeypatch):
     [folder] = folders(cache)
     (folder / "train.tokens").write_bytes((folder / "train.tokens").read_bytes()[:-1])
     assert_same(text_data(rows, length=16, in_files=True), text_data(rows, length=16, in_files=False))
+    packed, file = {"length": 16, "packing": "documents"}, folder / "train.bounds"
+    for damage in (lambda data: data[:-8], lambda data: data[:-1] + b"\x7f", lambda data: b"\x01" + data[1:]):
+        file.write_bytes(damage(file.read_bytes()))
+        assert_same(text_data(rows, in_files=True, **packed), text_data(rows, in_files=False, **packed))
     rows.write_text(rows.read_text().replace("tale", "tail"))
     assert "tail" in (changed := text_data(rows, length=16, in_files=True)).decode(changed.train.tokens[:200])
     assert len(folders(cache)) == 2

@@ -13,12 +13,15 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
+from orbax.checkpoint._src.futures import future as waiting
+from orbax.checkpoint._src.futures import signaling_client as signals
 from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeCheckpointHandler
 from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint.path import atomicity
@@ -30,6 +33,9 @@ METADATA = "_CHECKPOINT_METADATA"
 """Orbax' notes about a checkpoint: which handlers wrote it, and when."""
 _LEAST_PART_BYTES = 2**20
 """The least part that one device sends of an array that several devices hold."""
+
+# Orbax waits by the wall clock, and a machine that wakes up, or is set right, in a save would be too late for it.
+waiting.time = signals.time = SimpleNamespace(time=time.monotonic)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CommittedWithChecksums(atomicity.CommitFileTemporaryPath):

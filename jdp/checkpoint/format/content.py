@@ -10,7 +10,7 @@ It holds nothing of meshes, strategies or processes, nor of the kinds of contain
 leaves give the path, shape, dtype and sharding of each array; only those are read into memory. Reading has four phases:
 
 1. Compare the small files with their checksums, then the table with the target, leaf by leaf.
-2. Compare the files of the arrays with their checksums.
+2. Compare the files of the arrays with their checksums; from a bucket, fetch and compare the blocks that are needed.
 3. Read the arrays.
 4. Put them into the target's tree.
 """
@@ -29,11 +29,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jdp.base.bucket import RemoteError
 from jdp.base.notices import notice
 from jdp.base.tree_paths import matches
 from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
 from jdp.checkpoint.format import checksums, committing
+from jdp.checkpoint.format.arrays import fits, ranges, read_arrays
 from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.format.chunk_table import Chunks, InMemory, Partial, Range, Source, chunk_table
 from jdp.checkpoint.format.committing import METADATA
 from jdp.checkpoint.format.padding import at_rest_as, converting, described_flat, flat_leaves, own_shape, stored_flat
 from jdp.checkpoint.format.sync_state import PREFIX, Read, read_optimizer_state, read_sync
@@ -46,6 +49,7 @@ from jdp.checkpoint.format.trees import (
     leaves_of,
     needed_but_ignored,
     text_of,
+    to_json,
 )
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.sharding.padded import Flat
@@ -74,14 +78,7 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
 
     Then a step may take the state over before Orbax has begun.
     """
-    leaves = Content.of(state).leaves
-    flat = flat_leaves(state, leaves)
-    own: str = importlib.import_module("jdp").__version__
-    versions = {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
-    table = {"format": FORMAT, "leaves": _describe(leaves, flat), "written_by": versions}
-    if flat:
-        table |= {"format": FORMAT_FLAT, "flat": described_flat(flat)}
-    arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
+    arrays, table = arrays_and_table(state)
     copies = committing.snapshot(arrays)
     items = ocp.args.Composite(
         state=ocp.args.PyTreeSave(arrays if copies is None else copies),
@@ -91,18 +88,31 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
     return items, copies is not None
 
 
+def arrays_and_table(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of a state by path, as they are stored, and the table of its leaves."""
+    leaves = Content.of(state).leaves
+    flat = flat_leaves(state, leaves)
+    own: str = importlib.import_module("jdp").__version__
+    versions = {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
+    table = {"format": FORMAT, "leaves": _describe(leaves, flat), "written_by": versions}
+    if flat:
+        table |= {"format": FORMAT_FLAT, "flat": described_flat(flat)}
+    return {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}, table
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Return True if `folder` holds a checkpoint that was written to its end."""
     return (folder / COMMITTED).is_file() and (folder / "leaves").is_dir() and (folder / "state").is_dir()
 
 
-def read_state(folder: Path, target: Any, fix: str) -> Any:
+def read_state(source: Source, target: Any) -> Any:
     """Read a complete state, or any other tree, each leaf onto the sharding of `target`'s."""
+    folder = source.folder
     content = Content.of(target)
-    wanted, (saved, stored) = content.leaves, _read_table(folder, fix)
+    wanted, (saved, stored) = content.leaves, _read_table(source)
     _check_kind(saved, content.fields, folder)
     flat = flat_leaves(target, wanted)
-    read, saved_at_rest = _reader(folder, fix, stored, flat), at_rest_as(saved, flat)
+    read, saved_at_rest = _reader(source, stored, flat), at_rest_as(saved, flat)
     converted = read_optimizer_state(saved_at_rest, wanted, read, str(folder))
     (sync, own), (_, saved), (saved_sync, _) = map(_split_sync, (wanted, saved, saved_at_rest))
     described = _describe(own, flat)
@@ -129,14 +139,13 @@ def _split_sync(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return sync, {path: leaf for path, leaf in leaves.items() if path not in sync}
 
 
-def read_params(
-    folder: Path, target: PyTree, fix: str, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
-) -> PyTree:
+def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()) -> PyTree:
     """Read parameters and model state onto a train state, or parameters onto a tree of them, and nothing else."""
+    folder = source.folder
     is_state = isinstance(target, TrainState)
     fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
     wanted = leaves_of(state, fields)
-    table, stored = _read_table(folder, fix)
+    table, stored = _read_table(source)
     _check_kind(table, fields, folder)
     saved = {path: kind for path, kind in table.items() if path.partition("/")[0] in fields}
     ignored = ignored_names({path: (_path_in_field(path),) for path in saved}, ignore, folder)
@@ -148,31 +157,16 @@ def read_params(
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
     flat = flat_leaves(target, wanted)
     _check_match(saved, _describe(wanted, flat), folder, params_only=True)
-    filled = fill(state, fields, {**kept, **_reader(folder, fix, stored, flat)(wanted)})
+    filled = fill(state, fields, {**kept, **_reader(source, stored, flat)(wanted)})
     return replace(target, **filled) if is_state else filled["params"]
 
 
-def read_record(folder: Path, fix: str) -> dict[str, Any]:
+def read_record(source: Source) -> dict[str, Any]:
     """Read the JSON object that was saved beside the arrays, which reading the state has verified."""
+    folder, fix, _, memory = source
+    if memory is not None:
+        return dict(memory.record)
     return _require_object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
-
-
-def to_json(value: Any, name: str) -> Any:
-    """Return `value` as JSON returns it: numbers of NumPy and JAX become Python's, tuples lists."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is none. Write str(...).")
-        return {key: to_json(inner, f"{name}[{key!r}]") for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
-    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and value.dtype.kind in "biufU":
-        return value.item()
-    raise CheckpointError(
-        f"{name} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
-        "Arrays belong into the state; of small ones take .tolist()."
-    )
 
 
 def check_metrics(folder: Path) -> None:
@@ -195,8 +189,11 @@ def check_metrics(folder: Path) -> None:
         )
 
 
-def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]]:
+def _read_table(source: Source) -> tuple[dict[str, str], dict[str, Flat]]:
     """Verify the small files; read the table, path -> "float32[4, 8]", and the leaves stored flat and padded."""
+    folder, fix, _, memory = source
+    if memory is not None:
+        return dict(memory.table["leaves"]), stored_flat(memory.table)
     _require_verified(folder, fix, lambda name: not name.startswith(_ARRAYS))
     table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
     if table.get("format") not in (FORMAT, FORMAT_FLAT):
@@ -207,20 +204,30 @@ def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]
     return _require_object(table.get("leaves"), folder / "leaves", fix), stored_flat(table)
 
 
-def _require_verified(folder: Path, fix: str, wanted: Callable[[str], bool]) -> None:
+def _require_verified(folder: Path, fix: str, wanted: Callable[[str], bool], *, alone: bool = False) -> None:
     """Check that files of a checkpoint are as they were saved; one without checksums is accepted, and reported.
 
-    Every process calls this; each reads a share of the files, and all raise the same error.
+    Every process calls this, and all raise the same error. Each reads a share of the files; with `alone` all.
     """
-    found = checksums.verify(folder, wanted, process=jax.process_index(), processes=jax.process_count())
+    share = (0, 1) if alone else (jax.process_index(), jax.process_count())
+    found = checksums.verify(folder, wanted, process=share[0], processes=share[1])
     if found.status == "unverified":
         notice(
             f"{folder} has no checksums, as a version of jdp before these saved it: if its files have changed since, "
             "that may go unseen"
         )
-    problem = next(filter(None, from_every_process("the checksums of a checkpoint", found.problem, seconds=_HOURS)), "")
-    if problem:
-        raise DamagedError(f"{folder} is damaged: {problem}. {fix}.", problem)
+    _raise_together(folder, fix, found.problem)
+
+
+def _raise_together(folder: Path, fix: str, problem: str, failed: Exception | None = None) -> None:
+    """Raise DamagedError on every process if one has found a problem, RemoteError if the bucket has `failed` one."""
+    own = json.dumps([problem, "" if failed is None else str(failed)])
+    for text in from_every_process("the checksums of a checkpoint", own, seconds=_HOURS):
+        damage, failure = json.loads(text)
+        if damage:
+            raise DamagedError(f"{folder} is damaged: {damage}. {fix}.", damage)
+        if failure:
+            raise RemoteError(failure)
 
 
 def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
@@ -230,30 +237,76 @@ def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
     return value
 
 
-def _reader(folder: Path, fix: str, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
-    """Return the function that reads arrays of a checkpoint; it first verifies the files of all of them."""
-    verified: list[bool] = []
+def _reader(source: Source, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
+    """Return the function that reads arrays of a checkpoint; it first verifies the files of all of them.
+
+    Of files that are fetched in parts, and of a state in memory, it verifies the parts that it needs.
+    """
+    folder, fix, partial, memory = source
+    if memory is not None:
+        return converting(lambda wanted: _read_memory(source, memory, wanted), stored, flat)
+    tables: list[Mapping[str, Chunks]] = []
+    apart = {} if partial is None else partial.files
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        if not verified:
-            _require_verified(folder, fix, lambda name: name.startswith(_ARRAYS))
-            verified.append(True)
-        return _read_arrays(folder, wanted, fix)
+        if not tables:
+            _require_verified(
+                folder, fix, lambda name: name.startswith(_ARRAYS) and name not in apart, alone=partial is not None
+            )
+            if partial is None:
+                with reading(str(folder), fix):
+                    tables.append(chunk_table(folder / _ARRAYS))
+        if partial is not None:
+            _fetch_parts(folder, fix, partial, wanted, tables)
+        return _read_arrays(folder, wanted, fix, tables[0])
 
     return converting(read, stored, flat)
 
 
-def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
-    """Read the arrays of these paths onto the shardings of these leaves; Orbax has none of those without elements."""
-    shapes = {path: _stored_form(leaf, path) for path, leaf in wanted.items()}
+def _read_memory(source: Source, memory: InMemory, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    some = {path: stored_form(leaf, path) for path, leaf in wanted.items() if leaf.size}
+    if problem := memory.fetch(ranges(memory.chunks, some)):
+        raise DamagedError(f"The state in memory is damaged: {problem}. {source.fix}.", problem)
+    return _read_arrays(source.folder, wanted, source.fix, memory.at_hand)
+
+
+def _fetch_parts(
+    folder: Path, fix: str, partial: Partial, wanted: Mapping[str, Any], tables: list[Mapping[str, Chunks]]
+) -> None:
+    """Fetch the ranges of the arrays of these paths. Every process calls this, and all raise the same error."""
+    failed = None
+    try:
+        with reading(str(folder), fix):
+            if not tables:
+                tables.append(chunk_table(folder / _ARRAYS, partial.fetch))
+            some = {path: stored_form(leaf, path) for path, leaf in wanted.items() if leaf.size}
+            if all(fits(tables[0].get(path), leaf) for path, leaf in some.items()):
+                partial.fetch(ranges(tables[0], some))
+            else:  # Orbax reads them
+                partial.fetch(Range(name.removeprefix(_ARRAYS), 0, size) for name, size in partial.files.items())
+    except (DamagedError, RemoteError) as error:
+        failed = error
+    _raise_together(folder, fix, failed.problem if isinstance(failed, DamagedError) else "", failed)
+
+
+def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str, chunks: Mapping[str, Chunks]) -> dict[str, Any]:
+    """Read the arrays of these paths onto the shardings of these leaves; those without elements are not stored.
+
+    Orbax reads those of which the bytes are not those of the elements: compressed ones, of old checkpoints.
+    """
+    shapes = {path: stored_form(leaf, path) for path, leaf in wanted.items()}
     arrays: dict[str, Any] = {
         path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
         for path, x in shapes.items()
         if not x.size
     }
-    if some := {path: x for path, x in shapes.items() if x.size}:
-        onto = ocp.checkpoint_utils.construct_restore_args(some)
-        arguments = ocp.args.PyTreeRestore(some, restore_args=onto, partial_restore=True)
+    some = {path: x for path, x in shapes.items() if x.size}
+    plain = {path: x for path, x in some.items() if fits(chunks.get(path), x)}
+    with reading(str(folder), fix):
+        arrays |= read_arrays(folder / _ARRAYS, chunks, plain)
+    if others := {path: x for path, x in some.items() if path not in plain}:
+        onto = ocp.checkpoint_utils.construct_restore_args(others)
+        arguments = ocp.args.PyTreeRestore(others, restore_args=onto, partial_restore=True)
         arrays |= _restore(folder, fix, state=arguments)["state"]
     keys = {path: leaf for path, leaf in wanted.items() if _is_key(leaf)}
     return arrays | {path: jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf)) for path, leaf in keys.items()}
@@ -265,7 +318,7 @@ def _restore(folder: Path, fix: str, **items: Any) -> Any:
         return reader.restore(folder, args=ocp.args.Composite(**items))
 
 
-def _stored_form(leaf: Any, path: str) -> Any:
+def stored_form(leaf: Any, path: str) -> Any:
     """Return the shape, dtype and sharding in which a leaf is stored; a typed key is stored as its uint32 words.
 
     Of an array of NumPy's an array of NumPy's: read as JAX', it would have 32 bits.

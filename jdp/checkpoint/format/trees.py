@@ -116,6 +116,24 @@ def number_of(state: Any, step: Any) -> int:
 # Checks before anything is written or read.
 
 
+def to_json(value: Any, name: str) -> Any:
+    """Return `value` as JSON returns it: numbers of NumPy and JAX become Python's, tuples lists."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is none. Write str(...).")
+        return {key: to_json(inner, f"{name}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and value.dtype.kind in "biufU":
+        return value.item()
+    raise CheckpointError(
+        f"{name} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
+        "Arrays belong into the state; of small ones take .tolist()."
+    )
+
+
 def check_values(leaves: Mapping[str, Any]) -> None:
     """Check that every leaf has values that can be written."""
     for path, leaf in leaves.items():

@@ -123,7 +123,8 @@ def read(path: Path) -> dict[str, Stored]:
     if path != index and path.is_file():
         return _open(path)
     if not index.is_file():
-        raise CheckpointError(f"{path} does not exist, nor {index.name} beside it.")
+        cut_short = " An export to it was cut short: export it again." if _old_index(index).exists() else ""
+        raise CheckpointError(f"{path} does not exist, nor {index.name} beside it.{cut_short}")
     _, listed = _read_index(index)
     tensors: dict[str, Stored] = {}
     for name in sorted({*listed.values()}):

@@ -69,7 +69,7 @@ def check(path: str | Path) -> list[Checked]:
     place = bucket_copies.parsed(path)
     if isinstance(place, Path):
         return _check(place, lambda folder: folder)
-    found = bucket_copies.read(place, _check, together=False)
+    found = bucket_copies.read(place, lambda copies: _check(copies.folder, copies.fetched), together=False)
     return [replace(each, folder=Path(shown(str(each.folder)))) for each in found]
 
 

@@ -33,7 +33,7 @@ class Lineage:
         self._warned = False
 
     def restored(self, step: int, existing: Sequence[int], state: Any) -> None:
-        """Record that the complete `state` of `step` was read, from a directory with the steps `existing`.
+        """Record that the complete `state` of `step` was read, from a directory with the steps `existing`, or memory.
 
         Reading one of the run's own steps changes nothing for the others: it may have been read only to look at it.
         """
@@ -41,7 +41,7 @@ class Lineage:
             left = {*existing} & {*ownership.committed_steps(self._directory)}  # damaged ones were set aside
             self._own = {other for other in left if other <= step}
             self._abandoned = left - self._own
-        self._last, self._arrays = step, _references(state)
+        self._last, self._arrays = (step, _references(state)) if step in existing else (None, None)
 
     def saved(self, step: int, state: Any) -> None:
         """Record that `state` was saved as `step`, after the steps it abandons were set aside."""

@@ -103,7 +103,7 @@ def discard_unfinished(directory: Path, step: int) -> None:
         else:
             unmark(directory, [step])
             return
-        time.sleep(0.05 * folder.exists())
+        time.sleep(0.1)  # they may make it anew
 
 
 def set_aside(directory: Path, steps: Sequence[int]) -> Path:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from orbax.checkpoint import checkpoint_managers
 
 from jdp.base.formatting import finite_or_none
+from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.upkeep import ownership
 
 
@@ -72,3 +73,24 @@ def _number(name: str, value: Any) -> float | None:
         raise ValueError(
             f"A metric is one number; {name!r} is {value!r}. Leave it out where it was not measured."
         ) from None
+
+
+def chosen(
+    directory: Path, steps: Sequence[int], step: int | Literal["best"] | None, best: Best, best_step: int | None
+) -> tuple[Path, str]:
+    """Return the folder of a step, the best or (None) the newest, and what to do if it is damaged."""
+    if step == "best" and best.name is None:
+        raise CheckpointError('step="best" needs a metric to go by: Checkpoints(directory, best="eval_loss").')
+    number = best_step if step == "best" else max(steps, default=None) if step is None else step
+    existing = ", ".join(map(str, steps)) or "none"
+    if step == "best" and number is None:
+        raise CheckpointError(
+            f"No checkpoint in {directory} was saved with a finite {best.name!r}; there are: {existing}."
+        )
+    if number not in steps:
+        which = "" if number is None else f" {number}"
+        raise CheckpointError(f"There is no checkpoint{which} in {directory}; there are: {existing}.")
+    fix = "There is no other in this directory: remove that folder to start afresh"
+    if others := ", ".join(str(other) for other in steps if other != number):
+        fix = f"Restore another, with step=... (there are: {others}), or remove that folder"
+    return directory / str(number), fix

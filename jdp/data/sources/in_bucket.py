@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from jdp.base.bucket import Remote, Stored, place_of
-from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.disk_cache import Cache, default_folder, make_folder
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice_anywhere, show_as
 from jdp.base.user_path import PathError
@@ -64,7 +64,7 @@ def fetch(remote: Remote, files: dict[str, Stored]) -> Path:
     if (home / _COMPLETE).exists():
         return folder
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        make_folder(home)
     except OSError as error:
         raise PathError(
             f"data in a bucket needs a folder on this host, and {home.parent} cannot be written: "

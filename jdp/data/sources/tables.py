@@ -19,14 +19,24 @@ from numpy.typing import NDArray
 
 from jdp.base.shorten import cut
 from jdp.base.user_path import check_regular
-from jdp.data.sources.compressed import is_compressed, plain_name, read_bytes, stream_bytes, unreadable
+from jdp.data.sources.compressed import (
+    ALWAYS_READ,
+    check_growth,
+    is_compressed,
+    plain_name,
+    read_bytes,
+    stream_bytes,
+    unreadable,
+)
 from jdp.data.sources.optional_packages import optional
 
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _IDS = "lists of token ids"
 _PIECE_ROWS = 1024  # of a table, read at a time
-_PIECE_BYTES = 2**22  # of lines of JSON, parsed at a time
+_PIECE_BYTES = 2**22  # of lines of JSON, or of columns, parsed at a time
+_DECODED_ROWS = 256  # of parquet at a time: one value, kept once in a dictionary, may be that of every row
+_DENSE = 30  # times the bytes in a file: what text and numbers become at most when they are decompressed
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +130,7 @@ def table_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
     file, schema = _opened(path)
     check_fields(fields, schema.names, str(path))
     names = _chosen(schema, fields, path)
-    yield from arrow_pieces(_batches(file, names, path), fields, str(path))
+    yield from arrow_pieces(_pieces(file, names, path), fields, str(path))
 
 
 def arrow_pieces(tables: Iterable[Any], fields: Sequence[str], name: str) -> Iterator[Table]:
@@ -139,11 +149,15 @@ def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
     """Return columns of a parquet or Arrow file as a `pyarrow.Table`; an uncompressed Arrow file is mapped."""
     file, schema = _opened(path)
     chosen = _chosen(schema, choose(schema), path)
+    if hasattr(file, "iter_batches"):
+        pieces = list(_pieces(file, chosen, path))
+        return optional("pyarrow", str(path)).concat_tables(pieces) if pieces else schema.empty_table().select(chosen)
     try:
-        table = file.read(columns=chosen) if hasattr(file, "iter_batches") else file.read_all().select(chosen)
+        table = file.read_all().select(chosen)
         table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
     except Exception as error:
         raise ValueError(_incomplete(path, error)) from error
+    check_growth(table.nbytes, path)
     return table
 
 
@@ -174,11 +188,32 @@ def _chosen(schema: Any, fields: Iterable[str], path: Path) -> list[str]:
     return chosen
 
 
-def _batches(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
-    """Yield the columns as `pyarrow.Table`s, some rows each. Raises ValueError for an incomplete file."""
+def _pieces(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
+    """Yield the columns as `pyarrow.Table`s, some rows each. Raises ValueError for an incomplete or a huge file."""
+    tables, total = _tables(file, chosen, path), 0
+    while piece := _next_piece(tables):
+        total += sum(table.nbytes for table in piece)
+        check_growth(total, path)
+        yield piece[0] if len(piece) == 1 else optional("pyarrow", str(path)).concat_tables(piece).combine_chunks()
+
+
+def _next_piece(tables: Iterator[Any]) -> list[Any]:
+    """Return the next tables that have `_PIECE_ROWS` or `_PIECE_BYTES` together."""
+    piece, rows, size = list[Any](), 0, 0
+    while rows < _PIECE_ROWS and size < _PIECE_BYTES and (table := next(tables, None)) is not None:
+        piece.append(table)
+        rows, size = rows + table.num_rows, size + table.nbytes
+    return piece
+
+
+def _tables(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
+    """Yield the columns as `pyarrow.Table`s, as many rows each as are decoded at a time."""
     from_batches = optional("pyarrow", str(path)).Table.from_batches
     if hasattr(file, "iter_batches"):
-        batches = file.iter_batches(batch_size=_PIECE_ROWS, columns=chosen)
+        rows = [_rows_at_once(file.metadata.row_group(group), chosen, path) for group in range(file.num_row_groups)]
+        batches = itertools.chain.from_iterable(
+            file.iter_batches(batch_size=most, row_groups=[group], columns=chosen) for group, most in enumerate(rows)
+        )
     elif hasattr(file, "get_batch"):
         batches = map(file.get_batch, range(file.num_record_batches))
     else:
@@ -192,7 +227,30 @@ def _batches(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
             table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
         except Exception as error:
             raise ValueError(_incomplete(path, error)) from error
+        yield from _without_dictionaries(table, path)
+
+
+def _without_dictionaries(table: Any, path: Path) -> Iterator[Any]:
+    """Yield a table with the values of its columns' dictionaries in their places, a few rows at a time."""
+    pyarrow = optional("pyarrow", str(path))
+    plain = [column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type for column in table]
+    if plain == table.schema.types:
         yield table
+        return
+    schema = pyarrow.schema(list(zip(table.column_names, plain, strict=True)), metadata=table.schema.metadata)
+    for start in range(0, table.num_rows, _DECODED_ROWS):
+        yield table.slice(start, _DECODED_ROWS).cast(schema)
+
+
+def _rows_at_once(group: Any, chosen: list[str], path: Path) -> int:
+    """Return how many rows of a parquet file's group to decode at a time: fewer where a value may be large."""
+    columns = [group.column(index) for index in range(group.num_columns)]
+    columns = [column for column in columns if column.path_in_schema.split(".")[0] in chosen]
+    stored = sum(column.total_compressed_size for column in columns)
+    unpacked = sum(column.total_uncompressed_size for column in columns)
+    numbers = sum(4 * column.num_values for column in columns if "BYTE_ARRAY" not in column.physical_type)
+    check_growth(max(unpacked, numbers), path)
+    return _DECODED_ROWS if unpacked <= _DENSE * stored else max(1, min(_DECODED_ROWS, ALWAYS_READ // unpacked))
 
 
 def check_fields(fields: Sequence[str], present: Sequence[str], name: str) -> None:

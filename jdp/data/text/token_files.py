@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jdp.base.disk_cache import default_folder
+from jdp.base.disk_cache import default_folder, make_folder
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.data.held_out import document_tails, whole_documents
@@ -97,6 +97,8 @@ class TokenFiles:
             raise ValueError(f"{path} is incomplete")
         ids = MappedTokens(path, self.dtype) if tokens else np.zeros(0, self.dtype)
         bounds = np.asarray(np.memmap(self.folder / f"{side}.bounds", np.dtype("<i8"), mode="r"))
+        if bounds[0] != 0 or bounds[-1] != tokens:
+            raise ValueError(f"{path.with_suffix('.bounds')} is incomplete")
         return TokenArray(ids, bounds)
 
 
@@ -119,7 +121,7 @@ def can_be_written() -> bool:
     """Return True if there is a folder for token files; else report it."""
     folder = default_folder() / "token_files"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError as error:

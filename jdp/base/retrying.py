@@ -1,0 +1,47 @@
+"""Trouble that passes: what fails for now, a full disk or storage that is away, is tried again for a while."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+PATIENCE_SECONDS = 240.0
+"""How long something is tried again: less than the five minutes of a step's deadline."""
+STOPPING_SECONDS = 10.0
+"""The same for a process that was asked to stop: schedulers kill it after half a minute."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
+_jitter = random.Random()  # processes that failed together do not come back together
+
+_T = TypeVar("_T")
+
+
+def retried(
+    action: Callable[[bool], _T],
+    *,
+    passes: Callable[[Exception], bool],
+    say: Callable[[str], None],
+    stops: Callable[[], bool] = lambda: False,
+) -> _T:
+    """Call `action`, again after pauses that grow while its exception `passes`; then the exception is raised.
+
+    `action` gets True if it was tried before. The first failure is reported, and the end of the trouble. `stops`
+    returns True once the process was asked to stop.
+    """
+    began, tries = 0.0, 0
+    while True:
+        try:
+            result = action(tries > 0)
+        except Exception as error:
+            now = time.monotonic()
+            began = began if tries else now
+            pause = min(_FIRST_PAUSE * 2**tries, _LONGEST_PAUSE) * _jitter.uniform(0.5, 1.0)
+            if not passes(error) or now + pause - began > (STOPPING_SECONDS if stops() else PATIENCE_SECONDS):
+                raise
+            if not tries:
+                say(f"{str(error).removesuffix('.')}; it is tried again for {PATIENCE_SECONDS:.0f} s")
+            tries += 1
+        else:
+            if tries:
+                say(f"it succeeded after {time.monotonic() - began:.1f} s, at try {tries + 1}")
+            return result
+        time.sleep(pause)

@@ -1,0 +1,199 @@
+"""Reads a generation: parts of this host from its memory, others from the hosts that have them.
+
+1. Each process verifies the parts of this host that it needs, and publishes the numbers of those that it lacks.
+2. For each part that anyone lacks, one process of a host that has it puts the bytes into its buffer.
+3. The devices add up the buffers of all processes: at each byte all but one are zero.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp.checkpoint.format.chunk_table import Chunks, Range
+from jdp.checkpoint.memory.generation import Index, Part
+from jdp.core.cluster.barrier import from_every_process
+
+_AT_ONCE = 2**26
+"""Bytes that the devices add up at once."""
+_THREADS = 4
+_HERE = "part "
+
+
+@dataclass
+class Generation:
+    """A generation that is complete on all hosts together, read by all processes together.
+
+    Attributes:
+        index: the index of one process, for what all have alike.
+        parts: number -> part, of this host.
+        suppliers: for each process that speaks for its host, which parts are there: process -> bool [total].
+        folder: the one in memory.
+    """
+
+    index: Index
+    parts: Mapping[int, Part]
+    suppliers: Mapping[int, np.ndarray]
+    folder: Path
+    fetched: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
+    from_others: int = 0  # bytes
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        """The leaves, as a checkpoint's table has them."""
+        return self.index.table
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """What was saved beside the state."""
+        return self.index.record
+
+    @property
+    def chunks(self) -> Mapping[str, Chunks]:
+        """The arrays as those of a checkpoint: each chunk is a range of the part with its number."""
+        return self._chunks
+
+    @cached_property
+    def _chunks(self) -> dict[str, Chunks]:
+        return {
+            path: Chunks(
+                grid.shape,
+                np.dtype(grid.dtype),
+                grid.chunk,
+                {name: Range(f"{_HERE}{grid.first + i}", 0, grid.part_bytes) for i, name in enumerate(grid.names())},
+            )
+            for path, grid in self.index.grids.items()
+        }
+
+    @property
+    def at_hand(self) -> Mapping[str, Chunks]:
+        """The same, with the bytes of the parts that were fetched."""
+        return {
+            path: Chunks(each.shape, each.dtype, each.chunk, {name: self._known(r) for name, r in each.ranges.items()})
+            for path, each in self.chunks.items()
+        }
+
+    def _known(self, found: Range) -> Range:
+        content = self.fetched.get(_number(found))
+        return found if content is None else Range("", 0, found.size, content.data)
+
+    def fetch(self, wanted: Iterable[Range]) -> str:
+        """Fetch the parts of these ranges; return "", or which part is damaged. Every process calls this."""
+        needed = sorted({_number(each) for each in wanted} - self.fetched.keys())
+        problem = self._verify([number for number in needed if number in self.parts])
+        lacking = [number for number in needed if number not in self.parts]
+        for said in from_every_process(
+            "parts of a state in memory", f"{problem}\n{encoded(lacking, self.index.total)}"
+        ):
+            problem, _, asked = said.partition("\n")
+            if problem:
+                return problem
+            lacking = sorted({*lacking, *np.flatnonzero(decoded(asked, self.index.total)).tolist()})
+        return self._exchange(lacking, {*needed} - self.parts.keys()) if lacking else ""
+
+    def _verify(self, numbers: Sequence[int]) -> str:
+        """Map these parts of this host; return the first that has changed."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for number, content in zip(numbers, pool.map(lambda n: self.parts[n].content(), numbers), strict=True):
+                if content is None:
+                    return f"part {number} in {self.parts[number].file} has changed"
+                self.fetched[number] = content
+        return ""
+
+    def _exchange(self, numbers: Sequence[int], mine: set[int]) -> str:
+        """Send these parts to all processes; keep `mine`. Returns which part is damaged, or ""."""
+        me = jax.process_index()
+        supplier = {
+            number: min(process for process, has in self.suppliers.items() if has[number]) for number in numbers
+        }
+        own = [number for number in numbers if supplier[number] == me and number not in self.fetched]
+        problem = next(filter(None, from_every_process("parts that a host has alone", self._verify(own))), "")
+        if problem:
+            return problem
+        sizes = _sizes(self.index, numbers)
+        self.fetched |= {number: np.empty(sizes[number], np.uint8) for number in numbers if number in mine}
+        self.from_others += sum(sizes[number] for number in mine if number in sizes)
+        for window in _windows(sizes):
+            buffer = np.zeros(-(-sum(stop - start for _, start, stop in window) // 4) * 4, np.uint8)
+            for number, start, stop, at in _placed(window):
+                if supplier[number] == me:
+                    buffer[at : at + stop - start] = self.fetched[number][start:stop]
+            buffer = _added(buffer)
+            for number, start, stop, at in _placed(window):
+                if number in mine:
+                    self.fetched[number][start:stop] = buffer[at : at + stop - start]
+        return ""
+
+
+def encoded(numbers: Iterable[int], total: int) -> str:
+    """Return a set of part numbers as a short text."""
+    has = np.zeros(total, bool)
+    has[list(numbers)] = True
+    return base64.b85encode(zlib.compress(np.packbits(has).tobytes())).decode()
+
+
+def decoded(text: str, total: int) -> np.ndarray:
+    """Return which parts a text of `encoded` has: bool [total]."""
+    bits = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8)
+    return np.unpackbits(bits)[:total].astype(bool)
+
+
+def _number(found: Range) -> int:
+    return int(found.file.removeprefix(_HERE))
+
+
+def _sizes(index: Index, numbers: Sequence[int]) -> dict[int, int]:
+    """Return the bytes of these parts, in order."""
+    firsts = np.array([grid.first for grid in index.grids.values()])
+    grids = list(index.grids.values())
+    return {number: grids[int(np.searchsorted(firsts, number, "right")) - 1].part_bytes for number in numbers}
+
+
+def _windows(sizes: Mapping[int, int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield spans of parts (number, start, stop), at most `_AT_ONCE` bytes together."""
+    window, held = list[tuple[int, int, int]](), 0
+    for number, size in sizes.items():
+        start = 0
+        while start < size:
+            stop = min(size, start + _AT_ONCE - held)
+            window.append((number, start, stop))
+            held, start = held + stop - start, stop
+            if held == _AT_ONCE:
+                yield window
+                window, held = [], 0
+    if window:
+        yield window
+
+
+def _placed(window: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each span with its place in the buffer."""
+    at = 0
+    for number, start, stop in window:
+        yield number, start, stop, at
+        at += stop - start
+
+
+def _added(buffer: np.ndarray) -> np.ndarray:
+    """Return the sum of the buffers of all processes, of which all but one are zero at each byte."""
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
+    rows, whole = NamedSharding(mesh, PartitionSpec("process")), NamedSharding(mesh, PartitionSpec())
+    words = buffer.view(np.uint32)
+    stacked = jax.make_array_from_process_local_data(rows, words[None], (mesh.size, words.size))
+    return np.asarray(_sum(stacked, whole).addressable_data(0)).view(np.uint8)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sum(rows: jax.Array, onto: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(rows.sum(axis=0, dtype=np.uint32), onto)

@@ -1,0 +1,153 @@
+"""One process' parts of one step: a file in memory, and an index with checksums, whose rename commits them.
+
+Each process has two slots and writes into them in turn, so one generation is complete at any moment. A file that is
+written again keeps its memory and its mapping: a new page costs more than a copied one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from jdp.checkpoint.memory.layout import Grid
+
+_FORMAT = 1
+_ALIGNED = 64
+_INDEX = ".json"
+Key = tuple[int, str]
+"""The step of a generation, and the visit that wrote it: parts of two visits never mix."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an array in a file of this host."""
+
+    file: Path
+    offset: int
+    size: int
+    digest: str
+
+    def content(self) -> np.ndarray | None:
+        """Return its bytes, mapped; None if they are not those that were written."""
+        try:
+            found = np.memmap(self.file, np.uint8, "r", self.offset, (self.size,))
+        except (OSError, ValueError):  # it is gone, or shorter
+            return None
+        return found if xxhash.xxh3_64_hexdigest(found.data) == self.digest else None
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of one process' parts of one step.
+
+    Attributes:
+        table: the leaves, as a checkpoint's table has them.
+        record: what was saved beside the state.
+        grids: path -> grid of its parts.
+        total: number of the parts of all processes.
+        parts: number -> part, of this process.
+    """
+
+    key: Key
+    table: Mapping[str, Any]
+    record: Mapping[str, Any]
+    grids: Mapping[str, Grid]
+    total: int
+    parts: Mapping[int, Part]
+
+
+class Slot:
+    """A file for one process' parts, which is written again and again."""
+
+    def __init__(self, folder: Path, process: int, number: int) -> None:
+        self.file = folder / f"{process}.{number}"
+        self.index = self.file.with_name(f"{self.file.name}{_INDEX}")
+        self._mapped = np.empty(0, np.uint8)
+
+    def open(self, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Give up the generation that is here; return memory for parts of these sizes. Raises OSError."""
+        self.index.unlink(missing_ok=True)
+        if not sizes:
+            return []
+        self.file.parent.mkdir(mode=0o700, exist_ok=True)  # something may have removed it in mid-run
+        offsets = _offsets(sizes)
+        if self._mapped.size != offsets[-1] or not self.file.exists():
+            handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(handle, offsets[-1])
+                os.posix_fallocate(handle, 0, offsets[-1])  # a page that is missing later would end the process
+            finally:
+                os.close(handle)
+            self._mapped = np.memmap(self.file, np.uint8, "r+")
+        return [self._mapped[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]
+
+    def commit(self, head: Mapping[str, Any], numbers: Iterable[int], parts: Sequence[np.ndarray]) -> None:
+        """Hash the parts, and write the index: from then on they count."""
+        offsets = _offsets([part.size for part in parts])
+        rows = [
+            [number, offset, part.size, xxhash.xxh3_64_hexdigest(part.data)]
+            for number, offset, part in zip(numbers, offsets, parts, strict=False)
+        ]
+        text = json.dumps({**head, "parts": rows}).encode()
+        fresh = self.index.with_suffix(".new")
+        fresh.write_bytes(xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text)
+        fresh.replace(self.index)
+
+    @staticmethod
+    def remove(file: Path) -> None:
+        """Remove a file of parts, and its index."""
+        file.with_name(f"{file.name}{_INDEX}").unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+
+
+def head(key: Key, table: Mapping[str, Any], record: Any, grids: Mapping[str, Grid], total: int) -> dict[str, Any]:
+    """Return the part of an index that all processes have alike."""
+    kinds = {path: [grid.dtype, grid.shape, grid.chunk, grid.first] for path, grid in grids.items()}
+    return {"format": _FORMAT, "key": key, "table": table, "record": record, "grids": kinds, "total": total}
+
+
+def slots(folder: Path) -> dict[Path, Index]:
+    """Return the committed generations of all processes in a folder: file -> index; damaged ones are left out."""
+    found = dict[Path, Index]()
+    for file in sorted(folder.glob(f"*{_INDEX}")):
+        with contextlib.suppress(OSError):  # another process has removed it
+            if index := parsed(file.read_bytes(), file.with_suffix("")):
+                found[file] = index
+    return found
+
+
+def parsed(content: bytes, file: Path) -> Index | None:
+    """Return the index with this content, of parts in `file`; None if it is damaged or of another version."""
+    digest, _, text = content.partition(b"\n")
+    if xxhash.xxh3_64_hexdigest(text).encode() != digest:
+        return None
+    return of(json.loads(text), file)
+
+
+def of(fields: Mapping[str, Any], file: Path) -> Index | None:
+    """Return the index with these fields; None for those of another version."""
+    if fields["format"] != _FORMAT:
+        return None
+    grids = {
+        path: Grid(dtype, tuple(shape), tuple(chunk), first)
+        for path, (dtype, shape, chunk, first) in fields["grids"].items()
+    }
+    parts = {number: Part(file, offset, size, digest) for number, offset, size, digest in fields["parts"]}
+    step, visit = fields["key"]
+    return Index((step, visit), fields["table"], fields["record"], grids, fields["total"], parts)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Return where each part begins, and the size of all of them."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    return offsets

@@ -1,0 +1,155 @@
+"""The folder in a host's memory that outlives a process: /dev/shm/jdp-UID, or below $JDP_MEMORY_DIR.
+
+Each run has a folder of its own there, named by a random number that lies beside the run's checkpoints. So a run that
+was removed and started anew finds nothing of the one before. Each process holds a lock there while it lives: a second
+run is refused. Folders that nobody uses are removed by a later run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from pathlib import Path
+
+from jdp.base.formatting import format_bytes
+from jdp.base.machine import available_memory
+from jdp.checkpoint.errors import CheckpointError
+
+VARIABLE = "JDP_MEMORY_DIR"
+"""The environment variable that names another file system in memory than /dev/shm."""
+RUN_ID = ".memory"
+"""The file beside a run's checkpoints with the name of its folders in memory."""
+_LOCK, _HOST, _WHERE = ".lock", "host", "checkpoints"
+_UNKNOWN_DAYS, _KNOWN_DAYS = 1.0, 7.0
+_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+def is_name(text: str) -> bool:
+    """Return True for a name that `new_name` made."""
+    return _NAME.fullmatch(text) is not None
+
+
+def new_name() -> str:
+    """Return the name of a new run's folder."""
+    return secrets.token_hex(8)
+
+
+def home() -> Path:
+    """Return this user's folder in memory, made with mode 0700. Raises CheckpointError."""
+    root = Path(os.environ.get(VARIABLE) or "/dev/shm")
+    folder = root / f"jdp-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise _unusable(root, error) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise CheckpointError(
+            f"What is kept in memory must be closed to other users; {folder} is not this user's own, with mode 0700. "
+            f"Remove it, or set {VARIABLE} to another folder."
+        )
+    return folder
+
+
+def token() -> str:
+    """Return a text that the processes share that see the same folder, and no others have. Raises CheckpointError."""
+    file = home() / _HOST
+    fresh = file.with_name(f"{_HOST}.{secrets.token_hex(4)}")
+    try:
+        if not file.exists():
+            fresh.write_text(secrets.token_hex(8), encoding="ascii")
+            with contextlib.suppress(FileExistsError):
+                os.link(fresh, file)  # unlike a rename it replaces nothing
+            fresh.unlink()
+        return file.read_text(encoding="ascii")
+    except OSError as error:
+        raise _unusable(file.parent, error) from error
+
+
+def checkpoints_of(name: str) -> str:
+    """Return where the checkpoints are of the run whose folder has this name; "" if it has none here."""
+    try:
+        return (home() / name / _WHERE).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+class RunFolder:
+    """A run's folder in memory, in which a process writes while this object lives."""
+
+    def __init__(self, name: str, checkpoints: str, process: int) -> None:
+        self.path = home() / name
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            lock = self.path / f"{process}{_LOCK}"
+            self._handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.path / _WHERE).write_text(checkpoints, encoding="utf-8")
+            _remove_leftovers(self.path.parent)
+        except BlockingIOError:
+            os.close(self._handle)
+            raise CheckpointError(
+                f"Copies in memory are for one run at a time; {self.path}, of {checkpoints}, is in use. "
+                "Wait for its end, or open the directory without keep_in_memory."
+            ) from None
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+    def require(self, size: int, having: int) -> None:
+        """Check that `size` bytes fit, `having` of which are here already. Raises CheckpointError."""
+        found = os.statvfs(self.path)
+        free = min(found.f_bavail * found.f_frsize, available_memory() or math.inf) + having
+        if size > free:
+            raise CheckpointError(
+                f"keep_in_memory holds two copies of this host's part of the state; they need {format_bytes(size)}, "
+                f"and {self.path.parent.parent} has {format_bytes(free)}. Make it larger (mount -o remount,size=…), "
+                f"set {VARIABLE}, shard over more hosts, or leave keep_in_memory out."
+            )
+
+    def remove(self) -> None:
+        """Remove the folder, as the run has come to its end."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release the lock; what is in the folder stays for the next start."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def _unusable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"keep_in_memory needs a folder in this host's memory; {folder} cannot be written: {error.strerror}. Make "
+        f"room, set {VARIABLE} to another, or leave keep_in_memory out."
+    )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the folders that no process uses: of runs that are gone here, after a day; of any, after a week."""
+    for other in folder.iterdir():
+        if not is_name(other.name) or not other.is_dir():
+            continue
+        with contextlib.suppress(OSError):
+            own = Path((other / _WHERE).read_text(encoding="utf-8")) / RUN_ID
+            is_known = own.is_file() and own.read_text(encoding="ascii") == other.name
+            days = (time.time() - other.stat().st_mtime) / 86400
+            if days > (_KNOWN_DAYS if is_known else _UNKNOWN_DAYS) and not any(map(_is_held, other.glob(f"*{_LOCK}"))):
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _is_held(lock: Path) -> bool:
+    handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -1,0 +1,142 @@
+"""Which process writes which part of each array into its host's memory, and which parts the next host keeps too.
+
+An array's parts are the shards of its sharding: a grid. Each host writes every part that its devices hold, once. A part
+that one host alone holds is also sent to the next host, so that the loss of a host loses nothing. Under `ddp`, or with
+replicas on other hosts, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jdp.core.types import Device
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """An array's shape and dtype, the shape of each part, and the number of its first part among those of all."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    first: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of parts along each dimension."""
+        return tuple(size // part for size, part in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def part_bytes(self) -> int:
+        """The bytes of one part."""
+        return math.prod(self.chunk) * np.dtype(self.dtype).itemsize
+
+    def number(self, index: Index) -> int:
+        """Return the number of the part at these indices."""
+        place = [(each.start or 0) // part for each, part in zip(index, self.chunk, strict=True)]
+        return self.first + (int(np.ravel_multi_index(place, self.counts)) if place else 0)
+
+    def names(self) -> list[str]:
+        """Return the names of the parts as chunks of a checkpoint have them, in the order of their numbers: "0.1"."""
+        if not self.shape:
+            return ["0"]
+        return [".".join(map(str, place)) for place in itertools.product(*map(range, self.counts))]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The parts of all arrays, and this process' share of the writing.
+
+    Attributes:
+        grids: path -> grid, in the order of the parts' numbers.
+        total: number of parts.
+        own: the parts of its devices that this process writes: path, number, device.
+        kept: the parts of the host before that this process keeps, as `neighbour` delivers them.
+        sent: the paths of the arrays of which parts are sent.
+        alone: the paths of those with parts that one host has, and no other gets.
+        route: pairs of places in the mesh, from a device to that of the next host.
+        host_bytes: bytes of one generation on the fullest host.
+    """
+
+    grids: Mapping[str, Grid]
+    total: int
+    own: Sequence[tuple[str, int, Device]]
+    kept: Sequence[tuple[str, int, Device]]
+    sent: Sequence[str]
+    alone: Sequence[str]
+    route: tuple[tuple[int, int], ...]
+    host_bytes: int
+
+
+def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
+    """Return the layout of arrays, real or abstract; `hosts` has for each process the first one of its host."""
+    grids, first = dict[str, Grid](), 0
+    for path, x in arrays.items():
+        chunk = x.shape if isinstance(x, np.ndarray) else x.sharding.shard_shape(x.shape)
+        grids[path] = Grid(str(x.dtype), tuple(x.shape), tuple(chunk), first)
+        first += math.prod(grids[path].counts)
+    mesh = next((x.sharding.mesh for x in arrays.values() if _is_on_mesh(x)), None)
+    route = () if mesh is None else _route(mesh, hosts)
+    own, kept, sent = list[tuple[str, int, Device]](), list[tuple[str, int, Device]](), list[str]()
+    unsent = list[str]()
+    filled = dict.fromkeys(hosts, 0)
+    for path, x in arrays.items():
+        grid = grids[path]
+        parts = _parts(x, grid)
+        holders: dict[int, dict[int, Device]] = {}  # part -> host -> the device that it is read from
+        for device, number in parts.items():
+            holders.setdefault(number, {}).setdefault(hosts[device.process_index], device)
+        alone = {number for number, found in holders.items() if len(found) == 1}
+        for number, found in holders.items():
+            for host, device in found.items():
+                filled[host] += grid.part_bytes
+                if device.process_index == me:
+                    own.append((path, number, device))
+        if not alone:
+            continue
+        if not route or mesh is None or not _is_on_mesh(x) or x.sharding.mesh != mesh:
+            unsent += [path] if len(filled) > 1 else []
+            continue
+        sent.append(path)
+        devices, taken = mesh.devices.flatten().tolist(), set[tuple[int, int]]()
+        for source, target in route:
+            number, device = parts[devices[source]], devices[target]
+            host = hosts[device.process_index]
+            if number in alone and (host, number) not in taken:
+                taken.add((host, number))
+                filled[host] += grid.part_bytes
+                if device.process_index == me:
+                    kept.append((path, number, device))
+    return Layout(grids, first, own, kept, sent, unsent, route, max(filled.values(), default=0))
+
+
+def _is_on_mesh(x: Any) -> bool:
+    return isinstance(getattr(x, "sharding", None), NamedSharding) and isinstance(x.sharding.mesh, Mesh)
+
+
+def _parts(x: Any, grid: Grid) -> dict[Device, int]:
+    """Return for each device the number of the part that it holds; an array of NumPy's is on every process."""
+    if isinstance(x, np.ndarray):
+        return dict.fromkeys(jax.devices(), grid.first)
+    return {device: grid.number(index) for device, index in x.sharding.devices_indices_map(x.shape).items()}
+
+
+def _route(mesh: Mesh, hosts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return from each device's place in the mesh that of the device that keeps its parts, on the next host."""
+    devices = list(mesh.devices.flat)
+    places = sorted(range(len(devices)), key=lambda place: (hosts[devices[place].process_index], place))
+    counts = [hosts[device.process_index] for device in devices]
+    step = max(map(counts.count, set(counts)))
+    pairs = [(place, places[(i + step) % len(places)]) for i, place in enumerate(places)]
+    apart = all(counts[source] != counts[target] for source, target in pairs)
+    return tuple(pairs) if apart else ()

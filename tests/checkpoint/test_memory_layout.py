@@ -1,0 +1,67 @@
+"""Who keeps which part of a state in memory, for hosts that are only described."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.checkpoint.memory.layout import layout
+from jdp.foresight.targets.this_machine import target_of
+
+pytestmark = pytest.mark.aot
+HOSTS, PER_HOST = 3, 4
+
+
+@pytest.fixture(scope="module")
+def devices():
+    return np.array(target_of(f"h100:{HOSTS}x{PER_HOST}").devices)
+
+
+def arrays(devices, axes, **specs):
+    mesh = Mesh(devices.reshape(tuple(axes.values())), tuple(axes))
+    return {
+        path: jax.ShapeDtypeStruct((24, 12), np.float32, sharding=NamedSharding(mesh, spec))
+        for path, spec in specs.items()
+    }
+
+
+def kept_by(shown, host):
+    plan = layout(shown, range(HOSTS), host)
+    return {number for _, number, _ in (*plan.own, *plan.kept)}, plan
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec", "sent"),
+    [
+        ({"data": 12}, P("data"), True),  # zero1 to zero3
+        ({"data": 12}, P(None, "data"), True),
+        ({"data": 12}, P(), False),  # ddp
+        ({"replica": 3, "data": 4}, P("data"), False),  # a replica on each host
+        ({"data": 3, "model": 4}, P(None, "model"), False),  # a replica of each model's part on each host
+        ({"data": 6, "model": 2}, P("data", "model"), True),
+    ],
+)
+def test_any_one_host_may_be_lost_and_only_what_one_has_alone_is_sent(devices, axes, spec, sent):
+    shown = arrays(devices, axes, w=spec, small=P())
+    kept = [kept_by(shown, host) for host in range(HOSTS)]
+    plan = kept[0][1]
+    assert ("w" in plan.sent, "small" in plan.sent) == (sent, False)
+    for lost in range(HOSTS):
+        left = set().union(*(parts for host, (parts, _) in enumerate(kept) if host != lost))
+        assert left == set(range(plan.total))
+    state = 24 * 12 * 4
+    sharded = 2 * state // HOSTS if sent else state
+    assert plan.host_bytes == sharded + state, "the parts of this host and of the one before; all of the small one"
+
+
+def test_a_part_is_written_once_a_host(devices):
+    """`ddp`: by one process of each; here a host has one process."""
+    _, plan = kept_by(arrays(devices, {"data": 12}, w=P()), 1)
+    assert [(path, number) for path, number, _ in plan.own] == [("w", 0)] and not plan.kept
+
+
+def test_hosts_that_the_neighbour_cannot_serve_keep_their_own(devices):
+    """All devices are on one host."""
+    plan = layout(arrays(devices, {"data": 12}, w=P("data")), [0, 0, 0], 0)
+    assert not plan.route and not plan.sent and not plan.kept
