@@ -30,6 +30,28 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jdp"
 
 
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder of the cache; the cache's own folder is the user's alone if it is made here."""
+    if folder.is_relative_to(root := default_folder()) and not root.exists():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(0o700, exist_ok=True)
+    folder.mkdir(mode, parents=True, exist_ok=True)
+
+
+def others_may_write(folder: Path) -> str | None:
+    """Return who else may write to a folder, and the command that ends it; None: nobody, or there is no folder."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    if found.st_mode & 0o022:
+        who = "all users" if found.st_mode & 0o002 else "its group"
+        return f"{who} may write to {folder}: chmod go-w {folder}"
+    if os.geteuid() and found.st_uid not in (os.geteuid(), 0):
+        return f"{folder} is user {found.st_uid}'s: set JDP_CACHE_DIR to a folder of your own"
+    return None
+
+
 @dataclass(frozen=True)
 class Cache:
     """A folder of entries; the least recently used are deleted when they exceed a limit together.
@@ -71,7 +93,7 @@ class Cache:
     def store(self, name: str, write: Callable[[BinaryIO], object]) -> None:
         """Store what `write` writes, completely or not at all, even if several processes store the same entry."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder) as own:  # removed also when the disk is full
                 with Path(own, name).open("wb") as file:
                     write(file)

@@ -134,4 +134,5 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a server on one address of this machine, or on all for ""."""
     dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, dualstack_ipv6=dual)
+    # As many may wait as the kernel allows: whoever comes when its queue is full is heard a second later.
+    return socket.create_server((host, port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN)

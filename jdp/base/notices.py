@@ -4,6 +4,7 @@ They go to the logger "jdp" if the application has enabled it at level INFO. If 
 printed to standard error. (A handler without a level, which a library may have added, does not count.)
 """
 
+import contextlib
 import logging
 import sys
 
@@ -29,7 +30,8 @@ def notice_anywhere(message: str) -> None:
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(message)
     elif logger.getEffectiveLevel() <= logging.WARNING:
-        print(f"jdp: {message}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            print(f"jdp: {message}", file=sys.stderr)
 
 
 def show_as(path: str, name: str) -> None:

@@ -13,7 +13,9 @@ resumed decides as one that was not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Self
 
 LEAST = 50  # losses that are seen before one can be a spike, or the whole window if that is shorter
@@ -21,22 +23,36 @@ FLOOR = 1e-3  # of the mean: a standard deviation that is less counts as so much
 NEW_LEVEL = 50  # spikes in a row that make the loss' level another one
 
 
-class RollBack(Exception):
+class GoBack(Exception):
+    """The run goes back to an earlier checkpoint, for the reason that is the text.
+
+    Attributes:
+        before: the run goes back to a checkpoint from before this step.
+        left_out: all steps whose batches are left out from now on, in order.
+        returns: number of returns for bad steps without a good step in between, with this one.
+        recorded: what the run's history says of it, besides the reason.
+    """
+
+    recorded: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, why: str, before: int, left_out: Sequence[int], returns: int) -> None:
+        super().__init__(why)
+        self.before, self.left_out, self.returns = before, list(left_out), returns
+
+
+class RollBack(GoBack):
     """Too many bad steps in a row: the run goes back, and takes other steps, which its text names.
 
     Attributes:
         why: the reason why the last of them is bad.
-        before: the run goes back to a checkpoint from before this step.
-        left_out: all steps whose batches are left out from now on, in order.
-        returns: number of returns without a good step in between, with this one.
     """
 
     def __init__(self, bad: BadSteps, why: str, leave_out: range) -> None:
         last = leave_out[-1]
         in_a_row = f"{bad.in_a_row} bad steps in a row, the last one step" if bad.in_a_row > 1 else "step"
-        super().__init__(f"{in_a_row} {last}: {why}")
-        self.why, self.before, self.returns = why, leave_out[0], bad.returns + 1
-        self.left_out = sorted({*leave_out, *bad.left_out})
+        left_out = sorted({*leave_out, *bad.left_out})
+        super().__init__(f"{in_a_row} {last}: {why}", leave_out[0], left_out, bad.returns + 1)
+        self.why = why
 
 
 @dataclass
@@ -84,7 +100,7 @@ class BadSteps:
         """Return it as JSON."""
         return asdict(self)
 
-    def went(self, back: RollBack | None) -> None:
+    def went(self, back: GoBack | None) -> None:
         """Take over the steps that are left out in a run that went back."""
         if back is not None:
             self.left_out, self.returns = back.left_out, back.returns

@@ -4,11 +4,15 @@
    `seconds`; anything that happens once and compiles, reads or writes may take `first_seconds`.
 2. In a cluster each process publishes its step once a second in the coordination service, which answers while the
    devices hang. A process whose deadline has passed publishes that too; the others see it and stop.
+   A silent process is noticed by process 0, and a silent process 0 by all others. JAX's heartbeats notice it later,
+   abort all processes with 134, and name nobody.
 3. Each prints the stacks of its threads and which process is behind, and exits with 75: a supervisor starts the job
    again, from its last checkpoint.
 
-A process that was stopped (Ctrl-Z) and goes on has its time again. On GPUs XLA has a timeout of its own, below this
-one (`set_xla_timeout`): it ends a process whose Python cannot.
+Nothing ends the thread itself: a process without memory can start no other, and any line may raise MemoryError. The
+thread that ends the process for certain is started before. A process that was stopped (Ctrl-Z) and goes on has its
+time again. On GPUs XLA has a timeout of its own, below this one (`set_xla_timeout`): it ends a process whose Python
+cannot.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ TRY_AGAIN = 75
 MEDIANS = 10
 """The number of median steps that a step may take."""
 _TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
+SILENT_SECONDS = 20.0
+"""A process that publishes nothing for so long, between steps of the others, is stopped or gone. JAX's heartbeats take
+half of HEARTBEAT_SECONDS to all of it."""
 _ANSWER_SECONDS = 4.0  # for the others to publish their positions
 _LAST_RESORT_SECONDS = 20.0  # after that the process ends, whatever hangs
 _numbers = itertools.count(1)  # all processes make their deadlines in the same order
@@ -54,7 +61,8 @@ class Deadline:
 
     `step` reports that a step ended, `during` that something else goes on. When the time is up, each process prints the
     stacks of all its threads and which process is behind. It ends with exit code 75, "run again". JAX runs ahead of the
-    devices, so a hang shows a few steps after it began.
+    devices, so a hang shows a few steps after it began. In a cluster a process that is stopped or gone is noticed
+    after 20 seconds, between steps.
 
     Args:
         seconds: a step must end within this time, or within ten times the median step, if that is longer; 0: no
@@ -77,6 +85,8 @@ class Deadline:
         self._once, self._doing, self._step = True, "starting", 0
         self._since = time.monotonic()
         self._done = threading.Event()
+        self._expired = threading.Lock()  # released when the time is up, which needs no memory
+        self._expired.acquire()
         self._peers: _Peers | None = None
         self._threads: list[threading.Thread] = []
         self.on_tick: Callable[[], None] = lambda: None
@@ -88,11 +98,14 @@ class Deadline:
         if joined is not None and client is not None:
             self._peers = peers = _Peers(client, *joined, next(_numbers))
             self._start(lambda: self._publish(peers), "jdp whereabouts")
+        self._start(self._end_for_certain, "jdp last resort")
         self._start(self._watch, "jdp deadline")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        with contextlib.suppress(RuntimeError):  # it is released already
+            self._expired.release()
         # a thread that comes back from JAX into a Python that is ending aborts the process
         for thread in self._threads:
             thread.join(THREAD_SECONDS)
@@ -159,38 +172,71 @@ class Deadline:
 
     def _watch(self) -> None:
         """Wait, in a thread, until the time is up here or on another process; then end this one."""
-        before = time.monotonic()
-        while not self._done.wait(_TICK_SECONDS):
-            now = time.monotonic()
-            if now - before > _TICK_SECONDS + _LATE_SECONDS:  # this process was stopped, and has its time again
-                self._since = now
-            before = now
-            self.on_tick()
-            limit = self.limit
-            late = limit is not None and now - self._since > limit
-            if (late or (self._peers is not None and self._peers.expired)) and not self._done.is_set():
+        before, limit = time.monotonic(), self.limit
+        while not self._done.is_set():
+            try:
+                self._done.wait(_TICK_SECONDS)
+                now = time.monotonic()
+                if now - before > _TICK_SECONDS + _LATE_SECONDS:  # this process was stopped, and has its time again
+                    self._since = now
+                    if self._peers is not None:
+                        self._peers.heard = now
+                limit = self.limit
+                self.on_tick()
+            except BaseException:  # memory is exhausted: the last known limit still holds
+                time.sleep(_TICK_SECONDS)
+            before = time.monotonic()
+            late = limit is not None and before - self._since > limit
+            if (late or self._is_lost(before)) and not self._done.is_set():
                 self._leave(limit if late else None)
+
+    def _is_lost(self, now: float) -> bool:
+        """Return True if another process' time is up, or one is silent while this one steps."""
+        if self._peers is None:
+            return False
+        in_a_step = self._seconds > 0 and not self._once
+        return self._peers.expired or (in_a_step and (self._peers.silent or now - self._peers.heard > SILENT_SECONDS))
+
+    def _end_for_certain(self) -> None:
+        """End this process, in a thread, some seconds after its time was up, whatever hangs by then."""
+        self._expired.acquire()
+        if not self._done.is_set():
+            time.sleep(_LAST_RESORT_SECONDS)
+            os._exit(TRY_AGAIN)
 
     def _publish(self, peers: _Peers) -> None:
         """Publish, in a thread, the position of this process, and look for others whose time is up."""
-        with contextlib.suppress(Exception):  # the service is gone: JAX ends this process
-            while not self._done.wait(_TICK_SECONDS):
-                peers.publish(self.position)
+        while not self._done.is_set():
+            try:
+                peers.publish(self.position, once=self._once)  # at once: a process may stop within its first second
+                self._done.wait(_TICK_SECONDS)
+            except Exception:  # memory is exhausted; or the service is gone, and JAX ends this process
+                time.sleep(_TICK_SECONDS)
+        with contextlib.suppress(Exception):
+            peers.leave()
 
     def _leave(self, limit: float | None) -> None:
-        """Print the positions of the processes and the stacks, and end this process."""
-        last_resort = threading.Timer(_LAST_RESORT_SECONDS, os._exit, [TRY_AGAIN])
-        last_resort.daemon = True
-        last_resort.start()
+        """End this process, after a report, whatever fails in that."""
+        try:
+            self._expired.release()
+            self._report(limit)
+            leave_after_failure(TRY_AGAIN)
+        finally:
+            os._exit(TRY_AGAIN)
+
+    def _report(self, limit: float | None) -> None:
+        """Print the positions of the processes and the stacks."""
         position = self.position
-        text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else "another process' time was up"
+        other = "another process' time was up, or it was silent"
+        text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else other
         words = f"After step {position.step}, {text}."
         behind: list[int] = []
-        if self._peers is not None:
-            where, behind = self._peers.ask(position)
-            words += f" {where}"
-        stack = main_stack()
         with contextlib.suppress(Exception):
+            if self._peers is not None:
+                where, behind = self._peers.ask(position)
+                words += f" {where}"
+        with contextlib.suppress(Exception):
+            stack = main_stack()
             event = {"doing": position.doing, "step": position.step, "words": words, "behind": behind, "stack": stack}
             self.on_expired(event)
         with contextlib.suppress(Exception):
@@ -199,8 +245,6 @@ class Deadline:
         who = f"process {joined[0]} of {joined[1]}: " if joined else ""
         says = f"{who}deadline: {words} Stacks of all threads are above; exit code {TRY_AGAIN}: run again to resume\n"
         os.write(2, says.encode())
-        leave_after_failure(TRY_AGAIN)
-        os._exit(TRY_AGAIN)
 
 
 class _Peers:
@@ -209,16 +253,32 @@ class _Peers:
     def __init__(self, client: Any, me: int, count: int, number: int) -> None:
         self._client, self._me, self._count = client, me, count
         self._prefix = f"jdp/deadline/{number}"
-        self._published = Position(-1, "", 0.0)
-        self.expired = False
+        self._stamps: dict[str, tuple[str, float]] = {}  # process 0's: key -> what was published, and since when
+        self.expired = self.silent = False
+        self.heard = time.monotonic()  # when the service answered last
 
-    def publish(self, position: Position) -> None:
-        """Publish the position of this process, if it changed, and look whether another's time is up."""
-        same = (self._published.step, self._published.doing) == (position.step, position.doing)
-        if not same:
-            self._published = position
-            self._put("at", position)
+    def publish(self, position: Position, *, once: bool) -> None:
+        """Publish the position of this process, with whether it is in a step, and look at those of the others."""
+        self._put("at", position, once=once)
         self.expired = bool(self._all("expired"))
+        if self._me == 0:
+            self._look_for_silent_ones()
+        self.heard = time.monotonic()
+
+    def leave(self) -> None:
+        """Withdraw the position of this process, which is at its end: it is not silent."""
+        self._client.key_value_delete(f"{self._prefix}/at/{self._me}")
+
+    def _look_for_silent_ones(self) -> None:
+        """Compare what the processes published with what they had before. Only those in a step may not be silent."""
+        now = time.monotonic()
+        known = self._stamps if now - self.heard < _LATE_SECONDS else {}  # this process was stopped itself
+        found = dict(self._client.key_value_dir_get(f"{self._prefix}/at"))
+        self._stamps = {
+            key: known[key] if known.get(key, ("",))[0] == text else (text, now) for key, text in found.items()
+        }
+        silent = [text for text, since in self._stamps.values() if now - since > SILENT_SECONDS]
+        self.silent = any(not json.loads(text)[-1] for text in silent)
 
     def ask(self, position: Position) -> tuple[str, list[int]]:
         """Publish that the time is up, wait a moment for the others, and return which process is behind, in words."""
@@ -242,15 +302,15 @@ class _Peers:
             [0],
         )
 
-    def _put(self, kind: str, position: Position) -> None:
-        text = json.dumps([position.step, position.doing, position.seconds, time.time()])
+    def _put(self, kind: str, position: Position, *, once: bool = False) -> None:
+        text = json.dumps([position.step, position.doing, position.seconds, time.time(), once])
         self._client.key_value_set(f"{self._prefix}/{kind}/{self._me}", text, allow_overwrite=True)
 
     def _all(self, kind: str) -> dict[int, tuple[Position, float]]:
         """Return process -> its position, and when it published that (Unix seconds)."""
         found: dict[int, tuple[Position, float]] = {}
         for key, text in self._client.key_value_dir_get(f"{self._prefix}/{kind}"):
-            step, doing, seconds, at = json.loads(text)
+            step, doing, seconds, at, _ = json.loads(text)
             found[int(key.rpartition("/")[2])] = Position(step, doing, seconds), at
         return found
 

@@ -4,7 +4,7 @@
 2. Its end, by the first of these: a process that failed by itself, one that ended silently, a deadline, a signal, the
    normal end. A process that reports the loss of another is never the cause.
 3. If it goes on: whether any process has moved lately, and which is behind.
-4. Where the time of its steps goes, on which process, and the goodput of all visits.
+4. Where the time of its steps goes, on which process, and the goodput of all visits; of these the largest cost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jdp.base.formatting import format_seconds
 from jdp.guard.flight_recorder import FLIGHT, read, read_ranks
 from jdp.guard.time_account import Account, account
 from jdp.guard.watch import ALIVE_SECONDS, born
-from jdp.guard.where_time_goes import pace
+from jdp.guard.where_time_goes import cause, pace
 from jdp.guard.who_is_behind import Position, capital, whereabouts
 from jdp.launch.output import LOGS
 
@@ -37,6 +37,7 @@ class Diagnosis:
 
     Attributes:
         pace: medians over the steps of each process, in seconds.
+        slow: the one cause of a slow run, in words; None if nothing costs much.
     """
 
     state: str  # "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown"
@@ -44,6 +45,7 @@ class Diagnosis:
     words: list[str]  # sentences, the most important first
     pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     goodput: Account = field(default_factory=Account)  # where all time went
+    slow: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def diagnose(
     medians, slow = pace({seen.rank: seen.events for seen in last})
     total = account(read(folder / FLIGHT / f"rank-{first:05}.jsonl"))
     words += [*slow, *_before(visits), f"{capital(total.words())}."]
-    return Diagnosis(state, began, words, medians, total)
+    return Diagnosis(state, began, words, medians, total, cause(medians, total))
 
 
 def _visits(rank: int, events: Events) -> list[Seen]:

@@ -11,6 +11,7 @@ One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/
 | resumed  | the loop begins                               | step                                                     |
 | returned | the loop begins again, after fewer steps      | step                                                     |
 | bad step | no finite gradient, or a loss that jumps      | step, words                                              |
+| corrupt  | a device's copy of the state has other bits   | step, words                                              |
 | late     | another host than before delays all           | step, words                                              |
 | alive    | nothing else happened for a while             | doing, step                                              |
 | signal   | a signal came                                 | signal                                                   |

@@ -153,17 +153,20 @@ def raise_for(differences: Sequence[Difference], what: str) -> None:
     """Raise the error about replicas that differ, if there are any."""
     if not differences:
         return
-    first = differences[0]
-    if first.agreeing:
-        at_fault = f"{_named(first.devices)} differs from {_named(first.agreeing)} in {_leaves(differences)}"
-    else:
-        at_fault = f"{_named(first.devices)} differ from one another in {_leaves(differences)}, one of them is wrong"
     raise CorruptState(
-        f"Replicas of {what} must be equal bit for bit; {at_fault}: the device, its memory or its link computed wrong, "
-        "and JAX saw nothing. Nothing was saved of it. Take that device's host out, or test it, and run again: the "
-        "newest checkpoint is from before.",
+        f"Replicas of {what} must be equal bit for bit; {in_words(differences)}: the device, its memory or its link "
+        "computed wrong, and JAX saw nothing. Nothing was saved of it. Take that device's host out, or test it, and "
+        "run again: the newest checkpoint is from before.",
         differences,
     )
+
+
+def in_words(differences: Sequence[Difference]) -> str:
+    """Return "device 3 (…) differs from device 0 (…) in params/kernel"."""
+    first = differences[0]
+    if first.agreeing:
+        return f"{_named(first.devices)} differs from {_named(first.agreeing)} in {_leaves(differences)}"
+    return f"{_named(first.devices)} differ from one another in {_leaves(differences)}, one of them is wrong"
 
 
 def repeated(step: Callable[[PyTree, Any], tuple[PyTree, Any]], kept: PyTree, batch: Any, after: PyTree) -> None:
@@ -229,12 +232,12 @@ def _mixed(shard: jax.Array) -> jax.Array:
     Each word is mixed with its index by invertible steps (constants of Appleby's MurmurHash3): equal changes of two
     words do not cancel in the sum.
     """
-    words = _words(shard).ravel()
+    words = words_of(shard).ravel()
     mixed = (words ^ (jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))) * jnp.uint32(0x85EBCA6B)
     return ((mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)).sum(dtype=jnp.uint32)
 
 
-def _words(x: jax.Array) -> jax.Array:
+def words_of(x: jax.Array) -> jax.Array:
     """Return the bits of an array as uint32."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)

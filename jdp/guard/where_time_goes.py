@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdp.base.formatting import format_percent, format_seconds
+from jdp.guard.time_account import Account
 
 PARTS = ("data", "dispatch", "wait", "host")
 _DATA_SHARE, _HOST_SHARE, _BEHIND_SHARE, _LONG = 0.1, 0.25, 0.05, 3.0
 _FEWEST = 3
+_CAUSE_SHARE, _ONCE_SHARE = 0.1, 0.25
 
 
 def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, dict[str, float]], list[str]]:
@@ -24,6 +26,61 @@ def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, d
         return {}, []
     first = min(medians)
     return medians, [_overview(medians[first], len(steps[first])), *_causes(medians), *_long_steps(steps[first])]
+
+
+def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | None:
+    """Return what costs a run most time besides its steps' own work, and the share; None if nothing costs a tenth.
+
+    The costs of the first start, which a longer run spreads over more steps, count if nothing else does.
+    """
+    if total.total <= 0 or not total.step_count:
+        return None
+    starts = total.start + total.restore + total.compile
+    once = starts / max(total.visits, 1)
+    steps = (total.steps + total.data) / total.total
+    costs = [(share * steps, words) for share, words in _step_costs(medians)]
+    for seconds, words in (
+        (total.save, "saving: the loop waits {share} of the time for checkpoints"),
+        (total.eval, "evaluations: they take {share} of the time"),
+        (starts - once + total.lost + total.idle, "restarts: they take {share} of the time, with steps done again"),
+    ):
+        costs.append((seconds / total.total, words.format(share=format_percent(seconds / total.total))))
+    most, words = max(costs)
+    if most >= _CAUSE_SHARE:
+        return words
+    share = once / total.total
+    return f"starting: with compiling it takes {format_percent(share)} of the time" if share >= _ONCE_SHARE else None
+
+
+def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[tuple[float, str]]:
+    """Return shares of a step that are not its own work, each with words about it and the process with most of it."""
+    costs: list[tuple[float, str]] = []
+    for part, text in (
+        ("data", "input: the devices wait up to {share} of a step for batches"),
+        ("host", "python: the devices wait up to {share} of a step for Python between steps"),
+    ):
+        shares = {rank: own[part] / (own["seconds"] or 1.0) for rank, own in medians.items()}
+        rank = max(shares, key=lambda one: shares[one], default=0)
+        who = f", most in process {rank}" if len(medians) > 1 else ""
+        costs.append((shares.get(rank, 0.0), text.format(share=format_percent(shares.get(rank, 0.0))) + who))
+    if (late := _holds_up(medians)) is not None:
+        rank, seconds, usual = late
+        own = medians[rank]
+        share = (seconds - usual - own["data"] - own["host"]) / (own["seconds"] or 1.0)  # those two are counted above
+        costs.append((share, f"process {rank}: the others wait {format_percent(share)} of a step for its host"))
+    return costs
+
+
+def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> tuple[int, float, float] | None:
+    """Return the process whose host works longest before its devices can begin, its seconds and the others' median."""
+    own = {rank: one["data"] + one["dispatch"] + one["host"] for rank, one in medians.items()}
+    slowest = max(own, key=lambda rank: own[rank], default=0)
+    others = [seconds for rank, seconds in own.items() if rank != slowest]
+    if not others:
+        return None
+    usual = statistics.median(others)
+    late = own[slowest] - usual > _BEHIND_SHARE * (medians[slowest]["seconds"] or 1.0)
+    return (slowest, own[slowest], usual) if late else None
 
 
 def _medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -58,16 +115,12 @@ def _causes(medians: Mapping[int, Mapping[str, float]]) -> list[str]:
         if shares[rank] > least:
             who = f"Process {rank}" if several else "It"
             words.append(f"{who} {text.format(share=format_percent(shares[rank]))}.")
-    own = {rank: one["data"] + one["dispatch"] + one["host"] for rank, one in medians.items()}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = [seconds for rank, seconds in own.items() if rank != slowest]
-    if others:
-        usual, step = statistics.median(others), medians[slowest]["seconds"] or 1.0
-        if own[slowest] - usual > _BEHIND_SHARE * step:
-            words.append(
-                f"Process {slowest} holds the others up: before its devices can begin it works "
-                f"{format_seconds(own[slowest])} a step, the others {format_seconds(usual)}."
-            )
+    if (late := _holds_up(medians)) is not None:
+        rank, seconds, usual = late
+        words.append(
+            f"Process {rank} holds the others up: before its devices can begin it works {format_seconds(seconds)} a "
+            f"step, the others {format_seconds(usual)}."
+        )
     return words
 
 

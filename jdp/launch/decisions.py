@@ -7,7 +7,6 @@ Both answer three questions:
 - What follows from the end of the processes?
 """
 
-import contextlib
 import signal
 import socket
 import time
@@ -15,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from jdp.launch.messages import Lost, Wire, split_address
+from jdp.launch.message_fields import Message
+from jdp.launch.messages import SAME_SECRET, Lost, Wire, WrongSecret, connect, split_address
 from jdp.launch.output import say
 from jdp.launch.process_environment import Part, single_machine
 from jdp.launch.processes import POLL_SECONDS, Child
@@ -71,8 +71,11 @@ class Alone:
 class Member:
     """The decisions of one of several machines, which come from the rendezvous. In `with`."""
 
-    def __init__(self, nodes: Nodes, here: int, facts: Mapping[str, str], rendezvous: Rendezvous | None) -> None:
+    def __init__(
+        self, nodes: Nodes, here: int, facts: Mapping[str, str], secret: bytes | None, rendezvous: Rendezvous | None
+    ) -> None:
         self._nodes, self._here, self._facts, self._rendezvous = nodes, here, facts, rendezvous
+        self._secret = secret
         self._wire: Wire | None = None
         self._reported, self._stop = False, False
         self._code: int | None = None
@@ -127,26 +130,37 @@ class Member:
     def _connect(self) -> None:
         """Try to reach node 0 and join, at most every `AGAIN_SECONDS`."""
         if time.monotonic() < self._again_at:
-            return
+            return None
         self._again_at = time.monotonic() + AGAIN_SECONDS
-        with contextlib.suppress(OSError):  # it is not there yet, its name does not resolve yet, or all is busy
-            address = self._rendezvous.address if self._rendezvous else split_address(self._nodes.coordinator)
-            self._wire = Wire(socket.create_connection(address, CONNECT_SECONDS))
-            self._send("join", node=self._nodes.rank, facts=dict(self._facts))
+        address = self._rendezvous.address if self._rendezvous else split_address(self._nodes.coordinator)
+        try:
+            self._wire = connect(address, self._secret, CONNECT_SECONDS)
+        except WrongSecret as wrong:
+            return self._refuse(f"node 0 at {self._nodes.coordinator} cannot be joined: {wrong}; {SAME_SECRET}")
+        except OSError:  # it is not there yet, its name does not resolve yet, or all is busy
+            return None
+        token = self._rendezvous.token if self._rendezvous else ""
+        return self._send("join", node=self._nodes.rank, facts=self._facts, token=token)
+
+    def _refuse(self, why: str) -> None:
+        """Report once why node 0 does not take this node, which then tries again: it may be of a job that ends."""
+        if why != self._refused:
+            say(why)
+        self._refused = why
 
     def _unanswered(self) -> int:
         """Report that node 0 did not answer in time; return the exit code."""
         if self._refused:
-            raise ValueError(f"{self._refused}: give each machine a --node-rank of its own")
+            raise ValueError(self._refused)
         say(
             f"node 0 did not answer at {self._nodes.coordinator} within {self._nodes.rejoin_seconds:g} seconds: start "
             "it, and see that its name resolves and its port is open from here"
         )
         return TRY_AGAIN
 
-    def _received(self) -> list[Mapping[str, Any]]:
+    def _received(self) -> list[Message]:
         """Act on the messages of the rendezvous, and return them."""
-        messages: list[Mapping[str, Any]] = []
+        messages: list[Message] = []
         if self._wire is not None:
             try:
                 messages = self._wire.receive()
@@ -154,11 +168,13 @@ class Member:
                 self._lost(lost)
         for message in messages:
             if message["kind"] == "end":
-                self._code, self._stop = int(message["code"]), True
+                self._code, self._stop = message["code"], True
             elif message["kind"] == "taken":
-                self._refused = str(message["why"])
+                self._refuse(f"{message['why']}: give each machine a --node-rank of its own")
                 self._leave()
-            self._stop = self._stop or message["kind"] == "stop"
+                continue
+            elif message["kind"] in ("stop", "start"):  # a stop before a start was of the attempt before, and came late
+                self._stop = message["kind"] == "stop"
             if self._nodes.rank and (why := message.get("why")):  # on node 0 the rendezvous prints it
                 say(why)
             if message["kind"] == "spare":
@@ -190,8 +206,10 @@ def decisions_of(
     nodes: Nodes | None,
     facts: Mapping[str, str],
     fits: Callable[[int], bool],
+    secret: bytes | None,
 ) -> Alone | Member:
     """Return the decisions of this machine."""
     if nodes is None:
         return Alone(processes, restarts)
-    return Member(nodes, processes, facts, Rendezvous(nodes, processes, restarts, fits) if nodes.rank == 0 else None)
+    rendezvous = None if nodes.rank else Rendezvous(nodes, processes, restarts, fits, facts, secret)
+    return Member(nodes, processes, facts, secret, rendezvous)

@@ -2,7 +2,8 @@
 
 One pod a node drives all of its GPUs. The pods are an indexed job, so each knows its number. The JobSet's headless
 service gives them names, and `jdp.initialize` joins them by pod 0's, without any rights. The experiment is in a
-ConfigMap. The cause of a pod's end decides how the others go on:
+ConfigMap. A Secret has the secret of the pods: only processes that know it are heard on jdp's own ports.
+The cause of a pod's end decides how the others go on:
 
 | cause                          | exit code          | then                                                          |
 |--------------------------------|--------------------|---------------------------------------------------------------|
@@ -21,10 +22,12 @@ from typing import Any
 import yaml
 
 from jdp.core.cluster.schedulers import KUBERNETES_PORT
+from jdp.launch.secret import SECRET
 
 MISTAKES = (1, 2, 78, 130)  # exit codes that another try would repeat
 WORKERS = "workers"
 EXPERIMENT_FOLDER, EXPERIMENT_FILE, RUNS_FOLDER = "/jdp/experiment", "experiment.toml", "/jdp/runs"
+MEMORY, MEMORY_FOLDER = "JDP_MEMORY_DIR", "/jdp/memory"  # `checkpoint.memory.host` reads the variable
 LONGEST_NAME = 40  # with "-workers-0-" and an index it is a pod's host name, of 63 characters at most
 
 
@@ -33,7 +36,9 @@ class KubernetesJob:
     """The parameters of a JobSet.
 
     Attributes:
+        secret: that of the pods; whoever reads the manifest has it.
         claim: a persistent volume claim that all pods may write, for the runs; None: they end with the pods.
+        keeps_in_memory: the node's /dev/shm is mounted for copies of the state, as the pod's own ends with the pod.
     """
 
     name: str  # a DNS label of at most LONGEST_NAME characters, which begins with a letter
@@ -42,7 +47,9 @@ class KubernetesJob:
     arguments: Sequence[str]  # of `jdp train`, after the file
     nodes: int  # number of pods
     gpus_per_node: int  # 0 for a run on CPUs
+    secret: str
     claim: str | None = None
+    keeps_in_memory: bool = False
     namespace: str | None = None  # None for kubectl's
     queue: str | None = None  # Kueue's local queue; None without Kueue
     max_restarts: int = 10  # how often all pods may start again
@@ -50,15 +57,21 @@ class KubernetesJob:
 
 
 def manifest(job: KubernetesJob) -> str:
-    """Return the YAML that `kubectl apply` takes: a ConfigMap with the experiment, and the JobSet."""
+    """Return the YAML that `kubectl apply` takes: a ConfigMap with the experiment, a Secret, and the JobSet."""
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(job, f"{job.name}-experiment"),
         "data": {EXPERIMENT_FILE: job.experiment},
     }
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(job, f"{job.name}-secret"),
+        "stringData": {SECRET: job.secret},
+    }
     head = f"# {job.name}: {job.nodes} pods, one a node. Written by `jdp manifest kubernetes`; kubectl apply -f FILE\n"
-    return head + yaml.dump_all([config, _job_set(job)], Dumper=_Dumper, sort_keys=False, width=120)
+    return head + yaml.dump_all([config, secret, _job_set(job)], Dumper=_Dumper, sort_keys=False, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -117,6 +130,10 @@ def _pod(job: KubernetesJob) -> dict[str, Any]:
         "runs": (RUNS_FOLDER, runs),
         "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),
     }
+    memory: list[dict[str, Any]] = []
+    if job.keeps_in_memory:
+        volumes["memory"] = (MEMORY_FOLDER, {"hostPath": {"path": "/dev/shm", "type": "Directory"}})
+        memory.append({"name": MEMORY, "value": MEMORY_FOLDER})
     container: dict[str, Any] = {
         "name": "train",
         "image": job.image,
@@ -127,7 +144,10 @@ def _pod(job: KubernetesJob) -> dict[str, Any]:
         "env": [
             {"name": "JDP_NUM_PROCESSES", "value": str(job.nodes)},
             {"name": "JDP_COORDINATOR", "value": f"{job.name}-{WORKERS}-0-0.{job.name}:{KUBERNETES_PORT}"},
+            {"name": "JDP_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
+            *memory,
+            {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-secret", "key": SECRET}}},
         ],
         "ports": [{"name": "coordinator", "containerPort": KUBERNETES_PORT}],
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],

@@ -16,10 +16,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Self
 
 from jdp.launch.output import Outputs, Stream
-from jdp.launch.parent_death import ending_with_parent
+from jdp.launch.standby import Standbys, started
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died): for the peer that caused it to end by itself
@@ -71,13 +72,19 @@ class Child:
 class Processes:
     """The processes of one attempt on this machine, in `with`; none outlives it."""
 
-    def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]], outputs: Outputs) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Mapping[int, dict[str, str]],
+        outputs: Outputs,
+        standbys: Standbys | None = None,
+    ) -> None:
         self.children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._kill_at = math.inf  # set once all have been asked to end
         try:
             for rank, own in environments.items():
-                self.children.append(self._start(command, rank, own, outputs))
+                self.children.append(self._start(command, rank, own, outputs, standbys))
         except BaseException:
             self.close()
             raise
@@ -117,7 +124,7 @@ class Processes:
             return False
         self._forward_output(POLL_SECONDS)
         now, alive = time.monotonic(), running(self.children)
-        if now >= _stop_at(self.children) and not self.stopping:
+        if now >= _stop_at(self.children, alive) and not self.stopping:
             self.stop()
         if now >= self._kill_at:
             _send_signal(signal.SIGKILL, alive)
@@ -136,17 +143,13 @@ class Processes:
         _send_signal(number, running(self.children))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
-    def _start(self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs) -> Child:
-        """Start one process in a group of its own and register its pipes."""
-        process = subprocess.Popen(
-            ending_with_parent(command),
-            env=variables,
-            bufsize=0,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if outputs.separate(rank) else subprocess.STDOUT,
-            process_group=0,
-        )
+    def _start(
+        self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs, standbys: Standbys | None
+    ) -> Child:
+        """Start one process in a group of its own, or take its standby, and register its pipes."""
+        merged = not outputs.separate(rank)
+        process = None if standbys is None else standbys.take(variables, merged=merged)
+        process = process or started(command, variables, merged=merged)
         pipes: list[IO[bytes]] = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
         child = Child(rank, process, outputs.streams(rank, pipes))
         for stream in child.streams:
@@ -182,9 +185,21 @@ def running(children: list[Child]) -> list[Child]:
     return [child for child in children if child.ended == math.inf]
 
 
-def _stop_at(children: list[Child]) -> float:
+def _stop_at(children: list[Child], alive: list[Child]) -> float:
     """Return when to end those still running: at the first failure, or later if they may exit by themselves."""
-    return min((child.ended + _patience(child) for child in children if child.failed), default=math.inf)
+    failed = [child for child in children if child.failed]
+    if failed and all(map(_is_stopped, alive)):  # as by SIGSTOP: none will exit by itself
+        return 0.0
+    return min((child.ended + _patience(child) for child in failed), default=math.inf)
+
+
+def _is_stopped(child: Child) -> bool:
+    """Return True for a process that a signal has stopped, as Ctrl-Z does (Linux)."""
+    try:
+        state = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return state.rpartition(")")[2].split()[0] == "T"
 
 
 def _patience(child: Child) -> float:

@@ -57,5 +57,5 @@ class Restarts:
 
 
 def whence(step: int | None) -> str:
-    """Return the checkpoint that a restart resumes from, as the end of a sentence."""
-    return "" if step is None else f", from checkpoint {step}" if step else ", from the beginning"
+    """Return the step that a restart resumes from, or a later one, as the end of a sentence."""
+    return "" if step is None else f", from step {step}" if step else ", from the beginning"

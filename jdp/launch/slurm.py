@@ -73,6 +73,8 @@ trap : TERM  # if this shell gets it too, it still waits for the tasks
 cd {folder} || exit 2
 counter=.jdp-$SLURM_JOB_ID.restarts  # how many of the restarts below were made
 export JDP_PROGRESS_FILE=$PWD/.jdp-$SLURM_JOB_ID.progress  # process 0 writes the step of its last checkpoint there
+# Only processes with this secret are heard on jdp's own ports (`jdp doctor`, `jdp launch`). It is new at each start.
+[ -n "$JDP_SECRET$JDP_SECRET_FILE" ] || export JDP_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 saved() {{ cat "$JDP_PROGRESS_FILE" 2>/dev/null || echo 0; }}
 before=$(saved)
 # A task uses every core of its node. After the first one has ended the others have {wait} seconds to save and end.

@@ -16,8 +16,8 @@ rendezvous (`decisions`, `rendezvous`).
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +28,9 @@ from jdp.launch.process_environment import environments
 from jdp.launch.processes import Child, Processes
 from jdp.launch.rendezvous import Nodes
 from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
+from jdp.launch.secret import SECRET, new_secret, shared_secret
+from jdp.launch.standby import Standbys
+from jdp.launch.temporary_folder import PROGRESS, temporary_folder
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -72,37 +75,55 @@ def launch(
 
     Raises:
         ValueError: fewer than one process, a negative number of restarts, or fewer GPUs than the processes need; or
-            node 0 cannot listen at its address.
+            node 0 cannot listen at its address. The secret (JDP_SECRET) is too short, cannot be read, or is another
+            than node 0's.
     """
     if processes < 1:
         raise ValueError(f"jdp launch starts 1 or more processes; given -n {processes}. Start at least one.")
     if max_restarts < 0:
         raise ValueError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
     start = dict(os.environ if environment is None else environment)
+    secret = shared_secret(start)
+    if nodes is None and secret is None:
+        start[SECRET] = new_secret()  # for `jdp doctor` as its processes: this machine may have other users
     outputs = Outputs(clean_stdout, log_dir)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True))
-        progress = Path(folder) / "progress"
+        progress = stack.enter_context(temporary_folder()) / PROGRESS
         decisions = decisions_of(
-            processes, Restarts(max_restarts, reports_progress, progress), nodes, facts or {}, fits
+            processes, Restarts(max_restarts, reports_progress, progress), nodes, facts or {}, fits, secret
         )
         if isinstance(decisions, Member):
             stack.enter_context(decisions)
         signals = stack.enter_context(recorded_signals())
+        standbys = (
+            stack.enter_context(Standbys(command, progress, outputs)) if reports_progress and max_restarts else None
+        )
         while not isinstance(part := decisions.next_part(signals), int):
             variables = environments(start | {PROGRESS_FILE: str(progress)}, part, devices_per_process)
-            with Processes(command, variables, outputs) as running:
-                watch(running, signals, grace_seconds, decisions)
+            with Processes(command, variables, outputs, standbys) as running:
+                ready = standbys if part.restarts < max_restarts else None
+                if ready is not None:
+                    later = replace(part, restarts=part.restarts + 1)
+                    ready.attempt(environments(start | {PROGRESS_FILE: str(progress)}, later, devices_per_process))
+                watch(running, signals, grace_seconds, decisions, ready)
             if running.cause is not None:
                 report(running.cause, part.processes, signals, running.children)
             decisions.ended(running.cause, signals)
         return part
 
 
-def watch(running: Processes, signals: Sequence[int], grace_seconds: float, decisions: Decisions) -> None:
+def watch(
+    running: Processes,
+    signals: Sequence[int],
+    grace_seconds: float,
+    decisions: Decisions,
+    standbys: Standbys | None = None,
+) -> None:
     """Let the processes run to their end; pass on signals, of which a second one kills."""
     passed_on = 0
     while running.turn():
+        if standbys is not None and not signals:
+            standbys.turn()
         if len(signals) > passed_on:
             first = signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM  # as SIGHUP and SIGUSR1 become
             running.pass_on(signal.SIGKILL if passed_on else first, grace_seconds)

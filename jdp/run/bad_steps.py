@@ -3,7 +3,8 @@
 1. `before` and `taken`: some steps are taken twice and compared (`guard.replay_every`), others are left out.
 2. `after` reads the metrics of an earlier step, as reading waits for it: was it skipped, does the loss jump, must the
    run go back? The first bad step of a row is inspected, and its batch kept.
-3. Replicas are compared every `guard.check_replicas_every` steps, and before each save.
+3. Replicas are compared every `guard.check_replicas_every` steps, and before each save. If a device has other bits
+   than the rest, the run goes back too (`wrong_devices`).
 4. Process 0 reports the host that the others wait for.
 
 Every process decides from values that all have, so all decide the same at the same step.
@@ -22,12 +23,13 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.guard.bad_steps import RollBack, Rules
+from jdp.guard.bad_steps import GoBack, RollBack, Rules
 from jdp.guard.nonfinite import save_batch
-from jdp.guard.replicas import Fingerprints, check_replicas, copied, fingerprints, raise_for, repeated
+from jdp.guard.replicas import Difference, Fingerprints, copied, fingerprints, repeated
 from jdp.guard.stragglers import HostTimes
 from jdp.guard.watch import Watch
 from jdp.run.progress import Progress
+from jdp.run.wrong_devices import go_back_from
 
 AHEAD = 2
 """Steps that may be queued on the devices before the loop waits."""
@@ -62,7 +64,7 @@ class Health:
         self._one_more = jax.jit(lambda count: count + 1, out_shardings=assembly.plan.replicated)
         self._queued: list[Queued] = []
         self._compared: list[tuple[int, Fingerprints]] = []
-        self._read = progress.resumed_from
+        self._equal_at = self._read = progress.resumed_from  # the last step after which all replicas were equal
         self._values: Any = None
         self._before: TrainState | None = None
 
@@ -105,7 +107,8 @@ class Health:
                 if (taken := fingerprints(state)) is not None:
                     self._compared.append((step, taken))
         while self._compared and self._compared[0][0] <= step - AHEAD:
-            self._compare(*self._compared.pop(0))
+            compared, taken = self._compared.pop(0)
+            self._judge(taken.differences(), compared)
         if line := self._hosts.after(step):
             self._watch.flight.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
             self._say(line)
@@ -132,19 +135,25 @@ class Health:
         while self._queued:
             last = self._queued.pop(0)
             self._check(last, state)
+        progress = self._progress
         while self._compared:
-            self._compare(*self._compared.pop(0))
+            compared, taken = self._compared.pop(0)
+            self._judge(taken.differences(), compared)
         if self._guard.check_replicas_every:
             with self._watch.during("comparing replicas"):
-                check_replicas(state, what=f"the state after step {self._progress.done}")
-        progress = self._progress
+                taken = fingerprints(state)
+                differences = [] if taken is None else taken.differences()
+            self._judge(differences, progress.done)
         progress.skipped = progress.skips_seen
         streak, skipped = progress.skips_in_a_row, progress.skips_seen
         if ended and last and last.values and streak and (streak > 1 or skipped >= progress.done - 1):
             raise Diverged(_why_skipped(streak, last.values, from_the_first=skipped == progress.done, last=True))
 
-    def _compare(self, step: int, taken: Fingerprints) -> None:
-        raise_for(taken.differences(), f"the state after step {step}")
+    def _judge(self, differences: Sequence[Difference], step: int) -> None:
+        """Go back if replicas of the state after a step differ."""
+        if differences:
+            go_back_from(differences, step, self._equal_at, self._progress.bad, self._watch.flight)
+        self._equal_at = step
 
     def _check(self, queued: Queued, state: TrainState) -> None:
         """Read the metrics of a step, and judge it."""
@@ -196,8 +205,10 @@ class Health:
             return [f"It cannot be inspected: {error}."]
 
 
-def went_back(back: RollBack, step: int) -> str:
+def went_back(back: GoBack, step: int) -> str:
     """Return a line about a run that went back; raise Diverged if going back does not help."""
+    if not isinstance(back, RollBack):
+        return f"{back}: back to step {step}; the steps after it are taken again"
     if back.returns > MOST_RETURNS:
         raise Diverged(
             f"going back must help; given {back}, after the run had gone back {MOST_RETURNS} times: raise "

@@ -1,8 +1,9 @@
 """The folder of a run: RUNS/NAME, which belongs to one experiment.
 
 A visit is one process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
-experiment and may be resumed, and locks it; `record` writes the experiment into it. `writing` turns a full or read-only
-disk into one error.
+experiment and may be resumed, and locks it; `Claim.check` claims what was deleted since. `record` writes the experiment
+into it. `writing` turns a full or read-only disk into one error; after the first step `passing_trouble` lets what may
+pass exit with "run again".
 
 Between visits the way of computing may change (`MAY_CHANGE`): devices, strategy, precision, evaluations, logging. The
 number of steps may change if the learning rate does not depend on it. The model, the data, the optimizer, and the
@@ -18,19 +19,21 @@ import os
 import socket
 import time
 import tomllib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jdp.base.notices import notice
+from jdp.checkpoint.errors import is_passing
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight_recorder import FLIGHT
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
+from jdp.run.signals import TRY_AGAIN
 
 FILE = "experiment.toml"
 NEW = f"{FILE}.new"
@@ -51,8 +54,26 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, err
 """Errors of a disk that cannot be written; other errors of the system are not about writing."""
 
 
+class Claim:
+    """A visit's claim on its folder: the experiment in it, and its lock (None: not this process's, or none)."""
+
+    def __init__(self, folder: Path, toml: str) -> None:
+        self.folder = folder
+        self.lock: Lock | None = None
+        self._toml = toml
+
+    def check(self) -> None:
+        """Claim the folder anew if somebody deleted it, its lock or its experiment. Raises ExperimentError."""
+        if self.lock is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock.check()
+        if jax.process_index() == 0 and not (self.folder / FILE).exists():
+            record(self._toml, self.folder)
+            notice(f"{self.folder / FILE} was deleted during the run: it is written anew")
+
+
 @contextlib.contextmanager
-def claimed(folder: Path, toml: str) -> Generator[None]:
+def claimed(folder: Path, toml: str) -> Generator[Claim]:
     """Make the folder of the experiment `toml`, or check that it may be resumed; keep other runs out while in `with`.
 
     Only process 0 writes; the others wait for it.
@@ -62,28 +83,30 @@ def claimed(folder: Path, toml: str) -> Generator[None]:
     experiment, so that a corrected command works.
     """
     with contextlib.ExitStack() as held:
-        fresh = jax.process_index() == 0 and _claim(folder, toml, held)
+        claim = Claim(folder, toml)
+        fresh = jax.process_index() == 0 and _claim(claim, toml, held)
         meet(f"the folder of {folder.name}, which process 0 claims")
         try:
-            yield
+            yield claim
         except BaseException:
             if fresh:
                 _discard_unused(folder)
             raise
 
 
-def _claim(folder: Path, toml: str, held: contextlib.ExitStack) -> bool:
+def _claim(claim: Claim, toml: str, held: contextlib.ExitStack) -> bool:
     """Lock the folder and write the experiment into it; return True if it was new. Raises ExperimentError."""
+    folder = claim.folder
     missing = list(itertools.takewhile(lambda path: not os.path.lexists(path), (folder, *folder.parents)))
     try:
         _check_free(folder, toml)
         folder.mkdir(parents=True, exist_ok=True)
-        alone = held.enter_context(locked(folder))
+        claim.lock = held.enter_context(locked(folder))
         _check_free(folder, toml)  # again: now nobody else changes it
         if not _is_unused(folder):
             return False
         if (folder / FILE).exists() and (differing := _differences(folder, toml)):
-            if not alone:  # nothing is locked: the visit that left it may still go on
+            if claim.lock is None:  # nothing is locked: the visit that left it may still go on
                 raise ExperimentError(_other_experiment(folder, differing))
             notice(
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
@@ -170,6 +193,23 @@ def writing(folder: Path) -> Generator[None]:
         ) from error
 
 
+class RunAgain(ValueError):
+    """Trouble of the disk or the storage that may pass, and that was tried again in vain."""
+
+    exit_code = TRY_AGAIN
+
+
+@contextlib.contextmanager
+def passing_trouble(began: Callable[[], bool]) -> Generator[None]:
+    """Have passing trouble exit with 75, "run again", once the run `began`; before it is a user's mistake."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if not (began() and is_passing(error)):
+            raise
+        raise RunAgain(f"{str(error).removesuffix('.')}; this may pass: run again to resume") from error
+
+
 def record(toml: str, folder: Path) -> None:
     """Write the experiment, as resolved, into its folder, in one rename."""
     _replace(folder / FILE, toml)
@@ -204,6 +244,7 @@ def _differences(folder: Path, toml: str) -> list[str]:
         f"{key} was {was!r}, is {now!r}"
         for key, (was, now) in changed(folder, toml).items()
         if key in kept or not MAY_CHANGE & {key, key.partition(".")[0]}
+        if key != "model.scan" or (was, now) not in ((True, "auto"), ("auto", True))  # which store the same parameters
     ]
 
 
@@ -240,21 +281,47 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # The lock of a run's folder. The system releases an `flock` however its process ends, so none is ever stale.
 
 
+class Lock:
+    """The lock of a run's folder, while it is held."""
+
+    def __init__(self, file: Path, handle: int) -> None:
+        self._file, self._handle = file, handle
+
+    def check(self) -> None:
+        """Take the lock again if its file was deleted. Raises ExperimentError if another run has taken it."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._handle), self._file.stat()):
+                return
+        try:
+            handle = _take(self._file)
+        except ExperimentError as error:
+            raise ExperimentError(f"{self._file} was deleted during this run, which has ended: {error}") from None
+        if handle is not None:
+            os.close(self._handle)
+            self._handle = handle
+            notice(f"{self._file} was deleted during the run: the lock is taken again")
+
+    def release(self) -> None:
+        """Release the lock."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._handle, 0)
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file open, too
+        os.close(self._handle)
+
+
 @contextlib.contextmanager
-def locked(folder: Path) -> Generator[bool]:
-    """Hold the lock of a run's folder."""
+def locked(folder: Path) -> Generator[Lock | None]:
+    """Hold the lock of a run's folder; None where the file system has no locks."""
     handle = _take(folder / LOCK)
     if handle is None:
         notice(f"{folder} is on a file system without locks: nothing keeps a second run out of it")
-        yield False
+        yield None
         return
+    lock = Lock(folder / LOCK, handle)
     try:
-        yield True
+        yield lock
     finally:
-        with contextlib.suppress(OSError):
-            os.ftruncate(handle, 0)
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file open, too
-        os.close(handle)
+        lock.release()
 
 
 def _take(file: Path) -> int | None:

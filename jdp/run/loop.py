@@ -1,7 +1,8 @@
 """The training loop of `jdp train`, read top to bottom.
 
 1. `run`: assemble the run, check that it can start, claim its folder.
-2. `_visit`: make the state, or restore the newest checkpoint (`_start`); after too many bad steps in a row, go back.
+2. `_visit`: make the state, or restore the newest checkpoint (`_start`); after too many bad steps in a row, or where a
+   device differs from the others, go back.
 3. `_steps`: take the steps. Reading, transfer and Python run ahead of the devices. The work around a step is in
    `visit.py` (metrics, evaluations, checkpoints, signals) and `bad_steps.py`.
 4. Exit at the end, or early at a signal, with a checkpoint of the last step.
@@ -19,16 +20,16 @@ import jax
 
 from jdp.base.bucket import Remote
 from jdp.base.notices import notice
-from jdp.checkpoint import Checkpoints, RemoteCheckpoints
+from jdp.checkpoint import CheckpointError, Checkpoints, RemoteCheckpoints
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment, Train
-from jdp.guard.bad_steps import RollBack
+from jdp.guard.bad_steps import GoBack
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
-from jdp.run.folder import CHECKPOINTS, claimed, writing
+from jdp.run.folder import CHECKPOINTS, Claim, claimed, passing_trouble, writing
 from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
@@ -54,18 +55,28 @@ def run(
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
+        if assembly.chooses_remat:
+            assembly = _with_policy(experiment)
         _ = assembly.eval_sets  # errors of the data come before anything is written
         weights = _initial_weights(experiment.train)
         if weights is not None:
             weights.check(assembly.config)
         with (
+            passing_trouble(lambda: stop.began),
             at_hand(root, experiment.name) as (folder, bucket),
-            claimed(folder, assembly.toml),
+            claimed(folder, assembly.toml) as claim,
             writing(folder),
         ):
             for line in settings:
                 notice(line)
-            return _visit(assembly, weights, stop, folder, bucket, quiet=quiet, profile=profile)
+            return _visit(assembly, weights, stop, claim, bucket, quiet=quiet, profile=profile)
+
+
+def _with_policy(experiment: Experiment) -> Assembly:
+    """Return the assembly with a policy in place of `model.remat = "auto"`."""
+    from jdp.experiment.remat import settled  # late: it plans, which no other run does
+
+    return Assembly.on_devices(settled(experiment))
 
 
 def _initial_weights(train: Train) -> InitialWeights | None:
@@ -80,24 +91,24 @@ def _visit(
     assembly: Assembly,
     weights: InitialWeights | None,
     stop: StopRequest,
-    folder: Path,
+    claim: Claim,
     bucket: RemoteRun | None,
     *,
     quiet: bool,
     profile: range | None,
 ) -> dict[str, Any]:
     """Train in a claimed folder until the end or a stop, and return the summary. Raises as `run` does."""
-    guard, progress = assembly.experiment.guard, Progress()
+    guard, progress, folder = assembly.experiment.guard, Progress(), claim.folder
     limits = Deadline(guard.deadline_seconds, guard.first_deadline_seconds)
     with watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch:
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
-        back: RollBack | None = None
+        back: GoBack | None = None
         while True:
             visit = None  # the one before holds batches and outputs
-            with _open_checkpoints(assembly.experiment.train, folder, bucket) as saved:
+            with _open_checkpoints(assembly.experiment, folder, bucket) as saved:
                 with watch.during("restore"):
                     state, progress, weights_read = _start(assembly, saved, weights, back)
-                visit = Visit(assembly, progress, folder, saved, stop, watch, quiet=quiet)
+                visit = Visit(assembly, progress, claim, saved, stop, watch, quiet=quiet)
                 visit.introduce(back, weights_read)
                 try:
                     with visit.recorded(profile):
@@ -105,17 +116,18 @@ def _visit(
                         if stop.signal:
                             raise visit.stopped(f"after step {progress.done}, saved")
                     return visit.finish(state)
-                except RollBack as error:
+                except GoBack as error:
                     back = error.with_traceback(None)  # its frames hold the state
                     if stop.signal:
                         raise visit.stopped(f"while going back ({back})") from None
 
 
-def _open_checkpoints(train: Train, folder: Path, bucket: RemoteRun | None) -> Checkpoints:
+def _open_checkpoints(experiment: Experiment, folder: Path, bucket: RemoteRun | None) -> Checkpoints:
     """Open the run's checkpoints; [train] sets which of them are kept."""
-    best = train.best_metric
+    train, best = experiment.train, experiment.train.best_metric
     by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
     by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
+    by |= {"keep_in_memory": experiment.guard.keep_in_memory}
     if bucket is None:
         return Checkpoints(folder / CHECKPOINTS, **by)
     saved = RemoteCheckpoints(f"{bucket.remote.address}/{CHECKPOINTS}", **by)
@@ -124,19 +136,19 @@ def _open_checkpoints(train: Train, folder: Path, bucket: RemoteRun | None) -> C
 
 
 def _start(
-    assembly: Assembly, saved: Checkpoints, weights: InitialWeights | None, back: RollBack | None
+    assembly: Assembly, saved: Checkpoints, weights: InitialWeights | None, back: GoBack | None
 ) -> tuple[TrainState, Progress, str | None]:
-    """Restore the newest complete checkpoint onto the run's plan, or make a state, with any initial weights."""
+    """Restore the newest complete state onto the run's plan, or make a state, with any initial weights."""
     train, fingerprint = assembly.experiment.train, assembly.data.fingerprint
-    step = saved.latest if back is None else max((one for one in saved.steps if one < back.before), default=None)
-    if step is None:
+    found = _restored(assembly, saved, back)
+    if found is None:
         progress = Progress.of(train, assembly.toml, {"fingerprint": fingerprint})
         progress.bad.went(back)
         if weights is None:
             return assembly.state(), progress, None
         state, message = weights.load(assembly.state(), assembly.config, assembly.plan)
         return state, progress, message
-    state, record = saved.restore(assembly.abstract_state(), step if back else None)
+    state, record = found
     check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
         raise ExperimentError(
@@ -147,7 +159,24 @@ def _start(
     progress = Progress.of(train, assembly.toml, record)
     progress.bad.went(back)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
+    if progress.kept is not None and progress.kept.step and progress.kept.step not in saved.steps:
+        notice(f"the best checkpoint, {progress.kept.step}, is not there: the next evaluation is the best again")
+        progress.kept = Best(progress.kept.metric)
     return state, progress, None
+
+
+def _restored(assembly: Assembly, saved: Checkpoints, back: GoBack | None) -> tuple[TrainState, dict[str, Any]] | None:
+    """Restore the newest complete state, or the newest before those that the run goes back from; None without one."""
+    if back is not None:
+        step = max((one for one in saved.steps if one < back.before), default=None)
+        return None if step is None else saved.restore(assembly.abstract_state(), step)
+    newest = saved.latest
+    try:
+        return None if newest is None else saved.restore(assembly.abstract_state())
+    except CheckpointError:
+        if saved.latest is not None:
+            raise
+        return None  # all there was were copies in memory, and they are damaged, which was reported
 
 
 def _steps(visit: Visit, state: TrainState) -> TrainState:

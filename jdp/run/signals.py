@@ -37,6 +37,7 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_
 _SIGNALS = tuple(EXIT_CODES)
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
 _POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
+_LOOK_SECONDS = 0.05  # between two looks for the answers
 _ANSWER_SECONDS = 60.0
 _UNWIND_SECONDS = 2.0  # how long the main thread may take to exit by itself
 _AGAIN_SECONDS = 0.05  # between two tries to have it leave: where it runs, Python may ignore what is raised
@@ -110,6 +111,16 @@ class StopRequest:
                 self._under_way = True
         self._under_way = True
 
+    @property
+    def began(self) -> bool:
+        """True once the first step is dispatched."""
+        return self._under_way
+
+    @property
+    def heard(self) -> bool:
+        """True once this process has received a signal, before the run stops for it."""
+        return self._heard is not None
+
     def at_step(self, step: int) -> bool:
         """Return True if the run saves and exits after `step`. Every process must call it at every step."""
         return self.poll()
@@ -159,7 +170,7 @@ class StopRequest:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
             while not self._done.wait(_POLL_SECONDS):
                 if (heard := agreement.asked()) is not None:
-                    if why := agreement.agree(lambda: self._under_way):
+                    if why := agreement.agree(lambda: self._under_way, self._done):
                         self._leave(heard, why)
                     return
 
@@ -226,18 +237,34 @@ class _Agreement:
             self._polls += 1
             return 0 <= self._stop_at <= self._polls
 
-    def agree(self, under_way: Callable[[], bool]) -> str | None:
-        """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked."""
+    def agree(self, under_way: Callable[[], bool], done: threading.Event) -> str | None:
+        """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked.
+
+        A process that has taken all of its steps before does not answer. It is not waited for in JAX: a thread that is
+        still there when Python ends aborts the process.
+        """
         with self.lock:
             self.signal = self.asked()
             answer = self._polls if under_way() else -1
             self._client.key_value_set(f"{self._prefix}/polls/{jax.process_index()}", str(answer))
-            try:
-                self._client.wait_at_barrier(f"{self._prefix}/answered", int(_ANSWER_SECONDS * 1000))
-            except jax.errors.JaxRuntimeError:
-                return f"a process did not answer in {_ANSWER_SECONDS:.0f} seconds"
-            answers = [int(text) for _, text in self._client.key_value_dir_get(f"{self._prefix}/polls")]
-            if min(answers) < 0:
-                return _NOTHING
-            self._stop_at = max(answers) + 1
-            return None
+            end = time.monotonic() + _ANSWER_SECONDS
+            while (stop_at := self._answer()) is None:
+                if done.wait(_LOOK_SECONDS):
+                    return None
+                if time.monotonic() > end:
+                    return f"a process did not answer in {_ANSWER_SECONDS:.0f} seconds"
+            self._stop_at = stop_at
+            return _NOTHING if stop_at < 0 else None
+
+    def _answer(self) -> int | None:
+        """Return the poll to stop at, -1 where there is nothing to save; None as long as an answer is missing.
+
+        Process 0 reads the answers of all, and the others read one number.
+        """
+        if jax.process_index() == 0:
+            found = self._client.key_value_dir_get(f"{self._prefix}/polls")
+            if len(found) < jax.process_count():
+                return None
+            answers = [int(text) for _, text in found]
+            self._client.key_value_set(f"{self._prefix}/stop/at", str(-1 if min(answers) < 0 else max(answers) + 1))
+        return next((int(text) for _, text in self._client.key_value_dir_get(f"{self._prefix}/stop")), None)

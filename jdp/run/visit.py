@@ -8,24 +8,25 @@ from __future__ import annotations
 import contextlib
 import time
 import tomllib
-from collections.abc import Generator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
 
 from jdp.base.formatting import finite_or_none
+from jdp.base.retrying import retried
 from jdp.checkpoint import Checkpoints
+from jdp.checkpoint.errors import is_passing
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
 from jdp.core.update.noise_scale import hint, ratio
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
-from jdp.guard.bad_steps import RollBack
+from jdp.guard.bad_steps import GoBack
 from jdp.guard.watch import Watch
 from jdp.run.bad_steps import Health, went_back
 from jdp.run.evaluation import evaluate
-from jdp.run.folder import SUMMARY, changed, record, record_summary
+from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
@@ -52,14 +53,14 @@ class Visit:
         self,
         assembly: Assembly,
         progress: Progress,
-        folder: Path,
+        claim: Claim,
         checkpoints: Checkpoints,
         stop: StopRequest,
         watch: Watch,
         *,
         quiet: bool,
     ) -> None:
-        self.assembly, self.progress, self.folder = assembly, progress, folder
+        self.assembly, self.progress, self.folder, self._claim = assembly, progress, claim.folder, claim
         self.checkpoints, self.stop, self.watch = checkpoints, stop, watch
         self.experiment = assembly.experiment
         self.ended = progress.finished(self.experiment)
@@ -71,7 +72,7 @@ class Visit:
 
     # The beginning and the end.
 
-    def introduce(self, back: RollBack | None, weights_read: str | None) -> None:
+    def introduce(self, back: GoBack | None, weights_read: str | None) -> None:
         """Print the first lines of the visit, or where the run went back to."""
         done, train = self.progress.done, self.experiment.train
         lines = introduction(self.assembly) if back is None else [went_back(back, done)]
@@ -93,7 +94,7 @@ class Visit:
         wanted = {} if self.ended else experiment.track.model_dump(exclude_none=True)
         tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted) if wanted else []
         with (
-            Metrics(folder, resumed_step=done, trackers=tracked) as self.metrics,
+            Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,
             self.display,
             Profile(profile, folder, self.display, done=done) as self.profile,
             recorded(folder, experiment, self.progress, self.assembly.mesh, differing),
@@ -103,7 +104,7 @@ class Visit:
 
     @contextlib.contextmanager
     def feed(self) -> Generator[None]:
-        """Read batches ahead while in `with`, if there are steps to take; wait for the last checkpoint at its end."""
+        """Read batches ahead while in `with`, if there are steps to take."""
         if self.ended:
             yield
             return
@@ -113,8 +114,6 @@ class Visit:
             self.watch.resumed(done)
             self._clock.restart(done, self._feed)
             yield
-            with self.watch.during("wait"):
-                self.checkpoints.wait()
         self.progress.seconds = time.perf_counter() - self._started
 
     def stopped(self, when: str) -> Stopped:
@@ -176,9 +175,14 @@ class Visit:
             self._restart()
         stopping = self.stop.signal is not None
         self.ended = last or stopping or progress.stops_early(self.experiment)
+        if (every := self.experiment.guard.keep_in_memory) and step % every == 0 and not self.ended:
+            self._keep_in_memory(state)  # also where it is saved: until that is in storage a restart needs it
         best = progress.kept is not None and progress.kept.step == step
         if self.ended or best or (train.checkpoint_every and step % train.checkpoint_every == 0):
             self._save(state, ended=self.ended and not stopping)
+        if self.ended:
+            with self.watch.during("wait"):
+                self._save_patiently(state, wait=True)
 
     def _log(self, step: int, values: Any) -> None:
         """Write and show a row: the metrics of this step, and times as means over the steps since the last row."""
@@ -194,12 +198,51 @@ class Visit:
         self._clock.restart(step, self._feed)
 
     def _save(self, state: TrainState, *, ended: bool) -> None:
-        progress = self.progress
         self.health.check_all(state, ended=ended)
-        has_metrics = progress.evaluated == progress.done and progress.kept is not None
         with self.watch.during("save"):
-            self.checkpoints.save(state, progress.record(), progress.evals if has_metrics else None)
+            self._claim.check()
+            self.metrics.check()
+            self._save_patiently(state)
         self.health.restart()
+
+    def _keep_in_memory(self, state: TrainState) -> None:
+        self.health.check_all(state)
+        with self.watch.during("save"):
+            self.checkpoints.save_in_memory(state, self.progress.record(), step=self.progress.done)
+        self.health.restart()
+
+    def _save_patiently(self, state: TrainState, *, wait: bool = False) -> None:
+        """Save in the background, or wait for it to end; after passing trouble save this state, and wait.
+
+        The error of a save may be that of the one before, whose state is gone. Several processes are not in step after
+        an error: they end, to be started again.
+        """
+        progress = self.progress
+        measured = progress.evals if progress.evaluated == progress.done and progress.kept is not None else None
+
+        def save(again: bool) -> None:
+            self.checkpoints.save(state, progress.record(), measured)  # once it is saved this waits
+            if again or wait:
+                self.checkpoints.wait()
+
+        if jax.process_count() > 1:
+            save(False)
+        else:
+            self._patient(save)
+
+    def _write(self, action: Callable[[], None]) -> None:
+        """Write a row of metrics, again while the disk is full."""
+
+        def write(_: bool) -> None:
+            try:
+                action()
+            except OSError as error:  # of an open file, which it does not name
+                raise OSError(error.errno, error.strerror, str(self.folder)) from error
+
+        self._patient(write)
+
+    def _patient(self, action: Callable[[bool], None]) -> None:
+        retried(action, passes=is_passing, say=self.display.say, stops=lambda: self.stop.heard)
 
     def _restart(self) -> None:
         """Leave what was no step out of the steps' times."""

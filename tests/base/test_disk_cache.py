@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from jdp.base.disk_cache import Cache
+from jdp.base.disk_cache import Cache, others_may_write
 
 NAMES = [f"{hashlib.sha256(bytes([i])).hexdigest()}.json.z" for i in range(5)]
 
@@ -54,3 +54,20 @@ def test_an_entry_that_another_process_deletes_meanwhile_is_no_fault(tmp_path, c
     cache = Cache(tmp_path, limit_bytes=150)
     cache.store(NAMES[0], lambda file: file.write(bytes(100)))
     assert cache.load(NAMES[0], lambda file: file.read()) == bytes(100) and not caplog.text
+
+
+def test_the_caches_own_folder_is_made_for_its_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "home" / "cache"))
+    Cache(tmp_path / "home" / "cache" / "things").store(NAMES[0], lambda file: file.write(b"x"))
+    assert (tmp_path / "home" / "cache").stat().st_mode & 0o777 == 0o700
+    Cache(tmp_path / "home" / "cache" / "others").store(NAMES[0], lambda file: file.write(b"x"))
+
+
+def test_another_users_folder_is_anothers_unless_this_is_root(tmp_path, monkeypatch):
+    assert others_may_write(tmp_path) is None
+    if os.geteuid():
+        return
+    os.chown(tmp_path, 4242, -1)
+    assert others_may_write(tmp_path) is None
+    monkeypatch.setattr(os, "geteuid", lambda: 4243)
+    assert others_may_write(tmp_path) == f"{tmp_path} is user 4242's: set JDP_CACHE_DIR to a folder of your own"

@@ -7,6 +7,7 @@ import pytest
 from own_process import python
 
 import jdp
+from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
 from jdp.guard import deadline as module
 from jdp.guard.deadline import Deadline, set_xla_timeout
 from jdp.guard.who_is_behind import DEVICES, Position, whereabouts
@@ -74,14 +75,62 @@ def test_how_long_a_step_may_take(monkeypatch):
         jdp.Deadline(-1)
 
 
+class Service:
+    """The keys of a coordination service."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.keys[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(key, text) for key, text in self.keys.items() if key.startswith(f"{prefix}/")]
+
+    def key_value_delete(self, key):
+        del self.keys[key]
+
+
+@pytest.mark.parametrize("other", ["stopped", "saving", "left", "lives"])
+def test_process_0_notices_who_is_silent_in_a_step_before_jax_does(monkeypatch, other):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    service = Service()
+    first, second = (module._Peers(service, me, 2, 1) for me in (0, 1))
+    second.publish(Position(3, DEVICES, 0.0), once=other == "saving")
+    if other == "left":
+        second.leave()
+    silent = []
+    for _ in range(30):
+        now[0] += 1
+        if other == "lives":
+            second.publish(Position(3, DEVICES, 0.0), once=False)
+        first.publish(Position(3, DEVICES, 0.0), once=False)
+        silent.append(first.silent)
+    assert silent == [other == "stopped" and second > module.SILENT_SECONDS for second in range(30)]
+    assert 1.2 * module.SILENT_SECONDS < HEARTBEAT_SECONDS / 2
+    now[0] += 60  # process 0 itself is stopped for a minute: the others have their time again
+    first.publish(Position(3, DEVICES, 0.0), once=False)
+    assert not first.silent
+
+
 HANGS = """
-import ctypes, sys
+import ctypes, resource, sys
 import jdp
 
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with jdp.Deadline(1, 60) as deadline:
     for step in range(3):
         deadline.step(step)
+    if "exhausted" in sys.argv:
+        hoard = [bytes(size) for size in range(1, 500) for _ in range(500)]  # small values take what Python keeps
+        resource.setrlimit(resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
+        try:
+            while True:
+                hoard.append(bytes(len(hoard) % 500))
+        except MemoryError:
+            pass
     print("hangs", flush=True)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
@@ -93,7 +142,14 @@ def test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75(tmp_path):
     done = python(tmp_path / "hangs.py", timeout=60)
     assert done.returncode == 75, done.stderr
     assert re.search(r"deadline: After step 2, its next step did not end in 1 seconds\. Stacks of all", done.stderr)
-    assert 'hangs.py", line 11 in <module>' in done.stderr
+    assert 'hangs.py", line 19 in <module>' in done.stderr
+
+
+def test_a_process_without_memory_ends_too(tmp_path):
+    """No thread can be started then, and any line of Python may raise MemoryError."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = python(tmp_path / "hangs.py", "exhausted", timeout=60)
+    assert done.returncode == 75, done.stderr
 
 
 def test_a_loop_that_moves_is_left_alone(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jdp.cli.main import main
 from jdp.guard.diagnosis import diagnose
 
 NOW = 10_000.0
@@ -123,19 +124,67 @@ def test_a_stopped_process_is_silent(tmp_path):
 
 
 SLOW = {
-    "data": ({"data": 0.4, "wait": 0.5}, "Process 1 waits for data 40 % of its time: reading or decoding is too slow"),
-    "python": ({"host": 0.5, "wait": 0.4}, "Process 1 spends 50 % of its time in Python between steps"),
+    "data": (
+        {"data": 0.61, "wait": 0.3},
+        "Process 1 waits for data 61 % of its time: reading or decoding is too slow",
+        "input: the devices wait up to 61 % of a step for batches, most in process 1",
+    ),
+    "python": (
+        {"host": 0.5, "wait": 0.4},
+        "Process 1 spends 50 % of its time in Python between steps",
+        "python: the devices wait up to 50 % of a step for Python between steps, most in process 1",
+    ),
     "straggler": (
         {"dispatch": 0.2, "wait": 0.7},
         "Process 1 holds the others up: before its devices can begin it works",
+        "process 1: the others wait 18 % of a step for its host",
     ),
 }
 
 
-@pytest.mark.parametrize(("parts", "words"), SLOW.values(), ids=SLOW)
-def test_what_makes_it_slow(tmp_path, parts, words):
+@pytest.mark.parametrize(("parts", "words", "slow"), SLOW.values(), ids=SLOW)
+def test_what_makes_it_slow(tmp_path, parts, words, slow):
     found = asked(tmp_path, loop(0), loop(1, **parts), alive=(0, 1), now=1030.0)
     assert any(line.startswith(words) for line in found.words), found.words
+    assert found.slow == slow
+
+
+def test_the_first_line_names_the_one_cause_unless_it_failed(tmp_path, capsys):
+    (tmp_path / "experiment.toml").touch()
+    asked(tmp_path, [*loop(0, of=1, data=0.61, wait=0.3), event(1029.0, "left", **LEFT)])
+    assert main(["why", str(tmp_path)]) == 0
+    first = f"{tmp_path}: finished; input: the devices wait up to 61 % of a step for batches\nIt finished after"
+    assert capsys.readouterr().out.startswith(first)
+    with (tmp_path / "flight" / "rank-00000.jsonl").open("a") as file:
+        file.write(json.dumps(event(1030.0, "left", how="error", error="KeyError: 'x'", step=20)) + "\n")
+    assert main(["why", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path}: failed\nIt failed, after step 20, at ")
+
+
+def between(doing, seconds):
+    return [
+        event(1008.0, "resumed", step=0),
+        *(event(1009.0 + i, "step", step=i, seconds=1.0, wait=0.9) for i in range(10)),
+        event(1020.0 + seconds, "end", doing=doing, step=10, seconds=seconds),
+    ]
+
+
+COSTS = {
+    "saves": (between("save", 5.0), "saving: the loop waits 20 % of the time for checkpoints"),
+    "evaluations": (between("eval", 30.0), "evaluations: they take 60 % of the time"),
+    "a short run": (between("wait", 0.0), "starting: with compiling it takes 45 % of the time"),
+    "restarts": (
+        [*between("wait", 0.0), *loop(0, of=1, began=1100.0, steps=4)],
+        "restarts: they take 88 % of the time, with steps done again",
+    ),
+    "nothing": (loop(0, of=1, steps=100), None),
+}
+
+
+@pytest.mark.parametrize(("events", "slow"), COSTS.values(), ids=COSTS)
+def test_what_costs_a_run_most_besides_its_steps(tmp_path, events, slow):
+    begun = event(1001.0, "start", rank=0, of=1, pid=1, host="host0", began=1000.0)
+    assert asked(tmp_path, [begun, *events]).slow == slow
 
 
 def test_long_steps_are_counted(tmp_path):

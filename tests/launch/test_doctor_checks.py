@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from jdp.core.cluster.schedulers import Cluster
 from jdp.launch.doctor.disk import examine_disk, existing
 from jdp.launch.doctor.findings import Examined, Finding
 from jdp.launch.doctor.limits import examine_limits
+from jdp.launch.doctor.nccl import cure
 from jdp.launch.doctor.network import call_roll, examine_names, examine_port
 from jdp.launch.doctor.versions import examine_versions
 
@@ -287,3 +289,25 @@ def test_what_is_not_ok_is_told_once_with_its_processes():
     assert examined.wrong == 1
     well = Examined({0: [fine], 1: [Finding("a", "ok", "9")]}, {0: "n0", 1: "n1"})
     assert well.lines() == ["ok     a  1"] and well.wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "found"),
+    [
+        ("import os; os.environ.get('NCCL_SHM_DISABLE') or __import__('time').sleep(60)", {}, ["NCCL_SHM_DISABLE"]),
+        ("import os; 'NCCL_IB_DISABLE' in os.environ or 1 / 0", {"NCCL_P2P_DISABLE": "1"}, ["NCCL_IB_DISABLE"]),
+        ("1 / 0", {}, []),
+    ],
+    ids=["hangs", "fails", "incurable"],
+)
+def test_the_way_of_nccl_that_is_at_fault(code, given, found, tmp_path, monkeypatch, capsys):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    variables = cure(1.0, command=[sys.executable, "-S", "-c", code], rdma=tmp_path)
+    assert variables == dict.fromkeys(found, "1") and time.monotonic() - started < 20
+    tried = [line.rpartition(" with ")[2] for line in capsys.readouterr().err.splitlines()]
+    together = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1"
+    everything = ["NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1", together]
+    last = everything.index(f"{found[0]}=1") + 1 if found else 4
+    assert tried == everything[len(given) : last]

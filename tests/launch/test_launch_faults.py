@@ -89,7 +89,7 @@ def test_two_kills_in_one_run_cost_nothing_but_time(folder, undisturbed, capfd, 
     for number, rank in enumerate((1, 0), start=1):
         assert f"process {rank} of 2 ended with signal 9 (SIGKILL). Its last output:" in err
         assert f"restart {number} of 2" in err
-    reached = [int(step) for step in re.findall(r"restart \d of 2, from checkpoint (\d+)\n", err)]
+    reached = [int(step) for step in re.findall(r"restart \d of 2, from step (\d+)\n", err)]
     assert [kill - step in (1, 3) for kill, step in zip((5, 9), reached, strict=True)] == [True] * 2, reached
     assert out.count("resumed after step") == 2
     assert course(folder, "killed") == undisturbed
@@ -113,7 +113,7 @@ def test_a_run_goes_on_without_a_node_that_is_lost(folder, undisturbed):
     out, _ = first.communicate(timeout=200)
     lost.communicate(timeout=10)
     assert first.returncode == 0 and lost.returncode == -signal.SIGKILL, out
-    assert re.search(r"restart 1 of 1, from checkpoint [46]\n", out) and "going on with 1 of 2" in out
+    assert re.search(r"restart 1 of 1, from step [46]\n", out) and "going on with 1 of 2" in out
     assert "zero1 on data=2 cpu devices" in out and "zero1 on data=1 cpu devices" in out
     losses, expected = course(folder, "lost")[0], undisturbed[0]
     assert losses.keys() == expected.keys() and {step: losses[step] for step in range(1, 5)}.items() <= expected.items()

@@ -7,16 +7,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 from own_process import start_python
 
 from jdp.cli.launch import Options, _under_slurm
 from jdp.launch import Nodes, launch
+from jdp.launch.decisions import Member
+from jdp.launch.door import Door
 from jdp.launch.messages import split_address
+from jdp.launch.process_environment import Part
 
 WHO = """import os, signal, sys, time
 rank, count, restarts = (int(os.environ[f"JDP_{name}"]) for name in ("PROCESS_ID", "NUM_PROCESSES", "RESTARTS"))
@@ -37,15 +40,15 @@ def address():
 
 @pytest.fixture
 def start(tmp_path, address):
-    """Starts the supervisor of a node: start(rank, text, "--max-restarts=1", …, nodes=2)."""
+    """Starts the supervisor of a node: start(rank, text, "--max-restarts=1", …, nodes=2). They share a secret."""
     started: list[Process[str]] = []
 
-    def start(rank, text, *options, nodes=2, processes=2):
+    def start(rank, text, *options, nodes=2, processes=2, secret="the secret of these nodes"):
         file = tmp_path / f"program{rank}.py" if "--own" in options else tmp_path / "program.py"
         file.write_text(WHO + text)
         command = ["-m", "jdp", "launch", f"-n={processes}", f"--nodes={nodes}", f"--node-rank={rank}"]
         command += [f"--coordinator={address}", *(option for option in options if option != "--own")]
-        started.append(start_python(*command, "--", file, tmp_path))
+        started.append(start_python(*command, "--", file, tmp_path, JDP_SECRET=secret))
         return started[-1]
 
     yield start
@@ -192,22 +195,44 @@ def listening(address):
             return
 
 
-def test_two_machines_with_one_number_and_strangers_are_turned_away(start, tmp_path, address):
+def test_two_machines_with_one_number_and_one_with_another_secret_are_turned_away(start, tmp_path):
+    """The others go on. `test_strangers.py` has whoever comes without jdp."""
     text = "mark(f'up.{rank}'); wait_for('go')"
-    first = start(0, text)
-    listening(address)
-    short = (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"kind": "join"}\n')
-    for nonsense in (*short, b"\xff" * 100_000, b"[" * 50_000 + b"\n"):
-        with socket.create_connection(split_address(address), 10) as stranger, suppress(ConnectionResetError):
-            stranger.sendall(nonsense)
-            assert stranger.recv(1) == b""
-    second = start(1, text)
+    first, second = start(0, text), start(1, text)
     wait_for(tmp_path, "up.0", "up.3")
-    _, err = ends(start(1, text, "--rejoin-seconds=1"), 2)
-    assert "node 1 is here already, from 127.0.0.1: give each machine a --node-rank of its own" in err
+    same, other = start(1, text, "--rejoin-seconds=1"), start(1, text, "--rejoin-seconds=1", secret="another secret !")
+    _, err = ends(same, 2)
+    assert err.count("node 1 is here already, from 127.0.0.1: give each machine a --node-rank of its own") == 2
+    _, err = ends(other, 2)
+    refused = "cannot be joined: its secret is another; set JDP_SECRET or JDP_SECRET_FILE to the same everywhere\n"
+    assert err.count(refused) == 2, "at once, and as its last word"
     (tmp_path / "go").touch()
-    ends(first, 0)
+    _, said = ends(first, 0)
+    assert "jdp launch: a supervisor on 127.0.0.1 was refused: it has another secret than this node, or none\n" in said
     ends(second, 0)
+
+
+@pytest.mark.parametrize("order", [("stop", "again", "start"), ("again", "start", "stop")])
+def test_a_stop_that_comes_late_does_not_stop_the_next_attempt(order):
+    """A node whose own process failed may have ended all of its processes before it is told to."""
+    place = {"coordinator": "h:1", "processes": 2, "first": 1, "binds": False, "restarts": 1}
+    told = {"stop": {}, "again": {"why": ""}, "start": place}
+    with socket.create_server(("127.0.0.1", 0)) as server, Door(server, None) as door:
+        nodes = Nodes(2, 1, "{}:{}".format(*server.getsockname()))
+
+        def answer():
+            while not (joined := [client for client, message in door.turn(5) if "kind" in message]):
+                pass
+            for kind in order:
+                joined[0].wire.send(kind, **told[kind])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with Member(nodes, 1, {}, None, None) as member:
+            part = member.next_part([])
+            assert isinstance(part, Part) and part.restarts == 1
+            thread.join(10)
+            assert member.stop(None) == (order[-1] == "stop")
 
 
 def test_a_node_0_that_does_not_answer_is_named(start):

@@ -78,7 +78,8 @@ def wait_for(condition, processes):
 def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start, end, tmp_path):
     """Fault 20. Neither side hears of the cut.
 
-    The heartbeats end both: 24 and 25 s after the cut, where HEARTBEAT_SECONDS is 30.
+    The deadline's thread ends both as the other one is silent, 20 s and more after the cut; JAX' heartbeats, which name
+    nobody, take longer.
     """
     write(tmp_path)
     runs, go = tmp_path / "runs", tmp_path / "go"
@@ -96,10 +97,10 @@ def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start,
     cut = time.monotonic()
     go.touch()
     codes, printed = end(*hosts)
-    assert codes == [-6, -6], "JAX aborts a process whose peer is lost"
+    assert codes == [75, 75]
     assert time.monotonic() - cut < 120
-    assert "The following tasks are unhealthy (stopped sending heartbeats):\n1" in printed[0]
-    assert "another task died" in printed[1] and "Heartbeat" in printed[1]
+    assert "Process 1 does not answer: " in printed[0]
+    assert "process 0 is stopped or gone, or the network to it" in printed[1]
     two_hosts.join()
     codes, printed = end(*both("-m", "jdp"))
     assert codes == [0, 0], printed
@@ -108,6 +109,35 @@ def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start,
     train_here(tmp_path / "points.toml", tmp_path / "whole", {}, devices=2)
     resumed, whole = (rows(folder / "points", "loss", "grad_norm") for folder in (runs, tmp_path / "whole"))
     assert resumed == whole
+
+
+@pytest.mark.faults
+def test_a_host_that_is_killed_with_its_memory_gets_its_part_from_its_neighbour(start, end, tmp_path):
+    """Nothing is in storage. Each host has a folder of its own for its memory; host 1 comes back with an empty one."""
+    write(tmp_path, checkpoint_every=0)
+    faults = {"folder": str(tmp_path), "0:1:17": "kill the node"}
+    program = [sys.executable, str(Path(__file__).with_name("faulty.py")), json.dumps(faults)]
+    train = [*program, "train", f"{tmp_path}/points.toml", f"--run-dir={tmp_path}/runs", "--guard.keep_in_memory=3"]
+
+    def node(number):
+        memory = tmp_path / f"memory{number}"
+        memory.mkdir()
+        where = ["--nodes=2", f"--node-rank={number}", f"--coordinator={two_hosts.ADDRESSES[0]}:29500"]
+        launch = [sys.executable, "-m", "jdp", "launch", "-n=1", *where, "--max-restarts=1", "--"]
+        return start(number, *launch, *train, JDP_MEMORY_DIR=str(memory))
+
+    hosts = [node(number) for number in range(2)]
+    hosts[1].wait(SECONDS)
+    shutil.rmtree(tmp_path / "memory1")
+    codes, printed = end(hosts[0], node(1))
+    assert codes == [0, 0], printed
+    (step,) = re.findall(
+        r"step (\d+) is restored from the hosts' memory, .* from other hosts; storage has no", printed[0]
+    )
+    assert step in ("12", "15"), "two copies at most are lost"
+    train_here(tmp_path / "points.toml", tmp_path / "whole", {}, devices=2)
+    killed, whole = (rows(folder / "points", "loss", "grad_norm") for folder in (tmp_path / "runs", tmp_path / "whole"))
+    assert killed == whole
 
 
 JOIN = """
@@ -142,11 +172,11 @@ def test_the_pods_of_a_manifest_join_once_pod_0_has_a_name(start, end, tmp_path,
     options = ["--nodes=2", "--per-node=1", "--image=any", "--data.source=/jdp/data.npz"]
     monkeypatch.chdir(tmp_path)
     assert main(["manifest", "kubernetes", "points.toml", *options]) == 0
-    config, job_set = yaml.safe_load_all(capsys.readouterr().out.replace("/jdp/", f"{tmp_path}/"))
+    config, secret, job_set = yaml.safe_load_all(capsys.readouterr().out.replace("/jdp/", f"{tmp_path}/"))
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "experiment.toml").write_text(config["data"]["experiment.toml"])
     (container,) = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    given = {entry["name"]: entry.get("value") for entry in container["env"]} | secret["stringData"]
 
     def pod(index):
         return start(index, sys.executable, "-m", *container["command"], JOB_COMPLETION_INDEX=str(index), **given)

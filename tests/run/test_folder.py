@@ -45,6 +45,10 @@ def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
         return experiment(model={"name": "gpt-nano", **model}, data={"source": "text.txt"})
 
     record(gpt(), tmp_path)
-    check_same(tmp_path, gpt(remat="full", attention="xla"))
+    check_same(tmp_path, gpt(remat="full", attention="xla", scan=True))
     with pytest.raises(ExperimentError, match=r"another experiment \(model.layers was \d+, is 1\)"):
         check_same(tmp_path, gpt(layers=1, remat="full"))
+    record(gpt(scan=True), tmp_path)  # as before "auto" was there
+    check_same(tmp_path, gpt())
+    with pytest.raises(ExperimentError, match=r"another experiment \(model.scan was True, is False\)"):
+        check_same(tmp_path, gpt(scan=False))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tiny_runs import rows
 
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.nonfinite import read_batch
+from jdp.run.outputs.history import read_history
 
 TABLES = tables(
     optimizer={"name": "sgd", "momentum": 0.9, "lr": 0.01},
@@ -27,6 +29,7 @@ from jdp.core.step import Step
 from jdp.experiment import assembly as assemblies
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
+from jdp.guard.healing import heal_replicas
 from jdp.guard.replicas import CorruptState, fingerprints
 from jdp.run import loop
 
@@ -44,14 +47,19 @@ def batches(source, *, start=0, epochs=None, **given):
         yield {**batch, "features": batch["features"] * np.float32("nan" if is_nan else 1)}
 
 
+def flipped_state(state):
+    bias = state.params["layers"]["0"]["bias"]
+    device = jax.local_devices()[1] if rank == 1 else None
+    layers = {**state.params["layers"], "0": {**state.params["layers"]["0"], "bias": flipped(bias, device, bit=3)}}
+    return dataclasses.replace(state, params={"layers": layers})
+
+
 def step(self, state, batch):
     result = real_step(self, state, batch)
-    if self.train and fault.get("flip") == int(result[0].consumed):
+    if self.train and fault.get("flip") == int(result[0].consumed) and fault["times"]:
         state, values = result
-        bias = state.params["layers"]["0"]["bias"]
-        device = jax.local_devices()[1] if rank == 1 else None
-        layers = {**state.params["layers"], "0": {**state.params["layers"]["0"], "bias": flipped(bias, device, bit=3)}}
-        return dataclasses.replace(state, params={"layers": layers}), values
+        fault["times"] -= 1
+        return flipped_state(state), values
     return result
 
 
@@ -90,12 +98,18 @@ def digest(state):
 results = {
     "nan": run("nan", {"guard.roll_back_after": "2"}, nan=(5, 6)),
     "by hand": by_hand({4, 5, 6}),
-    "flip": run("flip", {"guard.check_replicas_every": "2"}, flip=4),
+    "calm": by_hand({}),
+    "flip": run("flip", {"guard.check_replicas_every": "2"}, flip=5, times=1),
+    "twice": run("twice", {"guard.check_replicas_every": "2"}, flip=4, times=2),
     "slow": run("slow", {"train.steps": "12", "guard.check_hosts_every": "2"}, sleep=1),
 }
 assembly = Assembly.on_devices(load(folder / "points.toml", {}))
-with jdp.Checkpoints(folder / "nan" / "checkpoints") as saved:
-    results["digest"] = digest(saved.restore(assembly.abstract_state(), 10)[0])
+for name in ("nan", "flip"):
+    with jdp.Checkpoints(folder / name / "checkpoints") as saved:
+        results[f"digest of {name}"] = digest(saved.restore(assembly.abstract_state(), 10)[0])
+right = assembly.state()
+healed, differences = heal_replicas(flipped_state(right))
+results["healed"] = [digest(right), digest(healed), [each.path for each in differences]]
 (folder / f"results-{rank}").write_text(json.dumps(results))
 """
 pytestmark = pytest.mark.faults
@@ -126,7 +140,7 @@ def test_nan_on_one_rank_is_named_and_gone_back_from_with_the_bits_of_a_run_with
     assert losses == seen and list(losses) == ["1", "2", "3", "7", "8", "9", "10"]
     for rank in (0, 1):
         own = results(folder, rank)
-        assert own["nan"] == 3 and own["digest"] == digest and own["by hand"][0] == seen
+        assert own["nan"] == 3 and own["digest of nan"] == digest and own["by hand"][0] == seen
 
 
 def test_both_processes_keep_their_rows_of_the_batch(folder):
@@ -136,14 +150,32 @@ def test_both_processes_keep_their_rows_of_the_batch(folder):
     assert np.isnan(batch["features"]).all(axis=1).tolist() == [False] * 8 + [True] * 8
 
 
-def test_a_flipped_bit_is_named_on_every_process_before_it_is_saved(folder):
-    said = [results(folder, rank)["flip"] for rank in (0, 1)]
+def test_a_run_with_a_flipped_bit_goes_back_and_has_the_bits_of_a_calm_one(folder):
+    """Of four copies in two processes one is wrong from step 5 on, and the comparison before step 6's save finds it."""
+    seen, digest = results(folder, 0)["calm"]
+    assert {str(step): loss for step, loss in rows(folder / "flip", "loss").items()} == seen and len(seen) == 10
+    for rank in (0, 1):
+        own = results(folder, rank)
+        assert own["flip"] == 0 and own["digest of flip"] == digest
+    (words,) = (words for words in diagnose(folder / "flip").words if words.startswith("After step 6 device "))
+    assert "(cpu, number 1 of process 1) differs from device 0 (cpu, number 0 of process 0), " in words
+    back = next(event for event in read_history(folder / "flip" / "history.jsonl") if event["event"] == "rolled back")
+    assert [(device["host"], device["number"]) for device in back["wrong_devices"]] == [(socket.gethostname(), 3)]
+
+
+def test_a_bit_that_flips_twice_ends_the_run_on_every_process_before_it_is_saved(folder):
+    said = [results(folder, rank)["twice"] for rank in (0, 1)]
     assert said[0] == said[1]
-    start = "Replicas of the state after step 4 must be equal bit for bit; device "
-    assert said[0].startswith(start) and "in params/layers/0/bias: " in said[0]
-    assert "(cpu, number 1 of process 1) differs from device 0 (cpu, number 0 of process 0)" in said[0]
-    saved = [int(path.name) for path in (folder / "flip" / "checkpoints").iterdir() if path.name.isdecimal()]
+    assert said[0].startswith("A device must not compute wrong twice; given, for the second time, after step 4 device ")
+    assert " in params/layers/0/bias, on host " in said[0] and "It is device 3 of the only host, " in said[0]
+    saved = [int(path.name) for path in (folder / "twice" / "checkpoints").iterdir() if path.name.isdecimal()]
     assert saved == [3]
+
+
+def test_a_copy_is_healed_from_another_process(folder):
+    for rank in (0, 1):
+        right, healed, paths = results(folder, rank)["healed"]
+        assert healed == right and paths == ["params/layers/0/bias"]
 
 
 def test_a_slow_process_is_named(folder):

@@ -85,4 +85,4 @@ def test_a_run_that_was_taken_over_begins_anew_and_is_resumed(tmp_path):
     assert train(file, "--train.steps", "3", "--compiler", "overlap")[0] == 0
     assert events(folder) == [("started", 0), ("finished", 2), ("resumed", 2), ("finished", 3)]
     resumed = read_history(folder / HISTORY)[2]
-    assert resumed["changed"] == {"compiler": ["default", "overlap"], "train.steps": [2, 3]}
+    assert resumed["changed"] == {"compiler": ["auto", "overlap"], "train.steps": [2, 3]}

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +217,48 @@ def test_a_damaged_event_file_costs_only_what_is_behind_the_damage(tmp_path):
     write(tmp_path, range(6, 8), resumed_step=5)
     assert file.read_bytes() == data and scalars(tmp_path).keys() == {1, 2, 6, 7}
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+LOSSES = {
+    "deleted": lambda file: file.unlink(),
+    "renamed": lambda file: file.rename(file.with_name("old")),
+    "cut": lambda file: os.truncate(file, 100),
+    "emptied": lambda file: os.truncate(file, 0),
+    "replaced": lambda file: file.with_name("new").replace(file),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_file_lost_during_the_run_is_written_anew_and_said(tmp_path, capsys, loss):
+    notices._said.clear()
+    file = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4))
+    (tmp_path / "new").write_bytes(b"of another program")
+    with Metrics(tmp_path, resumed_step=3) as rows:
+        rows.write(4, {"loss": 5.0})
+        rows.check()
+        assert not capsys.readouterr().err
+        before = file.read_bytes()
+        LOSSES[loss](file)
+        rows.check()
+        assert file.read_bytes() == before
+        rows.write(5, {"loss": 6.0})
+        rows.check()
+    assert [row["step"] for row in read(file)] == [1, 2, 3, 4, 5]
+    said = capsys.readouterr().err
+    assert f"{file} was " in said and said.count("written anew with 4 rows; no older ones are lost") == 1
+    assert (tmp_path / "metrics.jsonl.damaged").exists() == (loss == "replaced")
+
+
+def test_rows_that_a_cut_took_for_good_are_counted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jdp.run.outputs.metrics._KNOWN_ROWS", 2)
+    with Metrics(tmp_path) as rows:
+        for step in range(1, 8):
+            rows.write(step, {"loss": 1.0})
+        os.truncate(tmp_path / "metrics.jsonl", 60)  # the first row, and a part of the second
+        rows.check()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 6, 7]
+    assert "was cut or changed during the run: it is written anew with 3 rows; 4 older" in capsys.readouterr().err
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):

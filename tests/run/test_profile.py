@@ -9,9 +9,9 @@ import pytest
 from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
+from jdp.base import chips
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
-from jdp.foresight.targets import chips
 from jdp.foresight.timing.mfu import peak_flops, seconds_at_peak
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.run.outputs.metrics import read

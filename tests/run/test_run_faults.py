@@ -5,8 +5,10 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 
+import jax
 import pytest
 from own_process import python, start_python
 from tiny_experiment import points_text, tables, write_points
@@ -14,6 +16,7 @@ from tiny_runs import rows
 
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.flight_recorder import read_ranks
+from jdp.run.signals import _Agreement
 
 TRAIN = {"steps": 12, "batch_size": 8, "log_every": 1, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5}
 pytestmark = pytest.mark.faults
@@ -142,6 +145,61 @@ def test_the_stopped_run_is_bit_for_bit_the_calm_one(storm):
     assert list(rows(folder / "calm", "eval_loss")) == [6, 12]
 
 
+class Service:
+    """The keys of a coordination service, of which this process is the only client."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def key_value_set(self, key, value):
+        self.keys[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(key, text) for key, text in self.keys.items() if key.startswith(f"{prefix}/")]
+
+
+@pytest.mark.parametrize(
+    ("other", "stops"), [("7", True), ("-1", False), (None, False)], ids=["later", "first", "gone"]
+)
+def test_processes_stop_at_a_poll_that_none_has_reached(monkeypatch, other, stops):
+    """The other one has polled more often, is before its first step, or has taken all its steps and does not answer."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    service, done = Service(), threading.Event()
+    agreement = _Agreement(service)
+    agreement.ask(signal.SIGUSR1)
+    if other is None:
+        threading.Timer(0.2, done.set).start()
+    else:
+        service.keys[f"{agreement._prefix}/polls/1"] = other
+    assert (agreement.agree(lambda: True, done) is None) == (other != "-1")
+    assert [agreement.poll() for _ in range(8)] == [stops and polls == 8 for polls in range(1, 9)]
+
+
+LATE = """
+import os, signal, sys, time
+import jax, jdp
+from jdp.core.cluster.barrier import meet
+from jdp.run.signals import StopRequest
+
+jdp.initialize(timeout_seconds=60)
+with StopRequest() as stop:
+    stop.under_way()
+    meet("their last step")
+    if jax.process_index() == 0:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1)
+print("done", flush=True)
+"""
+
+
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path):
+    """Process 1 has left by then; a thread of process 0 that waits for its answer in JAX would abort it with 134."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = python("-m", "jdp", "launch", "-n", "2", "--", tmp_path / "late.py")
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] done", "[1] done"]), done.stdout
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run whose process 1 gets SIGSTOP after a few steps: the launched command as it ended, and the run's folder."""
@@ -165,7 +223,7 @@ def stopped(tmp_path_factory):
 
 def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
     """The deadline is 8 seconds: more than a step takes beside a launch that loads its libraries on busy cores, less
-    than JAX needs, which aborts 15 to 30 seconds after the stop and names nobody."""
+    than a silent process has (20), or than JAX needs, which aborts 30 to 60 after the stop and names nobody."""
     code, output, _ = stopped
     assert code == 75, output
     assert re.search(r"process 0 of 2: deadline: After step \d+, .* did not end in 8 seconds\. ", output), output

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
+from jdp.guard.watch import Watch
 from jdp.run.folder import LOCK, locked
 from jdp.run.outputs.metrics import read
 from jdp.run.visit import Visit
@@ -258,6 +260,42 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys,
     assert train(file)[0] == 0, "a first one that takes steps goes on"
     assert len(refusals) == 1 and f"{folder} has a run that goes on, process " in refusals[0]
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and saved_steps(folder)[-1] == 6
+
+
+def after_step(monkeypatch, step, do):
+    """Call `do` in the run after a step, once."""
+    real = Watch.step
+    monkeypatch.setattr(Watch, "step", lambda self, done: (done == step and do(), real(self, done))[1])
+
+
+def test_a_folder_that_loses_its_files_during_a_run_is_whole_at_its_end(file, capsys, monkeypatch):
+    folder = file.parent / "runs" / "points"
+
+    def lose():
+        for name in ("metrics.jsonl", "experiment.toml", LOCK):
+            (folder / name).unlink()
+
+    after_step(monkeypatch, 3, lose)
+    assert train(file)[0] == 0
+    assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().err
+    assert f"{folder}/{LOCK} was deleted during the run: the lock is taken again" in said
+    assert f"{folder}/experiment.toml was deleted during the run: it is written anew" in said
+    assert train(file)[0] == 0, "it is the run's folder still"
+
+
+def test_a_run_whose_lock_another_one_took_ends_before_it_saves(file, capsys, monkeypatch):
+    taken = ExitStack()
+
+    def steal():
+        (file.parent / "runs" / "points" / LOCK).unlink()
+        taken.enter_context(locked(file.parent / "runs" / "points"))
+
+    after_step(monkeypatch, 3, steal)
+    with taken:
+        error = refusal(capsys, file)
+    assert f"{LOCK} was deleted during this run, which has ended: a folder is for one run at a time; " in error
+    assert saved_steps(file.parent / "runs" / "points") == []
 
 
 def test_the_lock_dies_with_its_process(file, capsys):

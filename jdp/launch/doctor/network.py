@@ -1,14 +1,14 @@
 """The network, before processes join: names without an address, missing interfaces, the coordinator's port.
 
 JAX ends a process that cannot reach the coordinator, without an exception. So the roll is called first: process 0
-listens on the coordinator's own port, and each other process sends its number there. Missing processes are named. Then
-the port is closed, and the coordinator opens it. (The rendezvous of `jdp launch` is another protocol: it connects
-machines for a whole run, on a port of its own, and needs no JAX.)
+listens on the coordinator's own port, and each other process sends its number there, in messages like those of the
+rendezvous: strangers are dropped, and have no word if there is a secret. Missing processes are named. Then the port is
+closed, and the coordinator opens it.
 """
 
 import contextlib
 import errno
-import re
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -18,9 +18,12 @@ from jdp.base.machine import listen
 from jdp.core.cluster.coordinator_address import host_of, listening_host
 from jdp.core.cluster.schedulers import Cluster, slurm_hosts
 from jdp.launch.doctor.findings import Finding
+from jdp.launch.door import Client, Door
+from jdp.launch.messages import SAME_SECRET, Lost, WrongSecret, connect
+from jdp.launch.secret import shared_secret
 
-_HELLO, _WELCOME = "jdp doctor", b"jdp doctor: welcome\n"
 _RETRY_SECONDS = 0.1
+_ANSWER_SECONDS = 2.0
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
@@ -92,20 +95,21 @@ def call_roll(cluster: Cluster, seconds: float) -> Finding:
     """Connect all processes at the coordinator's port, before JAX takes it."""
     assert cluster.coordinator is not None and cluster.num_processes is not None and cluster.process_id is not None
     deadline = time.monotonic() + seconds
+    try:
+        secret = shared_secret(os.environ)
+    except ValueError as error:
+        return Finding("coordinator", "wrong", str(error))
     if cluster.process_id:
-        return _report(cluster.coordinator, cluster.process_id, deadline)
-    return _receive(cluster.coordinator, cluster.num_processes, deadline)
+        return _report(cluster.coordinator, cluster.process_id, deadline, secret)
+    return _receive(cluster.coordinator, cluster.num_processes, deadline, secret)
 
 
-def _receive(address: str, count: int, deadline: float) -> Finding:
+def _receive(address: str, count: int, deadline: float, secret: bytes | None) -> Finding:
     """Receive the numbers of the other processes on the port of process 0."""
     port, missing = int(address.rpartition(":")[2]), set(range(1, count))
     try:
-        with listen(listening_host(address), port) as server:
-            while missing and (left := deadline - time.monotonic()) > 0:
-                server.settimeout(left)
-                with contextlib.suppress(OSError):
-                    missing -= _welcomed(server)
+        with listen(listening_host(address), port) as server, Door(server, secret) as door:
+            wrong = _noted(door, missing, deadline)
     except OSError as error:
         mend = (
             f"end what listens there (ss -ltnp | grep :{port}), or set JAX_COORDINATOR_PORT or JDP_COORDINATOR for all"
@@ -116,35 +120,51 @@ def _receive(address: str, count: int, deadline: float) -> Finding:
         return Finding("coordinator", "ok", f"{address} was reached by all {count} processes")
     lost = listed([str(process) for process in sorted(missing)], 8)
     mend = f"see their own output; were they started, and may they pass a firewall to {address}?"
+    if wrong:
+        mend = f"{listed(sorted(wrong))} came with another secret, or none: {SAME_SECRET}"
     return Finding("coordinator", "wrong", f"{address} was not reached by process {lost} of {count}", mend)
 
 
-def _welcomed(server: socket.socket) -> set[int]:
-    """Return the number that the next process sends; none if it sends something else."""
-    connection, _ = server.accept()
-    with connection:
-        connection.settimeout(2)
-        match = re.fullmatch(rf"{_HELLO} (\d{{1,7}})\n", connection.recv(64).decode("ascii", "replace"))
-        if match:
-            connection.sendall(_WELCOME)
-            connection.recv(1)  # until the other side has closed: the port is then free at once
-        return {int(match[1])} if match else set()
+def _noted(door: Door, missing: set[int], deadline: float) -> set[str]:
+    """Remove the processes that come from `missing`; return hosts whose secret is another.
+
+    Each closes its connection when it has its answer, and is waited for: the port is then free at once.
+    """
+    wrong: set[str] = set()
+    answered: list[Client] = []
+    while (missing or answered) and (left := deadline - time.monotonic()) > 0:
+        if not missing:
+            deadline = min(deadline, time.monotonic() + _ANSWER_SECONDS)
+        for client, message in door.turn(min(left, _RETRY_SECONDS)):
+            if isinstance(message, WrongSecret) and len(wrong) < 8:
+                wrong.add(client.host)
+            elif not isinstance(message, Lost) and message["kind"] == "here" and client in door.clients:
+                with contextlib.suppress(Lost):
+                    client.wire.send("noted")
+                    missing.discard(message["process"])
+                    answered.append(client)
+        answered = [client for client in answered if client in door.clients]
+    return wrong
 
 
-def _report(address: str, process: int, deadline: float) -> Finding:
+def _report(address: str, process: int, deadline: float, secret: bytes | None) -> Finding:
     """Send this process' number to process 0, again and again until it answers."""
     host, port, problem = host_of(address), int(address.rpartition(":")[2]), "there was no time"
+    mend = f"start process 0; give {host} an address here; let a firewall pass port {port} between the hosts"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection((host, port), timeout=2) as connection:
-                connection.sendall(f"{_HELLO} {process}\n".encode())
-                if connection.recv(64) == _WELCOME:
+            wire = connect((host, port), secret, _ANSWER_SECONDS)
+            with wire.connection:
+                wire.send("here", process=process)
+                if any(message["kind"] == "noted" for message in wire.wait(_ANSWER_SECONDS)):
                     return Finding("coordinator", "ok", f"{host}:{port} was reached")
                 problem = "something else listens there"
+        except WrongSecret as wrong:
+            problem, mend = str(wrong), SAME_SECRET
         except (OSError, UnicodeError) as error:
-            problem = _reason(error)
+            if mend != SAME_SECRET:  # else process 0 has given up by now
+                problem = _reason(error)
         time.sleep(_RETRY_SECONDS)
-    mend = f"start process 0; give {host} an address here; let a firewall pass port {port} between the hosts"
     return Finding("coordinator", "wrong", f"process 0 at {host}:{port} was not reached: {problem}", mend)
 
 

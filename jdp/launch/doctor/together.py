@@ -20,6 +20,7 @@ import jax
 from jdp.base.formatting import format_seconds, listed
 from jdp.core.cluster.barrier import from_every_process, from_first_process, meet, named
 from jdp.core.cluster.initialize import LostPeer, coordination_client
+from jdp.core.cluster.tls import FILES as TLS_FILES
 from jdp.launch.doctor.findings import Finding
 from jdp.launch.doctor.versions import versions
 
@@ -29,7 +30,7 @@ _FAILED = "jdp/doctor/failed"
 _VISIBLE_SECONDS = 5.0  # within which a network file system shows what another host wrote
 _SAME = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change the program
 _PREFIXES = ("JAX_", "NCCL_")
-_OWN = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "NCCL_HOSTID")
+_OWN = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "NCCL_HOSTID", *TLS_FILES)
 
 
 def compare(environment: Mapping[str, str], seconds: float) -> list[Finding]:

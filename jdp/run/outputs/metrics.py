@@ -9,16 +9,18 @@ rows that an earlier process wrote for them. Each visit has its own event file, 
 TensorBoard forget those steps in older files (`purge_step` of its writers). If the checkpoint of s precedes its
 evaluation, each visit that resumes there evaluates again: `replace_evaluation` keeps one row of it. A half-written last
 row is dropped with a notice. A `metrics.jsonl` that is damaged elsewhere is copied to `metrics.jsonl.damaged`, and its
-good rows stay.
+good rows stay. `check` finds a file that was deleted, cut or replaced during the visit, and writes it anew.
 """
 
 import contextlib
 import importlib
 import json
 import math
+import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,21 +37,32 @@ JSONL = "metrics.jsonl"
 EVENTS = "events"
 """TensorBoard files are EVENTS.out.tfevents.*"""
 _ROW_START = b'{"step"'
+_KNOWN_ROWS = 10_000
+"""The newest rows that are also in memory, some megabytes, in case somebody cuts the file."""
 
 
 class Metrics:
-    """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing."""
+    """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing.
 
-    def __init__(self, folder: Path, *, resumed_step: int = 0, trackers: Sequence[BackgroundTracker] = ()) -> None:
-        self._speaks = jax.process_index() == 0
+    `patiently` calls what writes to the disk, and again while the disk is full.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resumed_step: int = 0,
+        trackers: Sequence[BackgroundTracker] = (),
+        patiently: Callable[[Callable[[], None]], None] = lambda action: action(),
+    ) -> None:
+        self._speaks, self._patiently = jax.process_index() == 0, patiently
         self._trackers = trackers
         if not self._speaks:
             return
         writer = _writer_of_events()
         self._event: Any = _message_types().Event
         self._file = folder / JSONL
-        _keep_rows(self._file, lambda row: row["step"] <= resumed_step)
-        self._jsonl = self._file.open("a", encoding="utf-8")
+        self._open(lambda row: row["step"] <= resumed_step)
         # tensorboardX names files by the second, and overwrites. TensorBoard reads them in the order of their names.
         visits = sum(1 for _ in folder.glob(f"{EVENTS}.out.tfevents.*"))
         self._events = writer(str(folder / EVENTS), filename_suffix=f".visit{visits:06d}")
@@ -62,10 +75,11 @@ class Metrics:
             return
         now = time.time()
         scalars = {name: _scalar(name, value) for name, value in values.items()}
-        self._jsonl.write(
-            json.dumps(json_safe({"step": step, "time": round(now, 3)} | scalars), allow_nan=False) + "\n"
-        )
-        self._jsonl.flush()
+        row = json.dumps(json_safe({"step": step, "time": round(now, 3)} | scalars), allow_nan=False).encode()
+        self._jsonl.write(row + b"\n")
+        self._patiently(self._jsonl.flush)  # what it could not write stays in its buffer
+        self._newest.append(row)
+        self._count, self._bytes = self._count + 1, self._bytes + len(row) + 1
         self._write_event(step, now, scalars)
         for tracker in self._trackers:
             tracker.write(step, scalars)
@@ -74,14 +88,34 @@ class Metrics:
         """Append the evaluation of the last step, in place of the one that an earlier visit may have written."""
         if self._speaks:
             self._jsonl.close()
-            _keep_rows(self._file, lambda row: row["step"] != step or not _is_evaluation(row))
-            self._jsonl = self._file.open("a", encoding="utf-8")
+            self._open(lambda row: row["step"] != step or not _is_evaluation(row))
             self._purge_events_from(step)  # all of the step: what stays is written again
             for row in read(self._file):
                 if row["step"] == step:
                     metrics = {name: row[name] for name in _metrics_of(row) if isinstance(row[name], int | float)}
                     self._write_event(step, row.get("time", 0.0), metrics)
         self.write(step, values)
+
+    def check(self) -> None:
+        """Write the file anew if it was deleted, cut or replaced since its last row; report the rows that are lost."""
+        if not self._speaks:
+            return
+        found = self._file.stat() if self._file.exists() else None
+        ours = found is not None and os.path.samestat(found, os.fstat(self._jsonl.fileno()))
+        if found is not None and ours and found.st_size == self._bytes:
+            return
+        how = "deleted" if found is None else "cut or changed" if ours else "replaced"
+        aside = "" if found is None or ours else f" (that one is now {_set_aside(self._file)})"
+        rows, expected = self._known_rows(), self._count
+        self._jsonl.close()
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        _write(self._file, rows)
+        self._open(lambda row: True)
+        lost = max(0, expected - len(rows))
+        notice(
+            f"{self._file} was {how} during the run{aside}: it is written anew with {len(rows)} rows; "
+            f"{lost or 'no'} older ones are lost"
+        )
 
     def close(self, exit_code: int = 0) -> None:
         """Close the files and the trackers."""
@@ -100,10 +134,23 @@ class Metrics:
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         self.close(code if isinstance(code, int) else 1)
 
+    def _open(self, stays: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Open the file with the rows that stay."""
+        rows = _keep_rows(self._file, stays)
+        self._jsonl = self._file.open("a+b")
+        self._newest, self._count = deque(rows, _KNOWN_ROWS), len(rows)
+        self._bytes = os.fstat(self._jsonl.fileno()).st_size
+
+    def _known_rows(self) -> list[bytes]:
+        """Return the rows that are left: in the open file, which outlives its name, and in memory."""
+        self._jsonl.seek(0)
+        newest = {*self._newest}
+        return [*(row for row in _Rows.of(self._jsonl.read()).rows if row not in newest), *self._newest]
+
     def _write_event(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
         self._events.write_event(self._event(wall_time=now, step=step, summary={"value": values}))
-        self._events.flush()
+        self._patiently(self._events.flush)
 
     def _purge_events_from(self, step: int) -> None:
         """Make TensorBoard forget what it has read of this step and later ones, as tensorboardX's `purge_step` does."""
@@ -133,7 +180,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def read_counted(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
     """Return the rows, as `read` does, the number of damaged ones, and whether the last row is half-written."""
-    stored = _Rows.of(file)
+    stored = _Rows.of(file.read_bytes())
     rows = [
         row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()}
         for row in map(json.loads, stored.rows)
@@ -184,8 +231,8 @@ class _Rows:
     torn: bool  # whether the file ends with a part of a row, as after its writer was killed
 
     @staticmethod
-    def of(file: Path) -> "_Rows":
-        *lines, last = file.read_bytes().split(b"\n")
+    def of(data: bytes) -> "_Rows":
+        *lines, last = data.split(b"\n")
         rows = [row for line in lines if line for row in _rows_in(line)]
         complete = _is_row(last)
         good = [row for row in rows if row is not None] + ([last] if complete else [])
@@ -222,11 +269,11 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
     return all(name.startswith("eval_") for name in _metrics_of(row))
 
 
-def _keep_rows(file: Path, stays: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Keep the rows that stay. The new file replaces the old one in one move: a crash here loses nothing."""
+def _keep_rows(file: Path, stays: Callable[[Mapping[str, Any]], bool]) -> list[bytes]:
+    """Keep the rows that stay, and return them."""
     if not file.exists():
-        return
-    stored = _Rows.of(file)
+        return []
+    stored = _Rows.of(file.read_bytes())
     if stored.damaged:
         aside = _set_aside(file)
         notice(
@@ -235,9 +282,16 @@ def _keep_rows(file: Path, stays: Callable[[Mapping[str, Any]], bool]) -> None:
         )
     elif stored.torn:
         notice(f"{file}: the last row was only half written, and is dropped")
-    shorter = file.with_suffix(".jsonl.new")
-    shorter.write_bytes(b"".join(row + b"\n" for row in stored.rows if stays(json.loads(row))))
-    shorter.replace(file)
+    rows = [row for row in stored.rows if stays(json.loads(row))]
+    _write(file, rows)
+    return rows
+
+
+def _write(file: Path, rows: Sequence[bytes]) -> None:
+    """Write the rows. The new file replaces the old one in one move: a crash here loses nothing."""
+    fresh = file.with_suffix(".jsonl.new")
+    fresh.write_bytes(b"".join(row + b"\n" for row in rows))
+    fresh.replace(file)
 
 
 def _set_aside(file: Path) -> str:
