@@ -28,9 +28,9 @@ def run_pytest(folder, *words, **variables):
     return python("-m", "pytest", "-rs", "-p", "no:cacheprovider", *words, cwd=folder, timeout=100, **own)
 
 
-def start_python(*words, cwd=None, stderr=subprocess.PIPE, **variables):
+def start_python(*words, cwd=None, stdin=None, stderr=subprocess.PIPE, **variables):
     """Start Python with these words; return the process, whose output comes as text."""
     command = [sys.executable, *map(str, words)]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment(**variables), stdout=subprocess.PIPE, stderr=stderr, text=True
+        command, cwd=cwd, env=environment(**variables), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True
     )

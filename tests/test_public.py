@@ -24,11 +24,11 @@ SIGNATURES = {
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
         "group=1, wire=None, buckets=None, local_steps=None, noise_scale=False, overlap=None, "
-        "check_loss=True, donate=True, compiler='default')"
+        "check_loss=True, donate=True, compiler='auto')"
     ),
     "make_eval_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True, "
-        "compiler='default')"
+        "compiler='auto')"
     ),
     "value_and_grad": (
         "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
@@ -45,7 +45,7 @@ SIGNATURES = {
     "scan_layers": "(block, stacked, x, *, remat=None)",
     "shard_batches": "(loader, plan, *, prefetch=2)",
     "process_rows": "(plan, batch_size)",
-    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min')",
+    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min', keep_in_memory=0)",
     "save": "(path, state, *, overwrite=False)",
     "restore": "(path, target)",
     "restore_params": "(path, target, *, missing=(), ignore=())",
@@ -86,7 +86,8 @@ def test_a_loss_is_a_total_a_weight_and_metrics():
         ("Placement", ["bytes_per_device"]),
         ("Step", ["__call__", "lower", "compile", "partitioning", "why"]),
         ("ValueAndGrad", ["__call__", "check", "partitioning", "why"]),
-        ("Checkpoints", ["save", "restore", "restore_params", "latest", "best", "steps", "wait", "close"]),
+        ("Checkpoints", ["save", "save_in_memory", "restore", "restore_params"]),
+        ("Checkpoints", ["latest", "best", "steps", "wait", "close"]),
         ("Feed", ["close"]),
     ],
 )

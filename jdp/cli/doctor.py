@@ -142,6 +142,7 @@ class _Examination:
     def _cannot_join(self, cluster: "Cluster") -> bool:
         """Join the cluster; return True, with a finding, if that cannot be."""
         from jdp.core.cluster.initialize import initialize, joined_as
+        from jdp.core.cluster.tls import TLSError
         from jdp.launch.doctor.findings import Finding
         from jdp.launch.doctor.network import call_roll
 
@@ -151,7 +152,7 @@ class _Examination:
                 return True
         try:
             initialize(timeout_seconds=math.ceil(self.options.timeout))
-        except RuntimeError as error:
+        except (RuntimeError, TLSError) as error:
             self.findings.append(Finding("cluster", "wrong", str(error)))
             return True
         self.me, self.count = joined_as() or (0, 1)  # of a TPU pod JAX alone knows it
@@ -190,6 +191,7 @@ class _Examination:
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Generator[None]:
         """Report and end this process if the code in `with` does not end in time: it may hang in C++."""
+        from jdp.launch.doctor import nccl
         from jdp.launch.doctor.findings import Finding
         from jdp.launch.doctor.together import told_failures
 
@@ -198,6 +200,8 @@ class _Examination:
         def give_up() -> None:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
             mend = "examine fewer hosts at a time to find it; jdp doctor --timeout 120 where starting takes longer"
+            if what == "all-reduce" and self.count == 1 and nccl.is_used():
+                found, mend = self._without_a_way(found)
             self.findings.append(Finding(what, "wrong", found, mend))
             for process, finding in told_failures().items():
                 if process in self.gathered:
@@ -207,6 +211,16 @@ class _Examination:
 
         with call_after(seconds, give_up):
             yield
+
+    def _without_a_way(self, found: str) -> tuple[str, str]:
+        """Try the all-reduce in other processes, without NCCL's ways of sending; return what was found and the fix."""
+        from jdp.launch.doctor import nccl
+
+        if variables := nccl.cure(self.options.timeout):
+            line = nccl.in_shell(variables)
+            why = "; look for an IOMMU or PCI ACS in the BIOS" * (nccl.P2P in variables)
+            return f"{found}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
+        return f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""

@@ -46,8 +46,8 @@ class Options:
 
     On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
     --coordinator node0:29500 -- FILE. Under Slurm: srun --ntasks-per-node=1 jdp launch -n 8 -- FILE. When a process
-    fails or a machine is lost, all of them stop, and start again together. Whoever can reach the coordinator's port can
-    end the job: keep it in a private network.
+    fails or a machine is lost, all of them stop, and start again together. Give all of them the same secret, in
+    JDP_SECRET or in a file that JDP_SECRET_FILE names: whoever reaches the coordinator's port can else end the job.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]

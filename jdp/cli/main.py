@@ -7,10 +7,12 @@
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
 |           | or a device computed wrong results: a line that names the device and the part of the state          |
-| 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; or a step did not end in time       |
+| 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; a step did not end in time; or, in  |
+|           | mid-run, a disk stayed full, or storage was away, for minutes                                       |
 | 78        | the processes of the run do not match; each reports how: fix this before you run again              |
+|           | or a device computed wrong results twice: leave its host out before you run again                   |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
-| 141       | the reader of stdout has exited, as `head` does                                                     |
+| 141       | the reader of stdout has exited, as `head` does; `train` and `launch` go on without it              |
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
 experiment file. Commands are imported when they run, and JAX late inside them, so that help and mistakes in
@@ -29,6 +31,7 @@ from pathlib import Path
 
 import jdp
 from jdp.base.hints import nearest
+from jdp.base.lasting_output import lasting
 from jdp.base.notices import shown
 from jdp.base.shorten import cut
 from jdp.cli import help_text
@@ -56,8 +59,16 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code (see the table above); a failure in a cluster ends the process."""
     _open_closed_streams()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    trains = given[:1] in (["train"], ["launch"])
+    with lasting("stderr"), lasting("stdout") if trains else contextlib.nullcontext():
+        return _in_words(given)
+
+
+def _in_words(arguments: list[str]) -> int:
+    """Run one command; turn an exception into a message and an exit code."""
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        code = _run(arguments)
         sys.stdout.flush()  # now, while an error can still be reported
         return _leave(code)
     except SystemExit as exiting:  # tyro after --help or an error; a run that chose its exit code
@@ -80,11 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file = error.filename or "the output"
             print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
             return _leave(USER_ERROR)
-        is_mistake = _is_users_mistake(error)
-        in_words = is_mistake or _is_wrong_device(error)
+        is_mistake, is_device = _is_users_mistake(error), _is_wrong_device(error)
+        in_words = is_mistake or is_device
         message = f"error: {_printable(error)}" if in_words else traceback.format_exc()
         print(f"{_prefix()}{message}", file=sys.stderr)
-        return _leave(getattr(error, "exit_code", USER_ERROR) if is_mistake else SOFTWARE_ERROR)
+        code = USER_ERROR if is_mistake else SOFTWARE_ERROR
+        return _leave(getattr(error, "exit_code", code) if in_words else code)
 
 
 def _open_closed_streams() -> None:

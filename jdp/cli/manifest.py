@@ -75,7 +75,7 @@ def run(arguments: list[str]) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        write_file(options.output, text)
+        write_file(options.output, text, private=options.scheduler == "kubernetes")  # it has a secret
         program = "sbatch" if options.scheduler == "slurm" else "kubectl apply -f"
         print(f"wrote {options.output}; submit it with: {program} {options.output}", file=sys.stderr)
     return 0
@@ -162,6 +162,7 @@ def _kubernetes(options: Options, overrides: dict[str, str], experiment: "Experi
     """Return the manifest, with the experiment as resolved, overrides included."""
     from jdp.experiment.file import to_toml
     from jdp.launch.kubernetes import LONGEST_NAME, KubernetesJob, manifest
+    from jdp.launch.secret import new_secret
 
     del overrides
     if options.image is None:
@@ -189,7 +190,9 @@ def _kubernetes(options: Options, overrides: dict[str, str], experiment: "Experi
         arguments=() if experiment.plugin is None else (f"--plugin={experiment.plugin}",),
         nodes=options.nodes,
         gpus_per_node=gpus,
+        secret=new_secret(),
         claim=options.claim,
+        keeps_in_memory=experiment.guard.keep_in_memory > 0,
         namespace=options.namespace,
         queue=options.queue,
         **more,

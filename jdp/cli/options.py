@@ -157,14 +157,20 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path} cannot be written: {why}; choose another file")
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a file, or replace it, in one rename; write directly to a device such as /dev/stdout."""
+def write_file(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file, or replace it, in one rename; write directly to a device such as /dev/stdout.
+
+    Nobody but its owner may read it if it is `private`.
+    """
     file = path.resolve()  # a link stays one
     fresh = file.with_name(f".{file.name}.new")
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, "utf-8", errors="replace")
         else:
+            if private:
+                fresh.unlink(missing_ok=True)
+                fresh.touch(0o600)
             fresh.write_text(text, "utf-8", errors="replace")
             fresh.replace(file)
     except OSError as error:

@@ -123,7 +123,7 @@ def read_failures(options: Options) -> GivenFailures | None:
 
 def _with_measured(given: GivenFailures, folder: Path) -> GivenFailures:
     """Fill the times that are not given with those that a run measured. Raises UsageError."""
-    from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
+    from jdp.core.cluster.initialize import LOST_HOST_SECONDS
     from jdp.guard.flight_recorder import FLIGHT, read_ranks
     from jdp.guard.save_times import measured
 
@@ -139,8 +139,8 @@ def _with_measured(given: GivenFailures, folder: Path) -> GivenFailures:
         stall = found.stall if given.save is None else min(found.stall, given.save)
         words.append(f"a save stalls {format_span(stall)}")
     if restart is None and found.restart is not None:
-        restart = HEARTBEAT_SECONDS + found.restart
-        words.append(f"resuming takes {format_span(found.restart)}, after {HEARTBEAT_SECONDS} s to notice a lost host")
+        restart = LOST_HOST_SECONDS + found.restart
+        words.append(f"resuming takes {format_span(found.restart)}, after {LOST_HOST_SECONDS} s to notice a lost host")
     note = f"measured in {folder}: {'; '.join(words) or 'no save and no resume'}"
     return replace(given, stall=stall, restart=restart, note=note)
 

@@ -35,15 +35,17 @@ class Options:
     accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
     """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
     remat: Annotated[str | None, tyro.conf.arg(metavar="POLICIES")] = None
-    """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
+    """Rematerialisation policies to compile, such as none,dots,dots_except_mlp,full. Default: the
+    experiment's."""
     axes: bool = False
     """Search the mesh too: replicas of whole hosts, and other sizes of the model's own axis, where [rules] shard over
     one. Closed forms of bytes exclude most meshes, and the report lists these; those with the shortest sending time are
     compiled. With --tune the search starts from them."""
     tune: bool = False
     """Search for the fastest way that fits, by compiling: strategy and mesh, rematerialisation, microbatches of the
-    same batch, the compiler's options, scanned layers or not; one at a time from the best so far. Keys given on the
-    command line stay as they are. Prints the flags for jdp train; exits with 1 where nothing fits."""
+    same batch, overlap, the compiler's options, scanned layers or not; one at a time from the best so far. Keys given
+    on the command line stay as they are. Prints what the gains rest on, the flags for jdp train, and options to try on
+    the machine that no simulation sees; exits with 1 where nothing fits."""
     tune_minutes: Annotated[float | None, tyro.conf.arg(metavar="MINUTES")] = None
     """For --tune: compile nothing more after so many. Default: 30."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=("-o",), metavar="FILE")] = None
@@ -53,6 +55,9 @@ class Options:
     smallest: bool = False
     """Compile for the smallest cluster of these GPUs that is foreseen to fit the same batch, and for the size below it;
     without it the smallest is foreseen only, from what was compiled for --target."""
+    host_memory: Annotated[float | None, tyro.conf.arg(metavar="GIB")] = None
+    """Memory of each host of --target, in GiB, such as 2048: where [guard] keep_in_memory copies the state into it, a
+    strategy that needs more does not fit. Default: known of this machine only."""
     tokens: Annotated[float | None, tyro.conf.arg(metavar="COUNT")] = None
     """Say how many days --target takes for so many tokens (examples, where a batch is counted in these), such as 1e12,
     and how far off that may be by the published runs that the times were compared with."""

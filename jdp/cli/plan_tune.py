@@ -17,7 +17,7 @@ from jdp.cli.options import (
     words,
     write_file,
 )
-from jdp.cli.plan_compile import check_axes_free
+from jdp.cli.plan_compile import check_axes_free, remats_of
 from jdp.cli.plan_options import Options
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MINUTES = 30.0
 NOTHING_FITS = 1
+_TRY = "To try on the machine, as the simulation does not see it:"
 _KEEPS = "Batch size, order of samples, optimizer and learning rate stay as they are: what is learnt does not change."
 
 
@@ -55,7 +56,9 @@ def tune(options: Options, overrides: dict[str, str]) -> int:
     with stdout_to_stderr(options.json):
         tuning, found = _search(options, overrides)
     if options.json:
-        print(as_json.dumps({"target": str(tuning.target), **found.to_json()}, allow_nan=False), flush=True)
+        untimed = [{"line": line, "why": why} for line, why in _untimed(tuning, found)]
+        report = {"target": str(tuning.target), **found.to_json(), "untimed": untimed}
+        print(as_json.dumps(report, allow_nan=False), flush=True)
     else:
         _show(tuning, found)
     if found.best is None or not found.fits:
@@ -72,7 +75,7 @@ def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned
     assert options.file is not None
     check_axes_free(options, overrides)
     strategies, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate")
-    remats = None if options.remat is None else words(options.remat, "--remat")
+    remats = remats_of(options)
     choose_target_platform([options.target], load(options.file, overrides).devices)
 
     from jdp.cli.terminal import Progress
@@ -105,6 +108,12 @@ def _show(tuning: "Tuning", found: "Tuned") -> None:
         changed = {key: text for key, text in overrides_of(found.best.way).items() if tuning.changes(key, text)}
         flags = [word for key, text in {**tuning.overrides, **changed}.items() for word in (f"--{key}", text)]
         print(f"{_KEEPS}\n{shlex.join(['jdp', 'train', str(tuning.file), *flags])}")
+    if untimed := _untimed(tuning, found):
+        print("", _TRY, *(f"    {line}  # {why}" for line, why in untimed), sep="\n")
+
+
+def _untimed(tuning: "Tuning", found: "Tuned") -> list[tuple[str, str]]:
+    return [] if found.best is None or not found.fits else tuning.untimed(found.best)
 
 
 def _write(path: Path, tuning: "Tuning", best: "Trial") -> None:

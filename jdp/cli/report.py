@@ -133,7 +133,7 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
 
 def target_of_run(recorded: "Recorded") -> str | None:
     """Return the target that describes the devices of a run's last visit, such as "cpu:8"; None if not known."""
-    from jdp.foresight.targets.chips import GPUS
+    from jdp.base.chips import GPUS
 
     begun = [event for event in recorded.history if "devices" in event]
     last: dict[str, Any] = begun[-1] if begun else {}

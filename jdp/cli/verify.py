@@ -54,12 +54,15 @@ def _verify(options: Options, overrides: dict[str, str]) -> "Report":
     experiment = load(options.file, overrides)
     choose_target_platform([options.target], experiment.devices)
 
+    from jdp.base.disk_cache import Cache
     from jdp.cli.terminal import Progress
     from jdp.experiment.assembly import Assembly
+    from jdp.experiment.remat import settled
     from jdp.foresight.targets.this_machine import target_of
     from jdp.foresight.verify import verify
 
     target = target_of(options.target)
+    experiment = settled(experiment, target, Cache.usual(not options.no_cache))
     assembly = Assembly.on_devices(experiment, list(target.devices))
     step, state, batch = assembly.train_step, assembly.abstract_state(), assembly.abstract_batch()
     with Progress() as progress:

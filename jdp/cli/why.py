@@ -18,7 +18,8 @@ class Options:
 
     Each process of a run keeps a flight recorder, RUN_DIR/NAME/flight/, which outlives it. For a run that ended, jdp
     why says which process failed first, was killed, did not answer or got a signal. For a run that goes on, it says
-    whether steps are made, and which process delays the others. Then follow the time of a step by part, the end of each
+    whether steps are made, and which process delays the others. If it is slow, the first line names the one cause, such
+    as input. Then follow the time of a step by part, the end of each
     earlier visit, and the goodput: the useful share of all the time since the run began.
     """
 
@@ -27,7 +28,8 @@ class Options:
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs."""
     json: bool = False
-    """Print one JSON object: state, began (the process that caused it, or null), words, steps, goodput."""
+    """Print one JSON object: state, began (the process that caused it, or null), words, slow (the one cause, or null),
+    steps, goodput."""
 
 
 def run(arguments: list[str]) -> int:
@@ -43,8 +45,10 @@ def run(arguments: list[str]) -> int:
     found = diagnose(folder)
     if options.json:
         values = {"run": shown(str(folder)), "state": found.state, "began": found.began, "words": found.words}
+        values["slow"] = found.slow
         print(as_json.dumps(values | {"steps": found.pace, "goodput": found.goodput.as_summary()}))
     else:
-        further = [ERRORS] if found.state in ("failed", "killed", "deadline", "hung") else []
-        print(shown("\n".join([f"{folder}: {found.state}", *found.words, *further])))
+        broken = found.state in ("failed", "killed", "deadline", "hung")  # this comes first, however slow it was
+        first = f"{folder}: {found.state}{'' if broken or found.slow is None else f'; {found.slow}'}"
+        print(shown("\n".join([first, *found.words, *[ERRORS] * broken])))
     return 0

@@ -1,7 +1,8 @@
 """The skeleton of a self-contained HTML page: its markup, its look, its few lines of script.
 
 1. `element` writes one element. Text is escaped; only what is `Markup` already is not, so that nothing that comes from
-   outside can become part of the page by being forgotten.
+   outside can become part of the page by being forgotten. Control characters and those that turn the direction of the
+   text around are shown as `\\x1b` and `\\u202e`: a name cannot pass for another one.
 2. `table` and `details` are the two blocks that every report has.
 3. `page` joins sections under one head. Nothing is loaded: the style, the script and the pictures are in the page, and
    its content security policy has the browser refuse anything else.
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape as escaped_html
 
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 _VOID = frozenset(("br", "hr", "input", "meta"))
 
 
@@ -25,6 +28,11 @@ class Markup(str):
     """Text that is HTML already, and is not escaped again."""
 
     __slots__ = ()
+
+
+def escape(text: str, *, quote: bool = True) -> str:
+    """Return text for HTML, with its unseen characters as Python writes them."""
+    return escaped_html(_UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text), quote=quote)
 
 
 def element(tag: str, *children: str, **attributes: str | int | bool | None) -> Markup:

@@ -239,6 +239,11 @@ def test_the_real_command_says_a_mistake_once(file: str):
 
 STREAMS = {
     "a reader that left": ("{} --help | true", "", 141),
+    "a reader that left a run": (
+        "{} launch -n 1 -- sh -c 'sleep 0.1; echo row' | true",
+        "jdp: stdout cannot be written (Broken pipe): the run goes on without it\n",
+        0,
+    ),
     "no stdout": ("{} --help >&-", "", 0),
     "a full disk": ("{} --help > /dev/full", "error: the output cannot be written: No space left on device\n", 2),
     "no stderr": ("{} nothing 2>&-", "", 2),

@@ -115,6 +115,39 @@ if rank == 1: devices.time_all_reduce = lambda *_: os.kill(os.getpid(), signal.S
     assert found["processes"] == 2, "what the other found before is told too"
 
 
+HANGS = """
+import os
+if os.environ.get("NCCL_P2P_DISABLE") != "1":
+    import time
+    import jax
+    psum = jax.lax.psum
+
+    def hangs(x, axis):
+        wait = lambda x, index: time.sleep(1000) if index else x
+        return psum(jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x, jax.lax.axis_index(axis)), axis)
+
+    jax.lax.psum = hangs
+"""
+
+
+def test_an_all_reduce_that_hangs_is_tried_without_nccls_ways(tmp_path: Path):
+    """A device that never comes to the sum stands for peer-to-peer copies that are lost: here, and in the tries."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    before = "from jdp.launch.doctor import nccl; nccl.is_used = lambda: True"
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        doctor(tmp_path, "--timeout", "15", before=before),
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stdout.endswith("1 thing is wrong.\n"), done
+    assert done.stderr.startswith("jdp doctor: the all-reduce hangs; trying it with NCCL_P2P_DISABLE=1\n")
+    assert "hangs; with NCCL_P2P_DISABLE=1 it ends, and is right\n" in done.stdout
+    assert "→ export NCCL_P2P_DISABLE=1, in each shell that trains; look for an IOMMU or PCI ACS" in done.stdout
+
+
 def test_process_1_does_not_come(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """It is missed before JAX joins anything."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,7 +1,9 @@
 """`jdp manifest`: jobs that the schedulers' own checkers take; mistakes are reported before anything is submitted."""
 
 import os
+import re
 import shlex
+import stat
 import subprocess
 import sys
 import tomllib
@@ -13,6 +15,7 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from tiny_experiment import write_tiny
 
+from jdp.checkpoint.memory.host import VARIABLE
 from jdp.cli import main as cli
 from jdp.cli import manifest
 
@@ -29,6 +32,12 @@ def written(capfd, *words):
 
 def kubernetes(capfd, *words):
     """The ConfigMap and the JobSet."""
+    config, _, job_set = all_of(capfd, *words)
+    return config, job_set
+
+
+def all_of(capfd, *words):
+    """The ConfigMap, the Secret and the JobSet."""
     return list(yaml.safe_load_all(written(capfd, "kubernetes", GPT2, *SIZE, *IMAGE, *words)))
 
 
@@ -39,10 +48,10 @@ def job_of(job_set):
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 def test_kubernetes_schemas_know_every_field(version, capfd):
-    """The ConfigMap, and the job inside the JobSet as the API server sees it. `strict`: no unknown field."""
-    config, job_set = kubernetes(capfd, "--claim", "runs", "--queue", "team-a", "--namespace", "ml")
+    """All but the JobSet, and the job inside it as the API server sees it. `strict`: no unknown field."""
+    config, secret, job_set = all_of(capfd, "--claim", "runs", "--queue", "team-a", "--namespace", "ml")
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_of(job_set)}
-    for resource in (config, job):
+    for resource in (config, secret, job):
         kubernetes_validate.validate(resource, version, strict=True)
 
 
@@ -73,13 +82,23 @@ def test_pods_find_pod_0_by_the_name_that_the_job_set_gives_it(capfd):
     _, job_set = kubernetes(capfd)
     pod = job_of(job_set)["template"]["spec"]
     (container,) = pod["containers"]
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     assert environment["JDP_NUM_PROCESSES"] == "4"
+    assert any(entry["name"] == "JDP_NODE_NAME" for entry in container["env"]), "kubectl cordon takes it"
     assert environment["JDP_COORDINATOR"] == "gpt2-124m-workers-0-0.gpt2-124m:8476"
     assert job_set["spec"]["network"]["subdomain"] == "gpt2-124m"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
     assert "labels" not in job_set["metadata"] and "suspend" not in job_set["spec"], "without Kueue it would wait"
+
+
+def test_copies_in_memory_outlive_the_pods(capfd):
+    pods = [job_of(kubernetes(capfd, *words)[1])["template"]["spec"] for words in ([], ["--guard.keep_in_memory=10"])]
+    without, own = ([each for each in pod["volumes"] if each["name"] == "memory"] for pod in pods)
+    assert (without, own) == ([], [{"name": "memory", "hostPath": {"path": "/dev/shm", "type": "Directory"}}])
+    (container,) = pods[1]["containers"]
+    assert {"name": VARIABLE, "value": "/jdp/memory"} in container["env"]
+    assert {"name": "memory", "mountPath": "/jdp/memory"} in container["volumeMounts"]
 
 
 def test_the_experiment_in_the_config_map_is_the_experiment(capfd, tmp_path):
@@ -89,6 +108,36 @@ def test_the_experiment_in_the_config_map_is_the_experiment(capfd, tmp_path):
     from jdp.experiment.file import load
 
     assert load(tmp_path / "experiment.toml") == load(GPT2, {"strategy": "zero3", "data.source": "/data/text.txt"})
+
+
+def test_the_pods_share_a_secret_that_is_new_in_each_manifest(tmp_path, capfd):
+    made = [all_of(capfd, "--namespace", "ml") for _ in range(2)]
+    (_, secret, job_set), (_, other, _) = made
+    assert secret["metadata"] == {"name": "gpt2-124m-secret", "namespace": "ml"}
+    assert len(secret["stringData"]["JDP_SECRET"]) == 64 and secret["stringData"] != other["stringData"]
+    (container,) = job_of(job_set)["template"]["spec"]["containers"]
+    (entry,) = [entry for entry in container["env"] if entry["name"] == "JDP_SECRET"]
+    assert entry["valueFrom"] == {"secretKeyRef": {"name": "gpt2-124m-secret", "key": "JDP_SECRET"}}
+    path = tmp_path / "job.yaml"
+    path.write_text("an older one")
+    written(capfd, "kubernetes", GPT2, *SIZE, *IMAGE, "-o", str(path))
+    assert stat.filemode(path.stat().st_mode) == "-rw-------", "the secret is in it"
+
+
+def test_the_tasks_of_a_batch_script_share_a_secret_that_is_new_at_each_start(tmp_path, capfd):
+    script = written(capfd, "slurm", GPT2, *SIZE).replace(f"cd {shlex.quote(str(Path.cwd()))} ", f"cd {tmp_path} ")
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$JDP_SECRET,$JDP_SECRET_FILE"\n')
+    (tmp_path / "srun").chmod(0o755)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("JDP_SECRET")}
+    plain |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+
+    def told(**given):
+        ended = subprocess.run(["bash", "-c", script], env=plain | given, timeout=20, capture_output=True, text=True)
+        return ended.stdout.strip()
+
+    first, second = told(), told()
+    assert re.fullmatch("[0-9a-f]{64},", first) and re.fullmatch("[0-9a-f]{64},", second) and first != second
+    assert told(JDP_SECRET="mine") == "mine," and told(JDP_SECRET_FILE="/mine") == ",/mine"
 
 
 def test_runs_that_nothing_keeps_are_reported(capfd):

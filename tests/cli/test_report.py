@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_experiment import points_text, write_points
 
+from jdp.base.chips import GPUS
 from jdp.cli.main import main
 from jdp.cli.report import target_of_run
-from jdp.foresight.targets.chips import GPUS
 from jdp.run.read_folder import read_run
 
 TABLES = """

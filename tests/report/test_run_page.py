@@ -12,7 +12,7 @@ from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
 from jdp.core.sharding.placement import Placement
 from jdp.report.curves import MOST_POINTS, smoothed, thinned
 from jdp.report.history import happened, state
-from jdp.report.page import CSS
+from jdp.report.page import CSS, element
 from jdp.report.run_page import CompiledStep, Run, run_page
 
 DEVICES = {
@@ -265,3 +265,10 @@ def test_how_a_run_stands(history, summary, expected):
 @pytest.mark.parametrize("time", [1e30, -1e30, math.nan, None])
 def test_a_time_that_is_none_has_no_clock(time):
     assert [each.clock for each in happened([], [{"event": "finished", "step": 1, "time": time}])] == ["–"]
+
+
+@pytest.mark.parametrize("unseen", ["\x1b", "\x07", "\x9b", "\u202e", "\u2066", "\u200f", "\u2028", "\ufeff", "\ud800"])
+def test_unseen_characters_are_shown(unseen):
+    """One that turns text around makes one name look like another; a lone surrogate could not be written at all."""
+    shown = ascii(unseen)[1:-1]
+    assert element("p", f"a{unseen}b\n\t—é", title=unseen) == f'<p title="{shown}">a{shown}b\n\t—é</p>'
