@@ -247,6 +247,7 @@ WITHOUT_DEFAULT = {
     "launch/test_open_mpi.py": "a real mpirun; `core/test_schedulers.py` reads its environment",
     "launch/test_memory_restarts.py": "two processes and a kill; `checkpoint/test_memory_copies.py` restores in one",
     "launch/test_slurm.py": "a real Slurm; `core/test_schedulers.py` and `cli/test_manifest.py` have its words",
+    "launch/test_storm.py": "twenty signals to a run; `launch/test_restarts.py` has a kill and what follows",
     "launch/test_two_hosts.py": "two network namespaces; `launch/test_nodes.py` has two nodes of one network",
     "run/test_health_faults.py": "two processes a fault; `run/test_health.py` has the faults in one",
     "run/test_soak.py": "two thousand steps; nothing else counts what they leak",

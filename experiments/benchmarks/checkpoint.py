@@ -66,7 +66,7 @@ def loss_fn(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None) -> j
 
 def stall(folder: Path, saves: int) -> dict[str, float]:
     """Median milliseconds of a step and of a call of `save`: by the clock, and processor time of the loop's thread."""
-    plan = jdp.Plan(jdp.make_mesh(data=4), "zero1")
+    plan = jdp.Plan(jdp.make_mesh(data=-1), "zero1")
     seed = jax.random.key(0)
     state = jdp.init_state(lambda rng: GPT(GPT_NANO, rngs=nnx.Rngs(rng)), optax.adamw(1e-3), plan, rng=seed)
     step = jdp.make_train_step(loss_fn, plan)

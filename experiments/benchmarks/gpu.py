@@ -1,8 +1,8 @@
 """GPT-2 124M and a GPT of 1.3 B parameters on one GPU, beside the same in PyTorch, and against what jdp predicts.
 
-    python experiments/benchmarks/gpu.py [--sizes gpt2-124m,gpt-1.3b] [--rows 8,4] [--turns 2] [--json]
+    python experiments/benchmarks/gpu.py [--sizes gpt2-124m,gpt-1.3b] [--rows 8,4] [--forms jdp,…] [--turns 2] [--json]
 
-jdp, scanned and unrolled, and PyTorch (`gpt_torch.py`: compiled, fused attention, fused AdamW) take turns, each in a
+jdp as it comes, scanned, with remat "dots", and PyTorch (`gpt_torch.py`: compiled, fused attention, fused AdamW) take turns, each in a
 process of its own that has the GPU to itself; a number is the median of the turns. All train on one batch again and
 again, in bf16 with fp32 weights, 50,304 words, gradients clipped. MFU counts 6 FLOPs a parameter and token, and 12 ·
 layers · width · length a token for attention (Chowdhery et al. 2022, appendix B), over the data sheet's peak. Time is
@@ -15,6 +15,10 @@ sizes on one CPU device, whose numbers mean nothing.
 Promised on one H200: MFU at least 55 and 60 %, as many tokens/s as PyTorch, time within 15 % and memory within 5 % of
 what was predicted. Not run on a GPU in this form yet; a rougher script's numbers are in `experiments/LOG.md`.
 """
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers' memory is not this process' to take
 
 import argparse
 import json
@@ -31,7 +35,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from measure import Row, finish, parser, take_turns
-from predicted import Case, here, loss_fn, random_batch
+from predicted import Case, here, random_batch
 
 import jdp
 from jdp.foresight.program.module import parse
@@ -39,7 +43,13 @@ from jdp.foresight.timing.timeline import timeline
 from jdp.models import SIZES, GPTConfig, build, parameter_count
 
 HERE = Path(__file__).parent
-FORMS = {"jdp scanned": True, "jdp unrolled": False}
+FORMS: dict[str, dict[str, Any]] = {
+    "jdp": {},
+    "jdp scanned": {"scan": True},
+    "jdp dots": {"remat": "dots"},
+    "jdp scanned dots": {"scan": True, "remat": "dots"},
+    "jdp fp8": {},
+}
 PRODUCTS = ((8192, 768, 2304), (8192, 768, 3072), (8192, 2048, 8192), (8192, 50304, 768), (8192, 8192, 8192))
 
 
@@ -54,15 +64,20 @@ def configuration(size: str) -> GPTConfig:
     return gpt2
 
 
+def loss_fn(model: Any, batch: dict[str, jax.Array], rng: jax.Array | None) -> jdp.Loss:
+    return jdp.Loss(*model.loss(batch["tokens"], batch["targets"], batch["weights"], rng=rng))
+
+
 def measure_jdp(size: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
     """Predict one form's step, and time it."""
-    config = replace(configuration(size), scan=FORMS[form])
-    case = Case(config, rows, config.context, "bf16")
+    config = replace(configuration(size), **FORMS[form])
+    precision = "fp8" if form == "jdp fp8" else "bf16"
+    case = Case(config, rows, config.context, precision)
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
     tx = optax.adamw(6e-4, b2=0.95, weight_decay=0.1)
     state = jdp.init_state(lambda rng: build(config, rngs=nnx.Rngs(rng)), tx, plan, rng=jax.random.key(0))
     batch = jax.device_put(random_batch(case, rows), plan.batch_sharding)
-    step = jdp.make_train_step(loss_fn, plan, precision="bf16", clip_norm=1.0)
+    step = jdp.make_train_step(loss_fn, plan, precision=precision, clip_norm=1.0)
     compiled = step.compile(state, batch)
     held = [state]
 
@@ -107,16 +122,17 @@ def in_a_process(*words: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(size: str, rows: int, turns: int, rounds: int) -> dict[str, Any]:
+def compare(size: str, rows: int, forms: list[str], turns: int, rounds: int) -> dict[str, Any]:
     """Each contender's median over the turns."""
     here_words = (str(HERE / "gpu.py"), "--size", size, "--rows", str(rows), "--rounds", str(rounds))
-    contenders = {form: (*here_words, "--worker", form) for form in FORMS}
+    contenders = {form: (*here_words, "--worker", form) for form in forms}
     if find_spec("torch") is not None:
         contenders["torch"] = (str(HERE / "gpt_torch.py"), "--size", size, "--rows", str(rows), "--json")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, words in contenders.items():
             runs[name].append(in_a_process(*words))
+            print(size, rows, name, json.dumps(runs[name][-1]), file=sys.stderr, flush=True)
     return {name: sorted(each, key=lambda run: run["step_ms"])[len(each) // 2] for name, each in runs.items()}
 
 
@@ -148,6 +164,7 @@ def options() -> argparse.ArgumentParser:
     on_gpu = jax.default_backend() == "gpu"
     made.add_argument("--sizes", default="gpt2-124m,gpt-1.3b" if on_gpu else "tiny", metavar="NAME,…")
     made.add_argument("--rows", default="8,4" if on_gpu else "2", metavar="N,…", help="sequences a step, of each size")
+    made.add_argument("--forms", default="jdp,jdp scanned,jdp dots", metavar="NAME,…", help=f"of {', '.join(FORMS)}")
     made.add_argument("--turns", type=int, default=2, metavar="N", help="processes of each contender")
     made.add_argument("--rounds", type=int, default=5, metavar="N", help="timed rounds of ten steps in a process")
     made.add_argument("--size", help=argparse.SUPPRESS)
@@ -165,13 +182,14 @@ def main() -> None:
     peak = None if described.chip is None else described.chip.matmul_flops["bf16"]
     sizes: dict[str, Any] = {}
     for size, rows in zip(given.sizes.split(","), given.rows.split(","), strict=True):
-        sizes[size] = compare(size, int(rows), given.turns, given.rounds)
+        name = f"{size}, {rows} sequences"
+        sizes[name] = compare(size, int(rows), given.forms.split(","), given.turns, given.rounds)
         if not given.json:
-            show(size, sizes[size], peak)
+            show(name, sizes[name], peak)
     rates = measure_rates(given.rounds)
     if not given.json:
         print(", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()))
-    row = Row("GPTs trained on one GPU, the better of scanned and unrolled", headline(sizes, peak), "see its note")
+    row = Row("GPTs trained on one GPU, the best form", headline(sizes, peak), "see its note")
     finish({"sizes": sizes, "peak_flops": peak, "rates": rates}, given.json, row)
 
 
