@@ -18,7 +18,7 @@ import pytest
 
 import jdp
 from jdp.base import notices
-from jdp.checkpoint.memory import host
+from jdp.checkpoint.memory import copies, host
 from jdp.checkpoint.memory.generation import Slot
 
 TX = optax.adam(1e-2)
@@ -87,6 +87,14 @@ def test_a_restart_takes_the_newest_state_onto_any_strategy_and_devices(strategy
         checkpoints.save(state)  # it is in memory alone: this is not taken for a step that was saved
         checkpoints.wait()
         assert checkpoints.steps == [4, 7]
+
+
+def test_parts_that_go_through_pinned_memory_a_few_at_a_time_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "_PINNED_FOR", ("cpu",))
+    monkeypatch.setattr(copies, "_AT_ONCE", 100)
+    left_by(tmp_path, 3, 4, 7)
+    with opened(tmp_path) as checkpoints:
+        assert bits(checkpoints.restore(state_at(0, "zero1", 3))[0]) == bits(state_at(7))
 
 
 def test_storage_is_read_where_it_is_newer(tmp_path):

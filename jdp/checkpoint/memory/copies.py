@@ -18,6 +18,7 @@ import json
 import math
 import socket
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +41,13 @@ from jdp.checkpoint.memory.host import RunFolder
 from jdp.checkpoint.memory.layout import Layout, layout
 from jdp.checkpoint.memory.neighbour import received
 from jdp.core.cluster.barrier import from_every_process, from_first_process
+from jdp.core.sharding.host_memory import to_host
 
 _T = TypeVar("_T")
+_AT_ONCE = 2**30
+"""Bytes on their way through pinned memory; one part may be larger."""
+_THREADS = 4
+_PINNED_FOR = ("gpu", "cuda", "tpu")
 
 
 def check_every(steps: int) -> None:
@@ -342,13 +348,31 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _copy(wanted: Sequence[tuple[str, int, Any]], onto: Sequence[np.ndarray], arrays: Mapping[str, Any]) -> None:
-    """Copy parts of arrays from their devices into memory; nothing if there is none."""
-    shards = [_shard(arrays[path], device) for (path, _, device), _ in zip(wanted, onto, strict=False)]
-    for shard in shards:
-        if isinstance(shard, jax.Array):
-            shard.copy_to_host_async()
-    for shard, memory in zip(shards, onto, strict=False):
-        memory.view(shard.dtype)[...] = np.asarray(shard).reshape(-1)
+    """Copy parts of arrays from their devices into memory; nothing if there is none.
+
+    An accelerator writes to pinned memory first: an H100 copied straight into other memory a tenth as fast.
+    """
+    begun, held = deque[tuple[int, Future[None]]](), 0
+
+    def finish() -> int:
+        size, copied = begun.popleft()
+        copied.result()
+        return size
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (path, _, device), memory in zip(wanted, onto, strict=False):
+            while begun and held + memory.size > _AT_ONCE:
+                held -= finish()
+            shard = _shard(arrays[path], device)
+            part = to_host(shard) if isinstance(shard, jax.Array) and device.platform in _PINNED_FOR else shard
+            begun.append((memory.size, pool.submit(_write, part, memory)))
+            held += memory.size
+        while begun:
+            finish()
+
+
+def _write(part: Any, memory: np.ndarray) -> None:
+    memory.view(part.dtype)[...] = np.asarray(part).reshape(-1)
 
 
 def _shard(x: Any, device: Any) -> Any:
