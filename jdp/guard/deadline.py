@@ -84,7 +84,7 @@ class Deadline:
         self._durations: deque[float] = deque(maxlen=101)
         self._once, self._doing, self._step = True, "starting", 0
         self._since = time.monotonic()
-        self._done = threading.Event()
+        self._done, self._changed = threading.Event(), threading.Event()  # changed: this is a step now, publish at once
         self._expired = threading.Lock()  # released when the time is up, which needs no memory
         self._expired.acquire()
         self._peers: _Peers | None = None
@@ -104,6 +104,7 @@ class Deadline:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        self._changed.set()
         with contextlib.suppress(RuntimeError):  # it is released already
             self._expired.release()
         # a thread that comes back from JAX into a Python that is ending aborts the process
@@ -125,7 +126,8 @@ class Deadline:
         if not self._once:
             self._durations.append(now - self._since)
         # The time is set first, here and below: else a limit for short things may apply to the begin of a long one.
-        self._since, self._once, self._step, self._doing = now, False, step, doing
+        self._since, self._step, self._doing = now, step, doing
+        self._is_once(False)
 
     def beat(self, doing: str) -> None:
         """Tell that a part ended that is not a step, such as a batch of an evaluation.
@@ -133,7 +135,8 @@ class Deadline:
         Args:
             doing: the name of what begins now, for messages.
         """
-        self._since, self._once, self._doing = time.monotonic(), False, doing
+        self._since, self._doing = time.monotonic(), doing
+        self._is_once(False)
 
     def says(self, doing: str) -> None:
         """Name what goes on; the time runs on.
@@ -155,7 +158,14 @@ class Deadline:
         try:
             yield
         finally:
-            self._since, self._once, self._doing = time.monotonic(), once, before
+            self._since, self._doing = time.monotonic(), before
+            self._is_once(once)
+
+    def _is_once(self, once: bool) -> None:
+        """Publish a change to steps at once: what stops within a second of it is silent, not in a long part."""
+        before, self._once = self._once, once
+        if before and not once:
+            self._changed.set()
 
     @property
     def limit(self) -> float | None:
@@ -208,8 +218,9 @@ class Deadline:
         """Publish, in a thread, the position of this process, and look for others whose time is up."""
         while not self._done.is_set():
             try:
+                self._changed.clear()
                 peers.publish(self.position, once=self._once)  # at once: a process may stop within its first second
-                self._done.wait(_TICK_SECONDS)
+                self._changed.wait(_TICK_SECONDS)
             except Exception:  # memory is exhausted; or the service is gone, and JAX ends this process
                 time.sleep(_TICK_SECONDS)
         with contextlib.suppress(Exception):
