@@ -53,18 +53,28 @@ def wandb_records(file):
     data, at = file.read_bytes(), 7
     assert len(data) < 2**15, "one block, so every record is whole (kind 1)"
     while at < len(data):
-        length, kind = struct.unpack_from("<HB", data, at + 4)
+        length, kind = struct.unpack_from("<HB", data.ljust(at + 7, b"\1"), at + 4)
+        if at + 7 + length > len(data):  # it is being written
+            return
         assert kind == 1
         yield wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + length])
         at += 7 + length
 
 
 def logged_to_wandb(folder):
-    """What W&B's own files hold, by id of the run: for each visit its config, then its rows."""
-    runs = {}
+    """What W&B's own files hold, by id of the run: for each visit its config, then its rows.
+
+    W&B's process may still write them when the visit has ended: the last record of each is its exit.
+    """
+    runs, deadline = {}, time.monotonic() + 30
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        records = [*wandb_records(file)]
+        while not (records and records[-1].HasField("exit")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            records = [*wandb_records(file)]
         visit = runs.setdefault(file.stem.removeprefix("run-"), [])
-        for record in wandb_records(file):
+        for record in records:
             if record.HasField("run"):
                 visit.append({item.key: json.loads(item.value_json) for item in record.run.config.update})
             elif record.HasField("history"):
