@@ -41,6 +41,7 @@ USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MOST_LINES, _LONGEST_LINE = 20, 1000
 COMMANDS = {
+    "new": "Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.",
     "train": "Runs an experiment.",
     "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
     "verify": "Compiles an experiment's step, counts what it sends: exit 0 if it keeps the strategy's contract, or 1.",
