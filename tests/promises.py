@@ -53,6 +53,7 @@ NAMES = {
 """The public names of `jdp`."""
 
 COMMANDS = {
+    "new": "cli/test_new.py::test_a_new_file_is_the_shipped_experiment_under_its_own_name",
     "train": "run/test_train.py::test_writes_what_it_promises",
     "plan": "foresight/test_foresee.py::test_people_get_tables_and_sentences",
     "verify": "foresight/test_foresee.py::test_verify_keeps_or_breaks",

@@ -198,6 +198,8 @@ REST = {
     "run/test_sweep.py::test_a_sweep_end_to_end_stopped_and_resumed": "",
     "run/test_trackers.py::test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed": "",
     "cli/test_doctor.py::test_two_processes_with_three_faults": "",
+    "cli/test_new.py::test_the_commands_that_come_next_work": "",
+    "test_wheel.py::test_the_quickstart_trains_in_another_folder": "",
     "cli/test_doctor.py::test_a_process_that_stops_in_the_all_reduce": "",
     "cli/test_doctor.py::test_an_all_reduce_that_hangs_is_tried_without_nccls_ways": "",
     "cli/test_doctor.py::test_process_1_does_not_come": "",

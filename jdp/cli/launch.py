@@ -28,7 +28,7 @@ class Options:
 
     After -- comes one of
 
-    FILE.toml [options and overrides of `jdp train`].
+    FILE.toml [options and overrides of `jdp train`], or the name of an experiment that jdp ships.
 
     PROGRAM.py [its arguments], run by the Python that runs jdp.
 
@@ -208,7 +208,13 @@ def _program(command: list[str]) -> list[str] | None:
         return [sys.executable, *command]
     if Path(word).is_file() and not os.access(word, os.X_OK):
         return None
-    return command
+    return None if shutil.which(word) is None and _is_shipped(word) else command
+
+
+def _is_shipped(word: str) -> bool:
+    from jdp.experiment.shipped import shipped_file
+
+    return shipped_file(Path(word)) is not None
 
 
 def _check_exists(command: list[str]) -> None:
@@ -216,8 +222,10 @@ def _check_exists(command: list[str]) -> None:
     program, *arguments = command
     if program != sys.executable:
         if shutil.which(program) is None:
-            kinds = "an experiment FILE.toml, a PROGRAM.py, -m MODULE, or a command on the PATH"
-            raise UsageError(f"after -- comes {kinds}; there is no file and no command {program!r}: fix its name")
+            kinds = "an experiment FILE.toml or the name of one that jdp ships, a PROGRAM.py, -m MODULE, or a command"
+            raise UsageError(
+                f"after -- comes {kinds} on the PATH; there is no file and no command {program!r}: fix its name"
+            )
     elif arguments[:1] == ["-m"]:
         if not arguments[1:] or arguments[1].startswith("-"):
             raise UsageError("-m needs a module; given none: write jdp launch -n 2 -- -m PACKAGE [its arguments]")

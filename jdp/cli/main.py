@@ -40,7 +40,16 @@ from jdp.cli.options import UsageError, wrapped
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MOST_LINES, _LONGEST_LINE = 20, 1000
+_NEEDED = ("jax", "jaxlib")
+_CUDA = ("13", "12")
+_PACKAGES = {
+    **{name: name for name in (*_NEEDED, *(f"jax-cuda{cuda}-plugin" for cuda in _CUDA))},
+    **{f"nvidia-cudnn-cu{cuda}": "cuDNN" for cuda in _CUDA},
+    **{f"nvidia-nccl-cu{cuda}": "NCCL" for cuda in _CUDA},
+}
+"""Packages of which --version shows those that are installed, with their names there."""
 COMMANDS = {
+    "new": "Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.",
     "train": "Runs an experiment.",
     "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
     "verify": "Compiles an experiment's step, counts what it sends: exit 0 if it keeps the strategy's contract, or 1.",
@@ -184,16 +193,26 @@ def _prefix() -> str:
 def _help() -> str:
     lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
     lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
-    return "\n".join([*lines, "", wrapped("jdp COMMAND --help shows more; jdp --version shows the version.")])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            wrapped(
+                "jdp COMMAND --help shows more; jdp --version shows versions, those of JAX and of CUDA's libraries too."
+            ),
+        ]
+    )
 
 
 def _versions() -> str:
+    """Return a line for each version that an error report needs, by what pip recorded: no JAX is imported."""
     import importlib.metadata
 
-    def version(package: str) -> str:
+    lines = [f"jdp {jdp.__version__}", f"Python {platform.python_version()}"]
+    for package, name in _PACKAGES.items():
         try:
-            return importlib.metadata.version(package)
+            lines.append(f"{name} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    return f"jdp {version('jdp')} (jax {version('jax')}, Python {platform.python_version()})"
+            if package in _NEEDED:
+                lines.append(f"{name} not installed")
+    return "\n".join(lines)

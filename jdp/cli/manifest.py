@@ -38,7 +38,7 @@ class Options:
     ]
     """The scheduler that starts the job."""
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML)."""
+    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
     nodes: Annotated[int, tyro.conf.arg(metavar="N")]
     """Number of nodes."""
     per_node: Annotated[int, tyro.conf.arg(metavar="N")]
@@ -114,6 +114,7 @@ def _experiment(options: Options, overrides: dict[str, str]) -> "Experiment":
 
 def _slurm(options: Options, overrides: dict[str, str], experiment: "Experiment", gpus: int) -> str:
     """Return the batch script."""
+    from jdp.experiment.shipped import shipped_file
     from jdp.launch.slurm import SIGNAL_SECONDS, SlurmJob, batch_script
 
     for directive in options.sbatch:
@@ -135,7 +136,8 @@ def _slurm(options: Options, overrides: dict[str, str], experiment: "Experiment"
             f"given {brief(options.time)}: raise it"
         )
     runs = options.run_dir or Path("runs")
-    command = [sys.executable, "-m", "jdp", "train", str(options.file.absolute()), f"--run-dir={runs.absolute()}"]
+    file = options.file if shipped_file(options.file) else options.file.absolute()  # a name stays one
+    command = [sys.executable, "-m", "jdp", "train", str(file), f"--run-dir={runs.absolute()}"]
     more: dict[str, Any] = {} if options.max_restarts is None else {"max_restarts": options.max_restarts}
     job = SlurmJob(
         name=experiment.name,

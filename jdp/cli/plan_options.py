@@ -22,7 +22,7 @@ class Options:
     """
 
     file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
-    """The experiment (TOML)."""
+    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
     table: Annotated[str | None, tyro.conf.arg(metavar="PARAMETERS:DEVICES")] = None
     """Print what each device keeps and sends by ZeRO's closed form, such as 70e9:8, and compile nothing. It takes
     --strategy, --accumulate (one number) and --json."""

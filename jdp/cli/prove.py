@@ -33,7 +33,7 @@ class Options:
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML)."""
+    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
     steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Optimizer steps of each run. Default: 10; with --quick 2."""
     quick: bool = False

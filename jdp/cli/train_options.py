@@ -20,7 +20,7 @@ class Options:
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML)."""
+    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs, each in a folder of its name; or its address, such as s3://bucket/runs."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None

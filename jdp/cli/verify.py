@@ -28,7 +28,7 @@ class Options:
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML)."""
+    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
     """Devices to compile for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
     machine's."""

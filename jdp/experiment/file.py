@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from jdp.base.formatting import format_bytes
-from jdp.base.hints import nearest
 from jdp.base.read_toml import check, parse
 from jdp.base.shorten import brief, cut
 from jdp.base.toml import toml_key, toml_value
@@ -29,6 +28,7 @@ from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.fields import Section
 from jdp.experiment.schema.model import take_tokenizer
 from jdp.experiment.schema.registered import section
+from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
@@ -49,7 +49,8 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     """Read and check an experiment file.
 
     Args:
-        path: a TOML file, up to 1 MiB. Relative paths in `data.source` start at the file's own folder.
+        path: a TOML file, up to 1 MiB, or the name of an experiment that jdp ships, such as "quickstart". Relative
+            paths in `data.source` start at the file's own folder; of one given by name, at the working directory.
         overrides: dotted key -> text as on a command line, such as {"train.steps": "50"}: read as a TOML value where
             that fits the key, else as text. Relative paths in an overriding `data.source` start at the working
             directory. Only a `plugin` that is given here is imported.
@@ -62,8 +63,9 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
         file = user_path(path)
     except PathError as error:
         raise ExperimentError(f"the experiment file: {error}") from None
-    table = _read(file)
-    _anchor_paths(table, file.parent)
+    by_name = shipped_file(file)
+    table = beside_clone(_read(by_name)) if by_name else _read(file)
+    _anchor_paths(table, Path.cwd() if by_name else file.parent)
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
     changed: dict[str, Any] = {}
     for key, text in texts.items():
@@ -180,9 +182,9 @@ def _read(file: Path) -> dict[str, Any]:
             )
         content = file.read_bytes()
     except FileNotFoundError:
-        raise ExperimentError(f"{file}: there is no such file{_files_nearby(file)}") from None
+        raise ExperimentError(f"{file}: there is no such file{missing(file)}") from None
     except IsADirectoryError:
-        raise ExperimentError(f"{file} is a folder, not an experiment file{_files_nearby(file / 'x')}") from None
+        raise ExperimentError(f"{file} is a folder, not an experiment file{missing(file / 'x.toml')}") from None
     except OSError as error:
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a TOML file that you may read") from None
     try:
@@ -199,17 +201,6 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
         check(table)
     except ValueError as error:
         raise ExperimentError(f"{where} {error}") from None
-
-
-def _files_nearby(file: Path) -> str:
-    """Return a hint: the file with the nearest name in the same folder, else the files in it."""
-    names = sorted(path.name for path in file.parent.glob("*.toml"))
-    if not names:
-        return "" if file.parent.is_dir() else f", nor a folder {file.parent}"
-    return (
-        nearest(file.name, names, f"; did you mean {file.parent}/", cutoff=0.4)
-        or f"; near it: {', '.join(str(file.parent / name) for name in names[:5])}"
-    )
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:

@@ -32,7 +32,7 @@ LONGEST_NAME = 200
 """Most characters of a run's name: file systems take 255 bytes, and a sweep appends its values."""
 
 
-def _run_name(name: str) -> str:
+def run_name(name: str) -> str:
     if len(name) > LONGEST_NAME:
         raise ValueError(
             f"must have at most {LONGEST_NAME} characters, as it names the run's folder, and has {len(name):,}"
@@ -143,7 +143,7 @@ Part = Annotated[float, Field(gt=0, lt=1), Single]
 Decay = Annotated[float, Field(ge=0, lt=1), Single]
 PathText = Annotated[str, AfterValidator(_path)]
 PackageName = Annotated[str, AfterValidator(package_name)]
-RunName = Annotated[str, AfterValidator(_run_name)]
+RunName = Annotated[str, AfterValidator(run_name)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
 MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]

@@ -1,0 +1,72 @@
+"""`jdp new`: write an experiment file to start from."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jdp.base.hints import nearest
+from jdp.base.shorten import brief
+from jdp.cli.options import UsageError, parse
+
+_GPUS = 8
+"""Of a host in the command that is shown."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.
+
+    It replaces no file. At the end it prints the next two commands.
+    """
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    """Name of the run, and of the file in the working directory."""
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="SHIPPED")] = "quickstart"
+    """The experiment that jdp ships to start from: digits_resnet, finetune_hf_llama, finetune_lora, gpt2_124m, gpt_1b,
+    hsdp, llama_8b_zero3, quickstart, quickstart_muon, tensor_parallel."""
+
+
+def run(arguments: list[str]) -> int:
+    """Write the file, and print the commands that come next. Raises UsageError."""
+    options = parse(Options, "new", arguments)
+    _check(options)
+    from jdp.experiment.template import template
+
+    text, table = template(options.from_, options.name)
+    file = Path(f"{options.name}.toml")
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except FileExistsError:
+        raise UsageError(f"jdp new replaces no file; given {file}, which exists: choose another NAME") from None
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written here: {error.strerror}; go to a folder of yours") from None
+    print(f"wrote {file}. Next:\n  jdp plan {file}{_target(table)}\n  jdp train {file}")
+    return 0
+
+
+def _check(options: Options) -> None:
+    """Check both names. Raises UsageError."""
+    from jdp.experiment.schema.fields import run_name
+    from jdp.experiment.shipped import shipped
+
+    names = shipped()
+    try:
+        run_name(options.name)
+    except ValueError as error:
+        raise UsageError(f"NAME {error}; given {brief(options.name)}: write a name such as mine") from None
+    if options.name.endswith(".toml"):
+        raise UsageError(f"NAME is without .toml; given {options.name}: write {options.name.removesuffix('.toml')}")
+    if options.from_ not in names:
+        given = f"{brief(options.from_)}{nearest(options.from_, names)}"
+        raise UsageError(f"--from must be an experiment that jdp ships, one of {', '.join(names)}; given {given}")
+
+
+def _target(table: dict[str, Any]) -> str:
+    """Return the option of `jdp plan` for an experiment that is not for virtual CPU devices: GPUs for its mesh."""
+    sizes = table.get("mesh", {}).values()
+    count = math.prod(sizes) if sizes and min(sizes) > 0 else _GPUS
+    return "" if "devices" in table else f" --target h100:{math.ceil(count / _GPUS)}x{min(count, _GPUS)}"

@@ -1,0 +1,55 @@
+"""The experiments that jdp ships, which a command takes by name: `jdp train quickstart`.
+
+Their files are `experiments/*.toml` of a clone. A wheel has them in `shipped_files/` beside this module.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from jdp.base.hints import nearest
+from jdp.experiment.schema.fields import HUB
+
+_INSTALLED = Path(__file__).parent / "shipped_files"
+_CLONED = Path(__file__).parents[2] / "experiments"
+
+
+def shipped() -> dict[str, Path]:
+    """Return name -> file of each experiment that jdp ships, sorted by name."""
+    folder = _INSTALLED if _INSTALLED.is_dir() else _CLONED
+    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+
+
+def shipped_file(path: Path) -> Path | None:
+    """Return the file of a shipped experiment if `path` is its name and there is no such path; else None."""
+    return None if os.path.lexists(path) else shipped().get(str(path))
+
+
+def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a shipped experiment's table with its relative paths, such as "../runs/quickstart", as "runs/quickstart".
+
+    They then start at the working directory, as they do in the clone's folder.
+    """
+    return {key: _beside(value) for key, value in table.items()}
+
+
+def _beside(value: Any) -> Any:
+    if isinstance(value, dict):
+        return beside_clone(cast("dict[str, Any]", value))
+    return re.sub(rf"^({HUB})?\.\./", r"\1", value) if isinstance(value, str) else value
+
+
+def missing(path: Path) -> str:
+    """Return the end of the message about an experiment that is not there: where the nearest is, or what there is."""
+    here = sorted(file.name for file in path.parent.glob("*.toml"))
+    names = shipped()
+    if path.suffix or path.parent != Path():  # no name of a shipped experiment
+        near = nearest(path.name, here, f"; did you mean {path.parent}/", cutoff=0.4)
+        if not near and path.stem in names:
+            return f"; jdp ships one: write {path.stem}"
+        nearby = f"; near it: {', '.join(str(path.parent / name) for name in here[:5])}" if here else ""
+        return near or nearby or ("" if path.parent.is_dir() else f", nor a folder {path.parent}")
+    listed = f"jdp ships {', '.join(names) or 'none in this copy'}"
+    near = nearest(path.name, [*names, *here], cutoff=0.6)
+    return f"{near} {listed}" if near else f"; {listed}: write one of these names, or a TOML file's"

@@ -1,0 +1,162 @@
+"""What jdp takes from `jax._src`, with a test of each name: where a release of JAX changes one, that test fails.
+
+JAX promises none of it. A test has what jdp needs of the name; what jdp does with it is tested where it is used.
+"""
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import cache_key, cloud_tpu_init, compilation_cache, compiler, xla_bridge
+from jax._src.core import AxisEnv, trace_ctx, trace_state_clean
+from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.distributed import global_state
+from jax._src.lib import _jax
+from jax._src.mesh import get_concrete_mesh
+
+import jdp
+
+PACKAGE = Path(jdp.__file__).parent
+TAKEN = {
+    "jax._src.cache_key": "core/compiling/persistent_cache.py",
+    "jax._src.cloud_tpu_init": "core/cluster/schedulers.py",
+    "jax._src.compilation_cache": "core/compiling/persistent_cache.py",
+    "jax._src.core.AxisEnv": "core/tracing/axis_sizes.py",
+    "jax._src.core.trace_ctx": "core/tracing/axis_sizes.py",
+    "jax._src.core.trace_state_clean": "core/step.py",
+    "jax._src.cudnn.fused_attention_stablehlo": "foresight/targets/cudnn.py models/attention.py",
+    "jax._src.distributed.global_state": "core/cluster/gloo.py core/cluster/service.py",
+    "jax._src.lib._jax": "core/cluster/gloo.py",
+    "jax._src.mesh.get_concrete_mesh": "core/sharding/traced_mesh.py",
+    "jax._src.xla_bridge": "core/cluster/gloo.py experiment/plugins.py",
+}
+"""Each name, and the files that take it."""
+
+
+def taken(tree):
+    """Yield the names that a file imports from `jax._src`, and modules of it that it looks up by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("jax._src"))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("jax._src."):
+            yield node.value
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_list_is_complete_and_each_has_a_test():
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in taken(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: " ".join(files) for name, files in found.items()} == TAKEN
+    tests = " ".join(name for name in globals() if name.startswith("test_"))
+    assert [name for name in TAKEN if f"test_{name.rpartition('.')[2].strip('_').lower()}" not in tests] == []
+
+
+def test_cache_key_hashes_the_devices_by_a_function_of_its_own(monkeypatch):
+    """Its name for a program has the devices by `_hash_accelerator_config`, looked up at each call."""
+    seen = []
+    assert parameters(cache_key._hash_accelerator_config)[0] == "hash_obj"
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), "float32"))
+    monkeypatch.setattr(cache_key, "_hash_accelerator_config", lambda hash_obj, devices, *more: seen.append(devices))
+    devices = np.array(jax.devices()[:1])
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
+    cache_key.get(lowered.compiler_ir("stablehlo"), devices, options, devices[0].client)
+    assert len(seen) == 1 and seen[0] is devices
+
+
+def test_cloud_tpu_init_says_whether_this_is_a_tpu_vm():
+    assert cloud_tpu_init.running_in_cloud_tpu_vm is False
+
+
+def test_compilation_cache_takes_another_store_and_forgets_it(tmp_path):
+    """`get_file_cache(path)` returns (store, path), the store with `get` and `put`."""
+    store, path = compilation_cache.get_file_cache(str(tmp_path))
+    assert path == str(tmp_path)
+    assert (len(parameters(store.get)), len(parameters(store.put))) == (1, 2)
+    assert "get_file_cache(" in inspect.getsource(compilation_cache)  # by name, so that jdp's own takes its place
+    assert parameters(compilation_cache.reset_cache) == []
+
+
+def test_axisenv_holds_sizes_and_grows_and_shrinks():
+    env = trace_ctx.axis_env
+    grown = env.extend_pure([("rows", 3)])
+    assert isinstance(env, AxisEnv) and grown.axis_size("rows") == 3
+    assert grown.axis_sizes.keys() - env.axis_sizes.keys() == {"rows"}
+    assert grown.pop_pure("rows").axis_sizes == env.axis_sizes
+    assert hasattr(env, "spmd_axis_names") and hasattr(env, "explicit_mesh_axis_names")
+
+
+def test_trace_ctx_has_the_axes_of_the_function_being_traced():
+    seen = []
+    jax.vmap(lambda x: seen.append(trace_ctx.axis_env.axis_size("rows")) or x, axis_name="rows")(jnp.zeros(3))
+    assert seen == [3]
+    before = trace_ctx.axis_env
+    trace_ctx.set_axis_env(before.extend_pure([("rows", 3)]))
+    try:
+        assert trace_ctx.axis_env.axis_size("rows") == 3
+    finally:
+        trace_ctx.set_axis_env(before)
+
+
+def test_trace_state_clean_says_whether_a_function_is_being_traced():
+    seen = []
+    jax.jit(lambda x: seen.append(trace_state_clean()) or x)(0)
+    assert [trace_state_clean(), *seen] == [True, False]
+
+
+def test_fused_attention_stablehlo_asks_the_gpu_by_functions_of_its_own():
+    """`answered_for` puts others in the place of these, those that there are; the version is always asked."""
+    assert parameters(fused_attention_stablehlo.check_cudnn_version) == []
+    source = inspect.getsource(fused_attention_stablehlo)
+    assert "check_cudnn_version()" in source and "check_compute_capability(" in source
+
+
+def test_global_state_knows_this_process_without_a_backend():
+    assert not jax.distributed.is_initialized()
+    assert (global_state.process_id, global_state.client) == (0, None)
+    assert global_state.num_processes in (None, 1)
+
+
+def test_jax_makes_gloo_collectives_at_an_address():
+    """A C++ function: its text has its arguments."""
+    text = _jax.make_gloo_tcp_collectives.__doc__
+    assert "distributed_client" in text and "hostname" in text
+
+
+def test_get_concrete_mesh_is_the_users_inside_of_jit():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    seen = []
+    with jax.set_mesh(mesh):
+        jax.jit(lambda x: seen.append(get_concrete_mesh()) or x)(0)
+    assert seen == [mesh]
+    assert get_concrete_mesh().empty
+
+
+def test_xla_bridge_makes_the_cpu_backend_and_says_whether_one_is_started():
+    assert sys.modules["jax._src.xla_bridge"] is xla_bridge
+    assert jax.devices() and xla_bridge.backends_are_initialized()
+    assert inspect.signature(xla_bridge.make_cpu_client).bind("collectives").args == ("collectives",)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from jax._src.core import AxisEnv as env, trace_ctx", ["jax._src.core.AxisEnv", "jax._src.core.trace_ctx"]),
+        ("def f():\n    import jax._src.mesh", ["jax._src.mesh"]),
+        ("sys.modules.get('jax._src.xla_bridge')", ["jax._src.xla_bridge"]),
+        ("from jax import numpy\nimport jax.extend", []),
+    ],
+)
+def test_this_file_sees_what_is_taken(text, expected):
+    assert list(taken(ast.parse(text))) == expected
