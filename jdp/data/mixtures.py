@@ -161,6 +161,17 @@ class Mixture:
         """
         return self._tokenizing.encode(text)
 
+    def prompt(self, text: str) -> NDArray[np.int32]:
+        """Return text that a model goes on from, as tokens of the first part with a tokenizer: int32 [n].
+
+        Args:
+            text: of any length.
+
+        Raises:
+            ValueError: no part has a tokenizer.
+        """
+        return self._tokenizing.prompt(text)
+
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text, by the first part with a tokenizer.
 

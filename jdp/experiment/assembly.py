@@ -336,7 +336,7 @@ class Assembly:
                 state.model, prompt, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
             )
 
-        prompt = self.data.encode(table.prompt)[None]
+        prompt = self.data.prompt(table.prompt)[None]
         drawn = jax.jit(write, out_shardings=self.plan.replicated)(self.averaged(state), prompt)
         tokens = np.asarray(jax.device_get(drawn))[0]
         return self.data.decode(tokens[tokens < self.data.vocab_size])
