@@ -46,7 +46,7 @@ def test_one_device_and_four_learn_the_same(chat_llama, tmp_path):
 
 
 RAISES, READS, TEMPLATE = "{{ raise_exception('no') }}", "{% include 'x' %}", "chat_template.jinja"
-UNKNOWN = '{"messages": [{"role": "me", "content": ""}]}'
+EOS, UNKNOWN = '{"eos_token": "<|im_end|>"}', '{"messages": [{"role": "me", "content": ""}]}'
 REFUSED = {
     "no template": (
         {"tokenizer_config.json": '{"eos_token": "<|im_end|>"}'},

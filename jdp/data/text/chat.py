@@ -45,7 +45,7 @@ def with_template(tokenizer: Tokenizer, template: str | None, day: date | None) 
     special = np.zeros(tokenizer.vocab_size, bool)
     special[list(tokenizer.tokenizer.get_added_tokens_decoder())] = True
     return ChatTokenizer(
-        name=tokenizer.name,
+        name=f"{tokenizer.file} and the chat template in {opened.name}",
         identity=f"chat {tokenizer.identity} {opened.identity}",
         vocab_size=tokenizer.vocab_size,
         separator=None,
