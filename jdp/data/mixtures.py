@@ -172,6 +172,11 @@ class Mixture:
         """
         return self._tokenizing.prompt(text)
 
+    @property
+    def answer_end(self) -> int | None:
+        """The token that ends an answer of a chat; None of other text."""
+        return self._tokenizing.answer_end
+
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text, by the first part with a tokenizer.
 

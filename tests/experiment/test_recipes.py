@@ -32,7 +32,8 @@ def test_a_chat_is_learnt_from_its_answers(chat_llama, tmp_path, capsys):
     output, losses = capsys.readouterr().out, rows(tmp_path / "sft-chat", "loss")
     assert code == 0 and losses[1] > 5 and losses[40] < 1.5
     assert "26 % of the others learnt" in output
-    assert "<|im_start|>user\nWhat can you do?<|im_end|>\n<|im_start|>assistant\n" in output
+    answer = output.partition("<|im_start|>user\nWhat can you do?<|im_end|>\n<|im_start|>assistant\n")[2]
+    assert answer.startswith("It is ") and answer.count("<|im_end|>") <= 1
 
 
 def test_one_device_and_four_learn_the_same(chat_llama, tmp_path):

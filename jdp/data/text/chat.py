@@ -67,6 +67,11 @@ class ChatTokenizer(Tokenizer):
     def stored(self) -> int:
         return 2 * self.vocab_size
 
+    @property
+    def answer_end(self) -> int | None:
+        """The token that ends an answer, as far as the tokenizer's settings say: its eos_token."""
+        return self.text.separator
+
     def encode(self, text: str) -> NDArray[np.int32]:
         return self.text.encode(text)
 

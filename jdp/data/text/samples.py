@@ -174,6 +174,11 @@ class TextData:
         tokenizer = self._tokenizer()
         return tokenizer.prompt(text) if isinstance(tokenizer, ChatTokenizer) else tokenizer.encode(text)
 
+    @property
+    def answer_end(self) -> int | None:
+        """The token that ends an answer of a chat; None of other text."""
+        return self.tokenizer.answer_end if isinstance(self.tokenizer, ChatTokenizer) else None
+
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text.
 
