@@ -324,8 +324,8 @@ class Assembly:
     def sample(self, state: TrainState) -> str | None:
         """Return text that the model writes, its prompt included; None without a table [sample].
 
-        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out. In a chat it
-        ends with the answer.
+        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out. A chat ends
+        with the answer.
         """
         table = self.experiment.sample
         if table is None:
