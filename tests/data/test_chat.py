@@ -1,8 +1,12 @@
 """What a chat promises: the ids of the rendered text, loss on the answers alone, conversations side by side."""
 
 import json
+import sys
+from datetime import date
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 
@@ -134,9 +138,6 @@ def test_text_is_encoded_as_a_whole(tmp_path):
 
 
 def test_rows_of_any_table_and_of_sharegpt_are_the_same(folder):
-    import pyarrow
-    import pyarrow.parquet
-
     chats = [[said("user", f"{a} {b}"), said("assistant", "bye")] for a in WORDS[4:8] for b in WORDS[4:8]]
     data = opened(folder, *chats, heldout_fraction=0.3)
     names = {"user": "human", "assistant": "gpt"}
@@ -215,8 +216,6 @@ def test_a_template_has_what_transformers_gives_it(folder):
         "|{{ eos_token }}|{{ pad_token }}|{{ tools is none }}|{{ strftime_now('%d %b %Y') }}"
     )
     write_template(folder, template)
-    from datetime import date
-
     chat = with_template(open_tokenizer(str(folder)), None, date(2026, 11, 26))
     text = chat.template.render([said("user", "hi") | {"name": "Bo"}, said("tool", "so")], "row")
     assert text == '{"a": "hi", "é<": [1]} Bo|<e>||True|26 Nov 2026'
@@ -302,6 +301,12 @@ def test_a_row_that_is_no_conversation_is_named(folder, case):
         opened(folder, HI, row)
 
 
+def test_jinja2_is_asked_for(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ValueError, match=r"tokenizer.json needs the package jinja2.*: pip install '\.\[hf\]'"):
+        opened(folder, HI, LONG)
+
+
 def test_what_a_chat_needs(folder, tmp_path):
     rows = write_rows(folder, HI, LONG)
     (tmp_path / "a.txt").write_text("hi")
@@ -312,6 +317,7 @@ def test_what_a_chat_needs(folder, tmp_path):
         "must be a file of text; given .*gone.jinja: No such file": {
             "tokenizer": str(folder), "chat_template": str(tmp_path / "gone.jinja")
         },
+        "must be a file of text; given /dev/null": {"tokenizer": str(folder), "chat_template": "/dev/null"},
         "conversations must be rows of .*; given .*a.txt": {"tokenizer": str(folder), "source": tmp_path / "a.txt"},
     }  # fmt: skip
     for message, options in calls.items():

@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jdp.base.notices import notice
 from jdp.base.shorten import cut
+from jdp.base.user_path import check_regular
 from jdp.data.text.conversations import ASSISTANT, Messages
 
 SETTINGS, TEMPLATE, TOKENS = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
@@ -217,6 +218,7 @@ def _table(file: Path) -> dict[str, Any]:
 
 def _read(file: Path) -> str:
     try:
+        check_regular(file)
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         words = getattr(error, "strerror", None) or "it is not text in UTF-8"

@@ -42,7 +42,7 @@ def _checked(value: Any, name: str) -> bytes:
         raise ValueError(
             f"messages must be text; given half a surrogate pair, {error.object[error.start]!r}, in {name}: fix it"
         ) from error
-    except TypeError as error:  # a column of Arrow may hold dates or bytes, which JSON has not
+    except (TypeError, RecursionError) as error:  # a column of Arrow may hold dates or bytes, which JSON has not
         raise ValueError(f"messages must hold what JSON can; given {error} in {name}: leave it out") from error
 
 
