@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from jdp.data import open_tokenizer, text_data
+from jdp.data import mixture, open_tokenizer, text_data
 from jdp.data.text.chat import with_template
 
 WORDS = ["<s>", "<u>", "<a>", "<e>", "hi", "there", "bye", "why", "so", "?"]
@@ -239,6 +239,17 @@ def test_a_prompt_is_a_users_message(folder):
     data = opened(folder, HI, LONG)
     assert [WORDS[token] for token in data.prompt("why ?")] == ["<s>", "<u>", "why", "?", "<e>", "<a>"]
     assert data.decode(data.encode("why ?")) == "why ?"
+
+
+def test_chats_are_mixed_with_chats_alone(folder):
+    parts = [opened(folder, *many(), heldout_fraction=0.3), opened(folder, HI, LONG)]
+    both = mixture([(part, 1) for part in parts])
+    assert both.prompt("why").tolist() == parts[0].prompt("why").tolist() and both.answer_end == ID["<e>"]
+    (folder.parent / "a.txt").write_text("hi there " * 50)
+    text = text_data(folder.parent / "a.txt", length=16, tokenizer=str(folder), packing="documents")
+    assert text.prompt("why").tolist() == [ID["why"]] and text.answer_end is None
+    with pytest.raises(ValueError, match="must have one tokenizer"):
+        mixture([(parts[0], 1), (text, 1)])
 
 
 FORGETS = (
