@@ -6,12 +6,46 @@ from pathlib import Path
 
 import pytest
 
+CHAT_TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}"""
+"""ChatML."""
 TEXTS = [f"In chapter {number} of the tale, told at length: " * 6 for number in range(60)]
 
 
 @pytest.fixture
 def llama(tmp_path):
     """`llama/`, a small Llama as Hugging Face's hub has it, and `texts.jsonl`."""
+    write_llama(tmp_path / "llama", ["<|end_of_text|>"], TEXTS)
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "texts.jsonl").write_text(rows, encoding="utf-8")
+    return {}
+
+
+@pytest.fixture
+def chat_llama(tmp_path):
+    """`llama/`, a small Llama with a chat template, and `chats.jsonl`: 120 questions, each with its only answer."""
+    write_llama(tmp_path / "llama", ["<|im_start|>", "<|im_end|>"], ["one more than is assistant user"])
+    settings = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (tmp_path / "llama" / "tokenizer_config.json").write_text(json.dumps(settings))
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is one more than {number}?"},
+                {"role": "assistant", "content": f"It is {number + 1}."},
+            ]
+        }
+        for number in range(120)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {}
+
+
+def write_llama(folder, special, texts):
+    """Write a small Llama with random weights, and a tokenizer of 300 tokens with these special ones."""
     import jax  # late: every test run reads this file
     import optax
     import tokenizers
@@ -23,17 +57,16 @@ def llama(tmp_path):
     config = GPTConfig(vocab_size=300, context=64, layers=2, width=32, heads=4, kv_heads=2)
     plan = jdp.Plan(jdp.make_mesh(), "ddp")
     state = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
-    jdp.export.export_hf(tmp_path / "llama", state, config)
+    jdp.export.export_hf(folder, state, config)
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(TEXTS, trainer)
-    bpe.add_special_tokens(["<|end_of_text|>"])
-    bpe.save(str(tmp_path / "llama" / "tokenizer.json"))
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (tmp_path / "texts.jsonl").write_text(rows, encoding="utf-8")
-    return {}
+    size = 300 - len(special)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_special_tokens(special)
+    bpe.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture

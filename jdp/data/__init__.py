@@ -5,7 +5,8 @@ They are the same on any number of processes.
 A source is found and read:
   sources/       files, directories, data sets of Hugging Face; tables (parquet, Arrow, JSON), arrays, .gz and .zst
 It becomes a data set, by its kind:
-  text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document
+  text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document;
+                 conversations -> a chat template -> tokens, of which the answers are learnt
   images/        pictures with classes, decoded when a sample is read; cropped and flipped anew in every epoch
   arrays.py      rows of NumPy arrays; labels.py numbers the classes of arrays and images
   held_out.py    each sample is trained on or held out, by a hash of its content

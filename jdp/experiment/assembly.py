@@ -324,7 +324,8 @@ class Assembly:
     def sample(self, state: TrainState) -> str | None:
         """Return text that the model writes, its prompt included; None without a table [sample].
 
-        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out.
+        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out. A chat ends
+        with the answer.
         """
         table = self.experiment.sample
         if table is None:
@@ -336,7 +337,9 @@ class Assembly:
                 state.model, prompt, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
             )
 
-        prompt = self.data.encode(table.prompt)[None]
-        drawn = jax.jit(write, out_shardings=self.plan.replicated)(self.averaged(state), prompt)
+        prompt = self.data.prompt(table.prompt)
+        drawn = jax.jit(write, out_shardings=self.plan.replicated)(self.averaged(state), prompt[None])
         tokens = np.asarray(jax.device_get(drawn))[0]
+        ends = np.flatnonzero(tokens[len(prompt) :] == self.data.answer_end)
+        tokens = tokens[: len(prompt) + ends[0] + 1] if len(ends) else tokens
         return self.data.decode(tokens[tokens < self.data.vocab_size])

@@ -204,7 +204,7 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make relative paths in the table start at `folder`: those of data, tokenizer, model and weights."""
+    """Make relative paths in the table start at `folder`: those of data, tokenizer, template, model and weights."""
     data = _table(table, "data")
     texts, sets = _table(data, "mixture"), _table(table, "eval")
     for named in (data, *texts.values(), *sets.values()):
@@ -212,6 +212,7 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
             _anchor(named, "source", folder, but=NO_PATHS)
     _anchor(data, "tokenizer", folder, but=("bytes", NONE))
     _anchor(data, "heldout", folder, but=NO_PATHS)
+    _anchor(data, "chat_template", folder, but=(NONE,))
     for key in ("init_from", "init_adapter"):
         _anchor(_table(table, "train"), key, folder, but=(NONE,))
     model = _table(table, "model")

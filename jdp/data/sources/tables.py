@@ -33,6 +33,8 @@ from jdp.data.sources.optional_packages import optional
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _IDS = "lists of token ids"
+Field = str | tuple[str, ...]
+"""A column's name, or several of which the first that is present is read."""
 _PIECE_ROWS = 1024  # of a table, read at a time
 _PIECE_BYTES = 2**22  # of lines of JSON, or of columns, parsed at a time
 _DECODED_ROWS = 256  # of parquet at a time: one value, kept once in a dictionary, may be that of every row
@@ -46,7 +48,7 @@ class Table:
     name: str  # of the file or data set
     unit: str  # of the numbers: "row", counted from 0, or "line", counted from 1
     numbers: Sequence[int]  # the number of each row in the file
-    columns: Mapping[str, Any]  # name -> a list of Python values, or a `pyarrow.ChunkedArray`
+    columns: Mapping[Field, Any]  # field -> a list of Python values, or a `pyarrow.ChunkedArray`
 
     def name_of(self, row: int) -> str:
         """Return a row's name for errors: "data.jsonl, line 7"."""
@@ -65,6 +67,11 @@ class Table:
             raise _wrong(self.name, f"type {column.type}", field, "text")
         self._check_nulls(column, field, "text")
         return column.cast(pyarrow.large_binary()).to_pylist()
+
+    def values(self, field: Field) -> list[Any]:
+        """Return a column as Python values."""
+        column = self.columns[field]
+        return cast("list[Any]", column if isinstance(column, list) else column.to_pylist())
 
     def integer_lists(self, field: str) -> list[NDArray[Any]]:
         """Return a column of lists of integers: [n] of some integer dtype each."""
@@ -118,7 +125,7 @@ def is_table(path: str | os.PathLike[str]) -> bool:
     return plain_name(path).endswith((*ARROW_SUFFIXES, *JSON_SUFFIXES))
 
 
-def table_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
+def table_pieces(path: Path, fields: Sequence[Field]) -> Iterator[Table]:
     """Yield columns of a parquet, Arrow or JSON file, which may be compressed (.gz, .zst), some rows at a time.
 
     JSON is one object a line; a .json file may also be one array of objects, its rows. Such an array is read at once,
@@ -128,20 +135,19 @@ def table_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
         yield from _json_pieces(path, fields)
         return
     file, schema = _opened(path)
-    check_fields(fields, schema.names, str(path))
-    names = _chosen(schema, fields, path)
+    names = _chosen(schema, [present_field(field, schema.names, str(path)) for field in fields], path)
     yield from arrow_pieces(_pieces(file, names, path), fields, str(path))
 
 
-def arrow_pieces(tables: Iterable[Any], fields: Sequence[str], name: str) -> Iterator[Table]:
+def arrow_pieces(tables: Iterable[Any], fields: Sequence[Field], name: str) -> Iterator[Table]:
     """Yield columns of `pyarrow.Table`s that follow one another in `name`, some rows at a time."""
     row = 0
     for table in tables:
-        check_fields(fields, table.column_names, name)
+        names = {field: present_field(field, table.column_names, name) for field in fields}
         for start in range(0, table.num_rows, _PIECE_ROWS):
             piece = table.slice(start, _PIECE_ROWS)
             numbers = range(row + start, row + start + piece.num_rows)
-            yield Table(name, "row", numbers, {field: piece.column(field) for field in fields})
+            yield Table(name, "row", numbers, {field: piece.column(column) for field, column in names.items()})
         row += table.num_rows
 
 
@@ -253,14 +259,15 @@ def _rows_at_once(group: Any, chosen: list[str], path: Path) -> int:
     return _DECODED_ROWS if unpacked <= _DENSE * stored else max(1, min(_DECODED_ROWS, ALWAYS_READ // unpacked))
 
 
-def check_fields(fields: Sequence[str], present: Sequence[str], name: str) -> None:
-    """Check that every field is present. Raises ValueError with those that are, if one is not."""
-    for field in fields:
-        if field not in present:
-            shown = ", ".join(present[:20]) + ", …" * (len(present) > 20) if present else "none"
-            raise ValueError(
-                f'data must have the field "{field}"; given {name} without it: give one that it has: {shown}'
-            )
+def present_field(field: Field, present: Sequence[str], name: str) -> str:
+    """Return the name of the column that is read. Raises ValueError with those that are present, if it is not."""
+    wanted = (field,) if isinstance(field, str) else field
+    for each in wanted:
+        if each in present:
+            return each
+    shown = ", ".join(present[:20]) + ", …" * (len(present) > 20) if present else "none"
+    words = " or ".join(f'"{each}"' for each in wanted)
+    raise ValueError(f"data must have the field {words}; given {name} without it: give one that it has: {shown}")
 
 
 def _open(path: Path) -> Any:
@@ -295,7 +302,7 @@ def _incomplete(path: Path, error: Exception) -> str:
     return f"a data file must be complete; given {path}: {words}; fetch or write it again"
 
 
-def _json_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
+def _json_pieces(path: Path, fields: Sequence[Field]) -> Iterator[Table]:
     pieces = stream_bytes(path)
     first = next(pieces, b"").removeprefix(codecs.BOM_UTF8)
     if plain_name(path).endswith(".json") and first.lstrip()[:1] == b"[":
@@ -328,16 +335,19 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
     yield lines
 
 
-def _json_table(path: Path, unit: str, numbers: list[int], rows: list[Any], fields: Sequence[str]) -> Table:
-    table = Table(str(path), unit, numbers, {})
+def _json_table(path: Path, unit: str, numbers: list[int], rows: list[Any], fields: Sequence[Field]) -> Table:
+    columns: dict[Field, list[Any]] = {field: [] for field in fields}
+    table = Table(str(path), unit, numbers, columns)
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(
                 f'a line of JSON must be an object, as {{"text": …}}; given {json.dumps(row)[:40]} in '
                 f"{table.name_of(index)}: fix it"
             )
-        check_fields(fields, list(cast("dict[str, Any]", row)), table.name_of(index))
-    return Table(str(path), unit, numbers, {field: [row[field] for row in rows] for field in fields})
+        values = cast("dict[str, Any]", row)
+        for field, column in columns.items():
+            column.append(values[present_field(field, list(values), table.name_of(index))])
+    return table
 
 
 def _parse(content: bytes, name: str) -> Any:

@@ -2,7 +2,8 @@
 
 1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…", "hf-stream:…"), in
    the order given.
-2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set.
+2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set. A row of
+   messages is a conversation (`conversations.py`).
 3. Read their contents, some documents at a time: bytes, so nothing is decoded and no encoding can be wrong; or token
    ids, if text was tokenised before. The file and row of each are known for errors.
 """
@@ -23,7 +24,8 @@ from jdp.data.sources.array_files import load_arrays
 from jdp.data.sources.compressed import read_bytes
 from jdp.data.sources.files import STDLIB, Kinds, PathLike, find_files
 from jdp.data.sources.hub import HF, STREAM, HubRows, hub_rows
-from jdp.data.sources.tables import ARROW_SUFFIXES, Table, arrow_pieces, check_fields, is_table, table_pieces
+from jdp.data.sources.tables import ARROW_SUFFIXES, Field, Table, arrow_pieces, is_table, present_field, table_pieces
+from jdp.data.text.conversations import FIELDS, conversations
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 # Of a directory: a plain .json is more often a setting than data, so it must be named; .json.gz is how data is shipped.
@@ -97,9 +99,20 @@ def find_token_ids(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[
     return _find(source, Kinds("tokenised", (*_ROWS, *_ARRAYS) if suffixes is None else _tuple(suffixes)))
 
 
+def find_conversations(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
+    """Find the rows of messages that a source names; nothing is read."""
+    return _find(source, Kinds("chat", _ROWS if suffixes is None else _tuple(suffixes)))
+
+
 def text_parts(found: Found, field: str = "text") -> Iterator[Part[bytes]]:
     """Yield all text, some documents at a time: UTF-8 of rows, whatever bytes a file of text has."""
     return _parts(found, field, of_rows=lambda table: table.texts(field), of_file=read_bytes)
+
+
+def conversation_parts(found: Found, field: str | None = None) -> Iterator[Part[bytes]]:
+    """Yield all conversations, some at a time: JSON lists of messages."""
+    read = FIELDS if field is None else field
+    return _parts(found, read, of_rows=lambda table: conversations(table, read), of_file=_not_rows)
 
 
 def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDArray[Any]]]:
@@ -130,7 +143,7 @@ def _find(source: PathLike | Sequence[PathLike], kinds: Kinds) -> Found:
 
 def _parts(
     found: Found,
-    field: str,
+    field: Field,
     *,
     of_rows: Callable[[Table], list[Document]],
     of_file: Callable[[Path], Document | list[Document]],
@@ -162,6 +175,10 @@ def _parts(
         raise ValueError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
 
 
+def _not_rows(path: Path) -> bytes:
+    raise ValueError(f"conversations must be rows of {', '.join(_ROWS)} files; given {path}: name such files")
+
+
 def _array_rows(path: Path, *, field: str) -> NDArray[Any] | list[NDArray[Any]]:
     """Return the document of an .npz or .npy file, or a list of them."""
     if path.suffix not in _ARRAYS:
@@ -170,7 +187,7 @@ def _array_rows(path: Path, *, field: str) -> NDArray[Any] | list[NDArray[Any]]:
         )
     arrays = load_arrays(path)
     if path.suffix == ".npz":
-        check_fields([field], list(arrays), str(path))
+        present_field(field, list(arrays), str(path))
     loaded = arrays[field if path.suffix == ".npz" else path.stem]
     if loaded.dtype.kind not in "iu" or loaded.ndim not in (1, 2):
         raise ValueError(

@@ -14,6 +14,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,8 @@ from jdp.base.formatting import format_bytes, format_percent
 from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import check_fraction
-from jdp.data.text.documents import Found, PathLike, find_text, find_token_ids
+from jdp.data.text.chat import ChatTokenizer, with_template
+from jdp.data.text.documents import Found, PathLike, find_conversations, find_text, find_token_ids
 from jdp.data.text.packing import PackedSamples
 from jdp.data.text.token_array import MappedTokens, TokenArray, smallest_uint
 from jdp.data.text.token_files import VERSION, TokenFiles, can_be_written, once
@@ -34,6 +36,7 @@ from jdp.data.text.tokens import TextSides, sides_in_memory, tokenised_parts
 
 _BYTES = Bytes()
 Packing = Literal["stream", "documents"]
+Format = Literal["text", "chat"]
 IN_FILES_BYTES = 2**26  # of a source: less is read in a second or two
 _HASHED = 2**22  # tokens at a time
 
@@ -120,6 +123,8 @@ class TextData:
         kept = f" ({format_bytes(size)} in {place})" if unit == "tokens" or self.folder else ""
         by = f" by {self.tokenizer.name}" if unit == "tokens" and self.tokenizer else ""
         packed = f", {format_percent(train.waste)} of them empty" if isinstance(train, PackedSamples) else ""
+        if isinstance(train, PackedSamples) and train.chat:
+            packed += f", {format_percent(train.learnt)} of the others learnt"
         return (
             f"{self.name}: {self.documents:,} documents, {len(train.tokens) + len(heldout.tokens):,} {unit}{by}{kept}; "
             f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {train.length}{packed}, "
@@ -157,6 +162,23 @@ class TextData:
         """
         return self._tokenizer().encode(text)
 
+    def prompt(self, text: str) -> NDArray[np.int32]:
+        """Return text that a model goes on from, as tokens: as it is, or in a chat as a user's message: int32 [n].
+
+        Args:
+            text: of any length.
+
+        Raises:
+            ValueError: the source held token ids, so the tokenizer is not known.
+        """
+        tokenizer = self._tokenizer()
+        return tokenizer.prompt(text) if isinstance(tokenizer, ChatTokenizer) else tokenizer.encode(text)
+
+    @property
+    def answer_end(self) -> int | None:
+        """The token that ends an answer of a chat; None of other text."""
+        return self.tokenizer.answer_end if isinstance(self.tokenizer, ChatTokenizer) else None
+
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text.
 
@@ -185,7 +207,10 @@ def text_data(
     suffixes: Sequence[str] | None = None,
     field: str | None = None,
     tokenizer: str = BYTES,
-    packing: Packing = "stream",
+    packing: Packing | None = None,
+    format: Format = "text",
+    chat_template: str | None = None,
+    chat_date: date | None = None,
     vocab_size: int | None = None,
     in_files: bool | None = None,
 ) -> TextData:
@@ -201,7 +226,12 @@ def text_data(
         tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it. "none" is for a
             source that holds lists of token ids, which are joined end to end without a separator.
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
-            "segments" in each sample.
+            "segments" in each sample. None: "stream", and "documents" for a chat, which has no other.
+        format: "chat" reads rows of messages (lists of role and content, or from and value), by default of the column
+            "messages" or "conversations". The chat template makes text of them, and only the assistant's answers have
+            weight 1. Conversations without an answer are left out.
+        chat_template: a file with the template; None: that of the tokenizer's folder.
+        chat_date: the day that a template's `strftime_now` writes; None: today.
         vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
         in_files: True keeps the tokens, of 1, 2 or 4 bytes, in files in jdp's cache folder, which the processes of a
             host share. False keeps them in the memory of each process. None: in files from 64 MiB on, and of a stream,
@@ -223,31 +253,56 @@ def text_data(
     """
     if length < 1:
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
-    if packing not in ("stream", "documents"):
+    if packing not in (None, "stream", "documents"):
         raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
+    if format == "chat" and (tokenizer == NONE or packing == "stream"):
+        given = 'tokenizer "none"' if tokenizer == NONE else 'packing "stream"'
+        raise ValueError(f'a chat has a tokenizer with a chat template, and packing "documents"; given {given}')
     opened = None if tokenizer == NONE else _fitting(open_tokenizer(tokenizer), vocab_size)
+    if opened is not None and format == "chat":
+        opened = with_template(opened, chat_template, chat_date)
+    packing = packing or ("documents" if format == "chat" else "stream")
+    find = find_token_ids if opened is None else find_conversations if format == "chat" else find_text
     sides = _sides(
-        find_token_ids(source, suffixes=suffixes) if opened is None else find_text(source, suffixes=suffixes),
+        find(source, suffixes=suffixes),
         opened,
-        field=field or ("input_ids" if opened is None else "text"),
-        vocab_size=vocab_size if opened is None else opened.vocab_size,
+        field=field or ("input_ids" if opened is None else None if format == "chat" else "text"),
+        vocab_size=vocab_size if opened is None else opened.stored,
         heldout_fraction=heldout_fraction,
         in_files=in_files,
     )
     if packing == "stream":
         _check_fills(sides, length, "bytes" if opened == _BYTES else "tokens")
+    if not sides.whole and format == "chat":
+        raise ValueError(
+            f"heldout_fraction must leave conversations on both sides; given {heldout_fraction} with "
+            f"{sides.documents:,} in {sides.name}: give a larger one"
+        )
     if not sides.whole:
         notice(f"{sides.name}: too few documents to hold some out whole, so the tail of each is held out")
-    return TextData(
+    data = TextData(
         name=sides.name,
         documents=sides.documents,
-        train=_samples(sides.train, length, packing),
-        heldout=_samples(sides.heldout, length, packing),
+        train=_samples(sides.train, length, packing, format),
+        heldout=_samples(sides.heldout, length, packing, format),
         whole=sides.whole,
-        vocab_size=sides.vocab_size,
+        vocab_size=sides.vocab_size if opened is None else opened.vocab_size,
         tokenizer=opened,
         folder=sides.folder,
     )
+    if format == "chat":
+        _report_cut(data)
+    return data
+
+
+def _report_cut(data: TextData) -> None:
+    """Report conversations that are longer than a row: what follows the cut does not see what was before it."""
+    cut = sum(side.too_long for side in (data.train, data.heldout) if isinstance(side, PackedSamples))
+    if cut:
+        notice(
+            f"{data.name}: {cut:,} of {data.documents:,} conversations have more than {data.train.length:,} tokens and "
+            "are cut; pieces without an answer are left out"
+        )
 
 
 def _fitting(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
@@ -273,7 +328,7 @@ def _sides(
     found: Found,
     tokenizer: Tokenizer | None,
     *,
-    field: str,
+    field: str | None,
     vocab_size: int | None,
     heldout_fraction: float,
     in_files: bool | None,
@@ -329,5 +384,7 @@ def decode(tokens: ArrayLike) -> str:
     return _BYTES.decode(tokens)
 
 
-def _samples(tokens: TokenArray, length: int, packing: Packing) -> TextSamples | PackedSamples:
-    return TextSamples(tokens.ids, length) if packing == "stream" else PackedSamples(tokens.ids, tokens.bounds, length)
+def _samples(tokens: TokenArray, length: int, packing: Packing, format: Format) -> TextSamples | PackedSamples:
+    if packing == "stream":
+        return TextSamples(tokens.ids, length)
+    return PackedSamples(tokens.ids, tokens.bounds, length, chat=format == "chat")

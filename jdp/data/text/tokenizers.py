@@ -25,6 +25,7 @@ VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
 BYTES, NONE = "bytes", "none"
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_BESIDE = (_SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -38,7 +39,12 @@ class Tokenizer(ABC):
     name: str  # for people
     identity: str  # distinguishes it from other tokenizers, for caches
     vocab_size: int  # ids are below it
-    separator: int  # the id that closes a document
+    separator: int | None  # the id that closes a document; None: nothing is added
+
+    @property
+    def stored(self) -> int:
+        """The numbers that `tokenize` returns are below it."""
+        return self.vocab_size
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -106,6 +112,7 @@ class FileTokenizer(Tokenizer):
     """A tokenizer.json; special tokens are encoded only where the text contains them, and decoded as all others."""
 
     tokenizer: Any  # the `tokenizers.Tokenizer`
+    file: Path
 
     def encode(self, text: str) -> NDArray[np.int32]:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -147,7 +154,7 @@ def _fetched(name: str) -> Path:
     folder, _, file = (address_of(name) or "").rpartition("/")
     if not file.endswith(".json"):
         folder, file = name, ""
-    return local_path(folder, only=(file or _FILE, _SETTINGS).__contains__) / file
+    return local_path(folder, only=(file or _FILE, *_BESIDE).__contains__) / file
 
 
 def _open_file(path: Path) -> FileTokenizer:
@@ -172,6 +179,7 @@ def _open_file(path: Path) -> FileTokenizer:
     separator = _separator(vocabulary, file)
     return FileTokenizer(
         tokenizer=tokenizer,
+        file=file,
         name=f"{file} ({len(vocabulary):,} tokens, {separator} closes a document)",
         identity=hashlib.sha256(content).hexdigest() + f" {tokenizers.__version__}",
         vocab_size=max(vocabulary.values()) + 1,  # ids may leave gaps

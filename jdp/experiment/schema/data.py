@@ -1,6 +1,7 @@
 """The tables [data], [data.mixture.NAME] and [eval.NAME]: the data to train and to evaluate on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -11,6 +12,13 @@ from jdp.experiment.schema.registered import Table
 
 def _data_name(name: str | None) -> str | None:
     return None if name is None else DATASETS.check(name)
+
+
+def _day(text: str | None) -> str | None:
+    try:
+        return None if text is None else str(date.fromisoformat(text))
+    except ValueError:
+        raise ValueError('must be a day, such as "2026-11-26"') from None
 
 
 class Ingredient(Section):
@@ -50,8 +58,18 @@ class Data(Section):
     """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source, or an
     address of these; or "none" where the rows of the source are lists of token ids. Not given: that of the folder of a
     model "hf:FOLDER", else bytes."""
+    format: Literal["text", "chat"] = "text"
+    """Text; or conversations, rows of messages ({role, content}, or {from, value}), in the column "messages" or
+    "conversations" unless field names another. The tokenizer's chat template makes text of them, and the loss is that
+    of the assistant's answers alone."""
+    chat_template: PathText | None = None
+    """File with the chat template (jinja2), relative as in source; none = the tokenizer's own: chat_template.jinja, or
+    in tokenizer_config.json."""
+    chat_date: Annotated[str | None, AfterValidator(_day)] = None
+    """The day, as 2026-11-26, that a chat template writes which asks for today's (strftime_now); none = today."""
     packing: Literal["stream", "documents"] = "stream"
-    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
+    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only. Of a
+    chat always "documents"."""
     length: Count = 0
     """Tokens a sample; 0 = the model's context."""
     size: Count = 0
@@ -78,6 +96,14 @@ class Data(Section):
             return {**table, "source": None}
         return table
 
+    @model_validator(mode="before")
+    @classmethod
+    def _packed(cls, table: Any) -> Any:
+        """Pack conversations, unless the table says otherwise, which is refused."""
+        if isinstance(table, Mapping) and table.get("format") == "chat" and "packing" not in table:
+            return {**table, "packing": "documents"}
+        return table
+
     @field_validator("mixture")
     @classmethod
     def _names(cls, mixture: dict[str, Ingredient]) -> dict[str, Ingredient]:
@@ -91,8 +117,26 @@ class Data(Section):
         return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
 
 
+def chat_problems(data: Data, model: str) -> Iterator[str]:
+    """Yield what is wrong between the keys of a chat."""
+    if data.format != "chat":
+        for key in ("chat_template", "chat_date"):
+            if getattr(data, key) is not None:
+                yield f'data.{key} is of data.format = "chat"; given "{data.format}": give that, or remove the key'
+        return
+    if data.tokenizer == NONE or (data.tokenizer == "bytes" and not model.startswith("hf:")):
+        yield (
+            f'data.format = "chat" needs a tokenizer with a chat template; given data.tokenizer = "{data.tokenizer}": '
+            "name the folder of a model of Hugging Face, or its tokenizer.json"
+        )
+    if data.packing != "documents":
+        yield f'data.format = "chat" keeps conversations apart; given data.packing = "{data.packing}": remove that key'
+
+
 OF_EVERY = ("name", "heldout_fraction", "shuffle")
 """The keys that a plug-in's data set has too."""
+OF_TEXT = ("tokenizer", "format", "chat_template", "chat_date", "packing", "length")
+"""The keys that text alone has."""
 DATASETS = Table("data", reserved=(*OF_EVERY, "source", "mixture"))
 
 

@@ -24,7 +24,7 @@ from jdp.base.shorten import cut
 from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
-from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
+from jdp.experiment.schema.data import DATASETS, OF_EVERY, OF_TEXT, Data, EvalSet, Ingredient, chat_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
@@ -55,8 +55,8 @@ Kind = Literal["text", "images", "features", "own"]
 OTHERS_KEYS: dict[Kind, tuple[str, ...]] = {
     "own": tuple(key for key in Data.model_fields if key not in OF_EVERY),
     "text": ("label", "heldout", "size", "crop_padding", "flip"),
-    "images": ("tokenizer", "packing", "length", "size"),
-    "features": ("mixture", "tokenizer", "packing", "length", "crop_padding", "flip"),
+    "images": (*OF_TEXT, "size"),
+    "features": ("mixture", *OF_TEXT, "crop_padding", "flip"),
 }
 """Kind -> the keys of [data] that only other kinds read."""
 MOST_PARAMETERS = 2**50
@@ -336,6 +336,7 @@ def _data(experiment: Experiment) -> Iterator[str]:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
+    yield from chat_problems(data, name) if kind == "text" else ()
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]

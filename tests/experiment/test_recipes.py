@@ -1,0 +1,82 @@
+"""The recipes for models of Hugging Face, at the size of a toy: they run as they stand, and learn what they promise."""
+
+from pathlib import Path
+
+import pytest
+from tiny_experiment import train_here
+from tiny_runs import refused, rows
+
+from jdp.cli.main import main
+from jdp.experiment.file import load, to_toml
+
+RECIPE = Path(__file__).parents[2] / "experiments/sft_chat.toml"
+TOY = {"model.context": 64, "data.length": 64, "train.batch_size": 16, "train.steps": 4, "optimizer.warmup_steps": 2}
+TOY |= {"train.eval_every": 0, "train.checkpoint_every": 0, "train.log_every": 1, "sample.length": 8}
+TOY |= {"data.heldout_fraction": 0.2, "optimizer.lr": 1e-2, "train.eval_batches": 1}
+
+
+def given(folder, **more):
+    """Return what a user gives on the command line."""
+    model = {"model.name": f"hf:{folder}/llama", "train.init_from": f"{folder}/llama"}
+    table = {**TOY, **model, "data.source": f"{folder}/chats.jsonl", **more}
+    return {key: str(value) for key, value in table.items()}
+
+
+def flags(folder, **more):
+    return [word for key, value in given(folder, **more).items() for word in (f"--{key}", value)]
+
+
+def test_a_chat_is_learnt_from_its_answers(chat_llama, tmp_path, capsys):
+    """The command of the lab note: the loss falls, and the model answers a question."""
+    code = main(["train", str(RECIPE), *flags(tmp_path, **{"train.steps": 40}), "--run-dir", str(tmp_path)])
+    output, losses = capsys.readouterr().out, rows(tmp_path / "sft-chat", "loss")
+    assert code == 0 and losses[1] > 5 and losses[40] < 1.5
+    assert "26 % of the others learnt" in output
+    answer = output.partition("<|im_start|>user\nWhat can you do?<|im_end|>\n<|im_start|>assistant\n")[2]
+    assert answer.startswith("It is ") and answer.count("<|im_end|>") <= 1
+
+
+def test_one_device_and_four_learn_the_same(chat_llama, tmp_path):
+    """Weights differ between rows, so a mean of the devices' means would be another loss. fp32: to its rounding."""
+    losses, small = [], {"model.layers": 1, "train.init_from": "none", "train.init_names": "jdp", "sample": "none"}
+    for devices in (1, 4):
+        settings = given(tmp_path, strategy="ddp", precision="fp32", **small, **{"train.accumulate": 1})
+        train_here(RECIPE, tmp_path / f"of_{devices}", settings, devices=devices)
+        losses.append([*rows(tmp_path / f"of_{devices}/sft-chat", "loss").values()])
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+RAISES, READS, TEMPLATE = "{{ raise_exception('no') }}", "{% include 'x' %}", "chat_template.jinja"
+EOS, UNKNOWN = '{"eos_token": "<|im_end|>"}', '{"messages": [{"role": "me", "content": ""}]}'
+REFUSED = {
+    "no template": (
+        {"tokenizer_config.json": '{"eos_token": "<|im_end|>"}'},
+        {},
+        "needs a chat template; given",
+        "llama/tokenizer.json",
+    ),
+    "raises": ({TEMPLATE: RAISES}, {}, "llama/chat_template.jinja with", "chats.jsonl, line 1: no"),
+    "reads": ({TEMPLATE: READS}, {}, "must read no other file", "llama/chat_template.jinja"),
+    "role": ({"../chats.jsonl": UNKNOWN}, {}, "given 'me' in", "chats.jsonl, line 1"),
+    "type": ({"../chats.jsonl": '{"messages": 1}'}, {}, "messages must be a list", "chats.jsonl, line 1"),
+    "packing": ({}, {"data.packing": "stream"}, "keeps conversations apart", '"stream"'),
+    "tokenizer": ({}, {"data.tokenizer": "none"}, 'data.format = "chat" needs a tokenizer', '"none"'),
+    "format": ({}, {"data.format": "text", "data.chat_date": "2026-11-26"}, 'is of data.format = "chat"', '"text"'),
+    "date": ({}, {"data.chat_date": "today"}, "must be a day", "today"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_chat_is_one_error(chat_llama, tmp_path, capsys, case):
+    files, changed, *words = REFUSED[case]
+    for name, content in files.items():
+        (tmp_path / "llama" / name).write_text(content)
+    error = refused(capsys, "train", RECIPE, *flags(tmp_path, **changed), "--run-dir", tmp_path)
+    assert all(word in error for word in words), error
+
+
+def test_a_resolved_chat_is_read_back(chat_llama, tmp_path):
+    experiment = load(RECIPE, given(tmp_path))
+    assert (experiment.data.format, experiment.data.packing) == ("chat", "documents")
+    (tmp_path / "again.toml").write_text(to_toml(experiment))
+    assert load(tmp_path / "again.toml") == experiment
