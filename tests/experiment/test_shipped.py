@@ -11,7 +11,7 @@ from jdp.experiment.file import ExperimentError, load, to_toml
 from jdp.experiment.shipped import shipped
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-NEEDS_A_FOLDER = "finetune_hf_llama"
+NEED_A_FOLDER = {"finetune_hf_llama", "sft_chat"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_the_files_of_the_clone_are_shipped():
     assert shipped() == {file.stem: file for file in EXPERIMENTS.glob("*.toml")}
 
 
-@pytest.mark.parametrize("name", sorted({file.stem for file in EXPERIMENTS.glob("*.toml")} - {NEEDS_A_FOLDER}))
+@pytest.mark.parametrize("name", sorted({file.stem for file in EXPERIMENTS.glob("*.toml")} - NEED_A_FOLDER))
 def test_a_name_is_the_experiment(name, monkeypatch):
     """In the clone's folder the paths are the same too; `..` in them is written out."""
     monkeypatch.chdir(EXPERIMENTS.parent)
@@ -41,7 +41,8 @@ def test_a_name_is_the_experiment(name, monkeypatch):
 def test_its_paths_start_at_the_working_directory(elsewhere):
     experiment = load("finetune_lora")
     assert experiment.train.init_from == str(elsewhere / "runs" / "quickstart")
-    assert f"{elsewhere / 'llama'} is not on this machine. Download the model first" in refusal(NEEDS_A_FOLDER)
+    for name in NEED_A_FOLDER:
+        assert f"{elsewhere / 'llama'} is not on this machine. Download the model first" in refusal(name)
 
 
 def test_a_path_of_that_name_goes_first(elsewhere):
