@@ -38,7 +38,7 @@ from jdp.run.signals import TRY_AGAIN
 FILE = "experiment.toml"
 NEW = f"{FILE}.new"
 LOCK = ".lock"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, EXPORT = "checkpoints", "export"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {

@@ -30,7 +30,7 @@ from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError
-from jdp.run.folder import CHECKPOINTS, FILE, LOCK
+from jdp.run.folder import CHECKPOINTS, EXPORT, FILE, LOCK
 
 EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 
@@ -48,7 +48,9 @@ class RemoteRun:
         self._problem: RemoteError | None = None
 
     def fetch(self) -> bool:
-        """Download the run's files except checkpoints (each becomes an empty folder). Return True if a run exists.
+        """Download the run's files except checkpoints (each becomes an empty folder) and an export's weights.
+
+        Return True if a run exists.
 
         In the copy of a folder that has no run, files are empty.
         """
@@ -56,7 +58,8 @@ class RemoteRun:
         parts = [name.split("/") for name in files]
         for step in {part[1] for part in parts if part[0] == CHECKPOINTS and part[2:] == [COMMITTED]}:
             (self.folder / CHECKPOINTS / step).mkdir(parents=True, exist_ok=True)
-        names = [name for name in files if name != LOCK and not name.startswith(f"{CHECKPOINTS}/")]
+        large = (f"{CHECKPOINTS}/", f"{EXPORT}/model")
+        names = [name for name in files if name != LOCK and not name.startswith(large)]
         if FILE in files:
             self.remote.fetch(names, self.folder)
         else:

@@ -31,11 +31,12 @@ from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
 from jdp.core.types import Device
 from jdp.data.sources.in_bucket import local_copy
-from jdp.data.text.tokenizers import Tokenizer, open_tokenizer
+from jdp.data.text.tokenizers import FILE as TOKENIZER
+from jdp.data.text.tokenizers import SETTINGS, Tokenizer, open_tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
-from jdp.experiment.schema.model import HF, TOKENIZER
+from jdp.experiment.schema.model import HF
 from jdp.experiment.schema.wire import LocalStepsTable, WireTable
 from jdp.models import GPT, SIZES, GPTConfig
 from jdp.run.evaluation import Best
@@ -44,7 +45,7 @@ from jdp.run.initial_weights import names_of
 from jdp.run.read_folder import find_run
 
 BEST = "best"
-_OF_EXPORT = (CONFIG, TOKENIZER, "tokenizer_config.json")
+_OF_EXPORT = (CONFIG, TOKENIZER, SETTINGS)
 
 
 @dataclass(frozen=True)
