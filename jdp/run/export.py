@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.notices import shown
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import on_first_process
 from jdp.checkpoint.safetensors.config_table import read_json, write_json
@@ -28,10 +29,10 @@ from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
-from jdp.run.folder import EXPORT
+from jdp.run.folder import EXPORT, EXPORTED
 from jdp.run.progress import Progress
 
-MARK = "jdp.json"
+MARK = Path(EXPORTED).name
 
 
 def check_free(folder: Path) -> None:
@@ -60,7 +61,7 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
         step = progress.kept.step
     target, fresh = folder / EXPORT, folder / f".{EXPORT}.new"
     if from_every_process("the step that was exported", str(exported_step(target)))[0] == str(step):
-        return f"{target} has the model of step {step}"
+        return f"{shown(str(target))} has the model of step {step}"
     if step != progress.done:
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # two states may not fit
@@ -73,7 +74,7 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
     on_first_process(lambda: _complete(experiment, fresh, target, {"name": experiment.name, "step": step}))
     best = f", the best by {experiment.train.best_metric}" if progress.kept is not None else ""
     without = "" if (target / TOKENIZER).exists() else f"; it has no tokenizer, as the run has none: add a {TOKENIZER}"
-    return f"exported the model of step {step}{best}, to {target}{without}"
+    return f"exported the model of step {step}{best}, to {shown(str(target))}{without}"
 
 
 def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[str, Any]) -> None:
