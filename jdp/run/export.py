@@ -18,7 +18,7 @@ import jax
 from jdp.base.notices import shown
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import on_first_process
-from jdp.checkpoint.safetensors.config_table import read_json, write_json
+from jdp.checkpoint.safetensors.config_table import read_json
 from jdp.checkpoint.safetensors.peft import merge_lora
 from jdp.checkpoint.safetensors.transfer import export_hf
 from jdp.core.cluster.barrier import from_every_process
@@ -78,11 +78,11 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
 
 
 def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[str, Any]) -> None:
-    """Add the tokenizer and the mark, and move the export to its place."""
+    """Add the tokenizer and the mark, and move the export to its place. Process 0 alone calls this."""
     data = experiment.data
     if experiment.kind == "text" and data.tokenizer != NONE and not any(each.endswith(ARRAYS) for each in data.sources):
         _write_tokenizer(data.tokenizer, fresh)
-    write_json(fresh / MARK, mark)
+    (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     old = fresh.with_name(f".{EXPORT}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
