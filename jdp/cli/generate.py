@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 LENGTH = 200
-_AGAIN = 4
 
 
 @dataclass(frozen=True)
@@ -157,28 +156,10 @@ def _written(
                 yield token
 
     show(prompt)
-    for part in _parts(before, known(), tokenizer):
+    for part in tokenizer.decode_stream(known(), after=before):
         text += show(part)
     speed = f", {(len(tokens) - 2) / (time.perf_counter() - began):.3g} a second" if len(tokens) > 2 else ""
     if not quiet:
         print(flush=True)
     print(f"jdp: {len(tokens)} tokens{speed}{', ended by the model' if ended else ''}", file=sys.stderr)
     return {"prompt": prompt, "text": text, "tokens": len(tokens), "ended": ended}
-
-
-def _parts(before: Sequence[int], tokens: Iterator[int], tokenizer: "Tokenizer") -> Iterator[str]:
-    """Yield the text of tokens, part by part: a character of several tokens when it is complete.
-
-    Some tokenizers decode a token by those before it, so a few of them are decoded again.
-    """
-    kept = [*before[-_AGAIN:]]
-    shown = tokenizer.decode(kept)
-    for token in tokens:
-        kept.append(token)
-        text = tokenizer.decode(kept)
-        if text.endswith("\ufffd"):
-            continue
-        yield text[len(shown) :]
-        kept = kept[-_AGAIN:]
-        shown = tokenizer.decode(kept)
-    yield tokenizer.decode(kept)[len(shown) :]

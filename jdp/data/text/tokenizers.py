@@ -8,7 +8,7 @@ separator that closes a document.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
 BYTES, NONE = "bytes", "none"
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_AGAIN = 4
+"""Tokens that are decoded again before the next one."""
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -54,6 +56,23 @@ class Tokenizer(ABC):
                 f"decode the samples of a model whose vocab_size is {self.vocab_size}"
             )
         return self._text(values)
+
+    def decode_stream(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of tokens that come one by one; a character of several tokens when it is complete.
+
+        Some tokenizers decode a token by those before it, of which `after` has those of the text before.
+        """
+        kept = [*after[-_AGAIN:]]
+        shown = len(self.decode(kept))
+        for token in tokens:
+            kept.append(token)
+            text = self.decode(kept)
+            if text.endswith("\ufffd"):
+                continue
+            yield text[shown:]
+            kept = kept[-_AGAIN:]
+            shown = len(self.decode(kept))
+        yield self.decode(kept)[shown:]
 
     @abstractmethod
     def _text(self, values: NDArray[Any]) -> str: ...
