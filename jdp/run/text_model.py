@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from jdp.base.bucket import place_of
+from jdp.base.notices import shown
 from jdp.base.read_toml import parse
 from jdp.base.user_path import address_of
 from jdp.checkpoint import Checkpoints, restore, restore_params
@@ -87,7 +88,8 @@ def find_model(given: str, runs: Path, *, step: str | None = None, plugin: str |
             f"text needs the model's tokenizer; {folder} has no {TOKENIZER}: copy it there from the original model"
         )
     config = _on_any_device(gpt_config_from_hf(folder))
-    return TextModel(config, open_tokenizer(str(folder)), str(folder), lambda device: _imported(folder, config, device))
+    name, tokenizer = shown(str(folder)), open_tokenizer(str(folder))
+    return TextModel(config, tokenizer, name, lambda device: _imported(folder, config, device))
 
 
 def _export(given: str) -> Path | None:

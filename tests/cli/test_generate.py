@@ -118,6 +118,7 @@ BAD = {
     "temperature": (["--temperature", "-1"], "temperature is 0 or more; given -1.0"),
     "top_k": (["--top-k", "257"], r"top_k is between 1 and vocab_size(256); given 257"),
     "top_p": (["--top-p", "0"], "top_p is a probability above 0; given 0.0"),
+    "seed": (["--seed", "-1"], "--seed is 0 to 2^32 - 1; given -1"),
     "step": (["--step", "7"], 'or "best"; given 7'),
 }
 
