@@ -38,6 +38,7 @@ FENCE = re.compile(r"^(?:<!-- setup: ([\w, ]+) -->\n+)?```([^\n]*)\n(.*?)^```$",
 COMMENT = re.compile(r"<!--.*?-->", flags=re.S)
 PROGRAMS = ("cd", "docker", "dmesg", "git", "kubectl", "mkdir", "mpirun", "printf", "pytest", "sbatch", "scancel")
 PROGRAMS += ("srun", "tail", "export", "source", ".", "apt-get", "mkdocs", "ls", "cp", "rm", "nvidia-smi", "squeue")
+PROGRAMS += ("lm_eval",)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 every_guide = pytest.mark.parametrize("guide", GUIDES)

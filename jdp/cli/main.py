@@ -55,6 +55,7 @@ COMMANDS = {
     "verify": "Compiles an experiment's step, counts what it sends: exit 0 if it keeps the strategy's contract, or 1.",
     "prove": "Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.",
     "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
+    "generate": "Continues prompts with a run's model, or with an export, and prints the text while it is written.",
     "manifest": "Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.",
     "report": "Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.",
     "why": "Says why a run is slow, hung or dead, and which process caused it.",

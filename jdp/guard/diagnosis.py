@@ -109,6 +109,7 @@ _DOING = {
     "wait": "waiting for a save to be written",
     "compile": "compiling or taking its first step",
     "sample": "writing a sample",
+    "export": "exporting the model",
 }
 
 

@@ -199,8 +199,8 @@ class Embedding(nnx.Module):
         if self.factor is not None:
             x = x * jnp.asarray(self.factor, table.dtype).astype(jnp.float32)  # as Gemma was trained: rounded
         if self.positions is not None:
-            first = self.positions[: tokens.shape[1]].astype(jnp.float32)  # no document is longer
-            x = x + (first if position is None else first[position])
+            rows = self.positions[: tokens.shape[1]] if position is None else self.positions[...][position]
+            x = x + rows.astype(jnp.float32)
         return x.astype(table.dtype)
 
 

@@ -3,16 +3,61 @@
 The sequence so far is at the start of a [batch, prompt + length] array. Each step reads a window of at most `context`
 tokens that ends with the newest one, takes its logits, draws a token and writes it after that. At first the window
 also covers positions not yet written: the model is causal, so they do not matter. There is no cache of keys and values:
-a step costs a whole forward pass, which is simple, and enough to see what a run has learned.
+a step costs a whole forward pass, as the window moves. `decode` has the cache, for text that the context holds.
 """
 
+from __future__ import annotations
+
 import functools
+import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from jdp.models.checks import require
 from jdp.models.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw among the k likeliest tokens; None: among all.
+        top_p: of these, draw among the likeliest that together have this probability (arXiv:1904.09751, section 3.1);
+            None: among all.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @staticmethod
+    def checked(vocabulary: int, temperature: float, top_k: int | None, top_p: float | None = None) -> Draw:
+        """Return a draw among `vocabulary` tokens. Raises ValueError for a number out of range."""
+        fits = 0 <= temperature < math.inf
+        require(fits, "temperature is 0 or more", f"{temperature}", "0 takes the likeliest token")
+        fits = top_k is None or 1 <= top_k <= vocabulary
+        require(fits, f"top_k is between 1 and vocab_size({vocabulary})", f"{top_k}", "Without it all tokens are drawn")
+        fits = top_p is None or 0 < top_p <= 1
+        require(fits, "top_p is a probability above 0", f"{top_p}", "Without it all tokens are drawn")
+        return Draw(float(temperature), top_k, top_p)
+
+    def __call__(self, logits: jax.Array, key: jax.Array) -> jax.Array:
+        """Draw one token a row: [batch, vocab_size] float32 -> [batch] integers."""
+        if self.temperature == 0.0:
+            return jnp.argmax(logits, axis=-1)
+        if self.top_k is None and self.top_p is None:
+            return jax.random.categorical(key, logits / self.temperature, axis=-1)
+        best, tokens = jax.lax.top_k(logits, self.top_k or logits.shape[-1])
+        best = best / self.temperature
+        if self.top_p is not None:
+            share = jax.nn.softmax(best, axis=-1)
+            best = jnp.where(jnp.cumsum(share, axis=-1) - share < self.top_p, best, -jnp.inf)  # the first always is
+        choice = jax.random.categorical(key, best, axis=-1)
+        return jnp.take_along_axis(tokens, choice[:, None], axis=-1)[:, 0]
 
 
 def generate(
@@ -46,20 +91,15 @@ def generate(
     >>> jax.eval_shape(lambda: generate(GPT(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 3), int), length=5, rng=key)).shape
     (1, 8)
     """
-    vocabulary = model.config.vocab_size
+    draw = Draw.checked(model.config.vocab_size, temperature, top_k)
     shape_fits = prompt.ndim == 2 and prompt.shape[1] > 0
     require(shape_fits, "a prompt is [batch, at least 1 token]", f"{list(prompt.shape)}", "Begin with some token")
     require(length >= 0, "length is the number of tokens to add", f"{length}", "Make it 0 or more")
-    require(temperature >= 0, "temperature is 0 or more", f"{temperature}", "0 takes the likeliest token")
-    in_range = top_k is None or 1 <= top_k <= vocabulary
-    require(in_range, f"top_k is between 1 and vocab_size({vocabulary})", f"{top_k}", "None draws among all")
-    return _generate(model, prompt, rng, length, float(temperature), top_k)
+    return _generate(model, prompt, rng, length, draw)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _generate(
-    model: GPT, prompt: jax.Array, rng: jax.Array, length: int, temperature: float, top_k: int | None
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _generate(model: GPT, prompt: jax.Array, rng: jax.Array, length: int, draw: Draw) -> jax.Array:
     total = prompt.shape[1] + length
     window = min(model.config.context, total)
 
@@ -68,18 +108,7 @@ def _generate(
         start = jnp.maximum(end - window, 0)
         features = model.features(jax.lax.dynamic_slice_in_dim(tokens, start, window, axis=1))
         newest = jax.lax.dynamic_index_in_dim(features, end - 1 - start, axis=1, keepdims=False)
-        drawn = _draw(model.logits(newest), jax.random.fold_in(rng, i), temperature, top_k)
+        drawn = draw(model.logits(newest), jax.random.fold_in(rng, i))
         return jax.lax.dynamic_update_index_in_dim(tokens, drawn.astype(tokens.dtype), end, axis=1)
 
     return jax.lax.fori_loop(0, length, step, jnp.pad(prompt, ((0, 0), (0, length))))
-
-
-def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    """Draw one token a row: [batch, vocab_size] float32 -> [batch] integers."""
-    if temperature == 0.0:
-        return jnp.argmax(logits, axis=-1)
-    if top_k is None:
-        return jax.random.categorical(key, logits / temperature, axis=-1)
-    best, tokens = jax.lax.top_k(logits, top_k)
-    choice = jax.random.categorical(key, best / temperature, axis=-1)
-    return jnp.take_along_axis(tokens, choice[:, None], axis=-1)[:, 0]

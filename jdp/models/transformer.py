@@ -129,7 +129,10 @@ class Layer(nnx.Module):
         segments: Segments | None = None,
         attends_to_all: jax.Array | None = None,
     ) -> jax.Array:
-        y = self.attention(self.attention_norm(x), segments, attends_to_all)
+        return self.after_attention(x, self.attention(self.attention_norm(x), segments, attends_to_all), key)
+
+    def after_attention(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Return the layer's output from its input x and what attention made of it."""
         y = y if self.attention_post_norm is None else self.attention_post_norm(y)
         x = x + dropout(y, self.dropout, key, site=0)
         if self.attention_post_norm is None:  # whose backward pass reads the product
@@ -155,17 +158,34 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, segments: Segments | None = None, attends_to_all: jax.Array | None = None
     ) -> jax.Array:
-        config = self.config
+        query, key, value = self.heads(x, None if segments is None else segments.position, attends_to_all)
+        return self.mix(query, key, value, None if segments is None else segments.run, attends_to_all)
+
+    def heads(
+        self, x: jax.Array, position: jax.Array | None, attends_to_all: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values [batch, length, heads, D], turned by their positions; None: 0, 1, ..."""
         query, key, value = (
-            checkpoint_name(y, ATTENTION).reshape(*x.shape[:-1], -1, config.head_width)
+            checkpoint_name(y, ATTENTION).reshape(*x.shape[:-1], -1, self.config.head_width)
             for y in mapped(x, self.query, self.key, self.value)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        position = None if segments is None else segments.position
         query, key = (self._turn(x, position, attends_to_all) for x in (query, key))
         if self.query_norm is None:  # whose backward pass reads what was projected, which then is kept
             query, key, value = (checkpoint_name(x, ATTENTION) for x in (query, key, value))
+        return query, key, value
+
+    def mix(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        run: jax.Array | None,
+        attends_to_all: jax.Array | None,
+    ) -> jax.Array:
+        """Return attention of these heads, mapped to [batch, length, width]; `run` as `attend` has it."""
+        config = self.config
         mixed = attend(
             query,
             key,
@@ -173,10 +193,10 @@ class Attention(nnx.Module):
             causal=config.causal,
             window=config.window,
             attends_to_all=attends_to_all,
-            run=None if segments is None else segments.run,
+            run=run,
             by=config.attention,
         )
-        return checkpoint_name(self.output(mixed.reshape(*x.shape[:-1], -1)), ATTENTION)
+        return checkpoint_name(self.output(mixed.reshape(*mixed.shape[:2], -1)), ATTENTION)
 
     def _turn(self, x: jax.Array, position: jax.Array | None, attends_to_all: jax.Array | None) -> jax.Array:
         """Return heads with rotary positions, if the model has these: the layer's own wavelengths."""
@@ -262,11 +282,11 @@ def make_layers(
     keys = fold_range(key, count)
     if scan:
         return jax.vmap(make)(keys)
-    attends_to_all = _attends_to_all(count, global_every)
+    attends_to_all = attends_everywhere(count, global_every)
     return nnx.List([make(keys[i], config.everywhere if attends_to_all[i] else config) for i in range(count)])
 
 
-def _attends_to_all(count: int, global_every: int | None) -> np.ndarray:
+def attends_everywhere(count: int, global_every: int | None) -> np.ndarray:
     """Return for each layer whether it attends to all before it, where others have the window: bool [count]."""
     return np.arange(1, count + 1) % global_every == 0 if global_every else np.zeros(count, bool)
 
@@ -291,7 +311,7 @@ def run_layers(
         stacked = [(layer, None if keys is None else keys[i], None) for i, layer in enumerate(layers)]
     else:
         count = layers.mlp_norm.scale.shape[0]
-        stacked = (layers, keys, jnp.asarray(_attends_to_all(count, global_every)) if global_every else None)
+        stacked = (layers, keys, jnp.asarray(attends_everywhere(count, global_every)) if global_every else None)
 
     def block(operands: tuple[Layer, jax.Array | None, jax.Array | None], x: jax.Array) -> jax.Array:
         layer, key, attends_to_all = operands

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
@@ -86,7 +86,7 @@ class Best:
     to_beat: float | None = None
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Literal["min", "max"]:
         """Which value is better: "max" or "min"."""
         return "max" if self.metric.endswith("accuracy") else "min"
 

@@ -38,7 +38,9 @@ from jdp.run.signals import TRY_AGAIN
 FILE = "experiment.toml"
 NEW = f"{FILE}.new"
 LOCK = ".lock"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, EXPORT = "checkpoints", "export"
+EXPORTED = f"{EXPORT}/jdp.json"
+"""The mark of an export that a run made, with its step."""
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {

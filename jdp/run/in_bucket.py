@@ -30,7 +30,7 @@ from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError
-from jdp.run.folder import CHECKPOINTS, FILE, LOCK
+from jdp.run.folder import CHECKPOINTS, EXPORT, EXPORTED, FILE, LOCK
 
 EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 
@@ -48,7 +48,9 @@ class RemoteRun:
         self._problem: RemoteError | None = None
 
     def fetch(self) -> bool:
-        """Download the run's files except checkpoints (each becomes an empty folder). Return True if a run exists.
+        """Download the run's files except checkpoints (each becomes an empty folder) and an export's weights.
+
+        Return True if a run exists.
 
         In the copy of a folder that has no run, files are empty.
         """
@@ -56,7 +58,8 @@ class RemoteRun:
         parts = [name.split("/") for name in files]
         for step in {part[1] for part in parts if part[0] == CHECKPOINTS and part[2:] == [COMMITTED]}:
             (self.folder / CHECKPOINTS / step).mkdir(parents=True, exist_ok=True)
-        names = [name for name in files if name != LOCK and not name.startswith(f"{CHECKPOINTS}/")]
+        large = (f"{CHECKPOINTS}/", f"{EXPORT}/model")
+        names = [name for name in files if name != LOCK and not name.startswith(large)]
         if FILE in files:
             self.remote.fetch(names, self.folder)
         else:
@@ -73,8 +76,10 @@ class RemoteRun:
             self._renew()
             now = self._files()
             changed = [name for name, seen in now.items() if self._sent.get(name) != seen]
-            for names in ([FILE] if FILE in changed else [], [name for name in changed if name != FILE]):
-                self._send(names)  # with the first it is a run's folder
+            # With the first it is a run's folder, with the last it has an export.
+            ends = ([FILE] if FILE in changed else [], [EXPORTED] if EXPORTED in changed else [])
+            for names in (ends[0], [name for name in changed if name not in (FILE, EXPORTED)], ends[1]):
+                self._send(names)
             self.remote.delete([name for name in self._sent if name not in now])
             self._sent = now
 
@@ -141,7 +146,7 @@ class RemoteRun:
         files: dict[str, tuple[int, int]] = {}
         for parent, folders, names in os.walk(self.folder, onerror=_raise_unless_gone):
             if Path(parent) == self.folder:
-                folders[:] = [name for name in folders if name != CHECKPOINTS]
+                folders[:] = [name for name in folders if name != CHECKPOINTS and not name.startswith(f".{EXPORT}")]
             for path in (Path(parent, name) for name in names if not name.endswith(".new")):
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file():

@@ -143,6 +143,15 @@ def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     return replace(state, opt_state=begin(state.params))
 
 
+def names_of(path: Path, config: Any, *, learned: bool) -> Names:
+    """Return the names that the tensors of a file of Hugging Face's have; those of GPT-2 if positions are learned."""
+    if not learned:
+        return llama_names(config)
+    # the hub's own files lack the prefix that Hugging Face's library writes
+    prefixed = any(name.startswith("transformer.") for name in files.read(path))
+    return gpt2_names(config, prefix="transformer." if prefixed else "")
+
+
 def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainState:
     """Read a safetensors file. If it does not fit, its names may differ: the error names `train.init_names`.
 
@@ -151,12 +160,8 @@ def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainSt
     names: Names | None = None  # the parameters' own paths
     try:
         given = train.init_names
-        if given == "gpt2" or (given == "hf" and config.positions == "learned"):
-            # the hub's own files lack the prefix that Hugging Face's library writes
-            prefixed = any(name.startswith("transformer.") for name in files.read(path))
-            names = gpt2_names(config, prefix="transformer." if prefixed else "")
-        elif given in ("hf", "llama"):
-            names = llama_names(config)
+        if given != "jdp":
+            names = names_of(path, config, learned=given == "gpt2" or (given == "hf" and config.positions == "learned"))
         return import_safetensors(path, state, names=names, missing=LORA)
     except CheckpointError as error:
         if not hasattr(config, "vocab_size"):  # no model of text

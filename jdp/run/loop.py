@@ -29,6 +29,7 @@ from jdp.guard.bad_steps import GoBack
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
+from jdp.run.export import check_free
 from jdp.run.folder import CHECKPOINTS, Claim, claimed, passing_trouble, writing
 from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
@@ -67,6 +68,8 @@ def run(
             claimed(folder, assembly.toml) as claim,
             writing(folder),
         ):
+            if experiment.train.export is not None:
+                check_free(folder)
             for line in settings:
                 notice(line)
             return _visit(assembly, weights, stop, claim, bucket, quiet=quiet, profile=profile)

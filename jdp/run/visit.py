@@ -26,6 +26,7 @@ from jdp.guard.bad_steps import GoBack
 from jdp.guard.watch import Watch
 from jdp.run.bad_steps import Health, went_back
 from jdp.run.evaluation import evaluate
+from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import recorded
@@ -124,7 +125,10 @@ class Visit:
         return Stopped(self.stop.exit_code, summary(self.assembly, self.progress, self.folder) | {"stopped": name})
 
     def finish(self, state: TrainState) -> dict[str, Any]:
-        """Print the sample, and return the summary of the finished run, which is written if this visit took steps."""
+        """Print the sample, export the model, and return the summary, which is written if this visit took steps.
+
+        The state is given up.
+        """
         progress, say = self.progress, self.display.say
         with self.watch.during("sample"):
             text = self.assembly.sample(state)
@@ -137,6 +141,9 @@ class Visit:
             say(hint(measured, self.assembly.unit))
         if progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists():
             record_summary(json_safe(results), self.folder)
+        if self.experiment.train.export is not None:
+            with self.watch.during("export"):
+                say(export(self.assembly, state, progress, self.checkpoints, self.folder))
         return results
 
     # A step.

@@ -74,6 +74,24 @@ def test_text_comes_back(file):
         tokenizer.decode([5, 300])
 
 
+@pytest.mark.parametrize("kind", ["bytes", "byte level", "metaspace"])
+def test_text_that_comes_token_by_token_is_the_text(kind, trained, file):
+    """Characters of several tokens are never cut; a space that opens the text is not lost after other text."""
+    if kind == "metaspace":  # whose decoder drops the first space
+        words = {"<eos>": 0, "▁a": 1, "▁": 2, "b": 3, "ï": 4, "☃": 5}
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="<eos>"))
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        bpe.decoder = tokenizers.decoders.Metaspace()
+        bpe.save(str(file))
+    tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(file))
+    before, text = tokenizer.encode("b b").tolist(), " ☃ ï☃☃☃ bbï"
+    tokens = tokenizer.encode(f"b b{text}").tolist()[len(before) :]
+    parts = [*tokenizer.decode_stream(iter(tokens), after=before)]
+    assert "".join(parts) == text and len(parts) > 8 and "\ufffd" not in parts
+    torn = [*tokenizer.decode_stream([0xE2, 0x98])] if kind == "bytes" else ["\ufffd"]
+    assert torn == ["\ufffd"]  # what is not complete at the end is shown as it is
+
+
 def test_a_folder_holds_the_file(file):
     assert open_tokenizer(str(file.parent)).identity == open_tokenizer(str(file)).identity
 

@@ -27,13 +27,18 @@ def flags(folder, **more):
 
 
 def test_a_chat_is_learnt_from_its_answers(chat_llama, tmp_path, capsys):
-    """The command of the lab note: the loss falls, and the model answers a question."""
-    code = main(["train", str(RECIPE), *flags(tmp_path, **{"train.steps": 40}), "--run-dir", str(tmp_path)])
+    """The command of the lab note: the loss falls, and the model answers a question, as its export does."""
+    whole = {"train.steps": 40, "train.export": "hf"}
+    code = main(["train", str(RECIPE), *flags(tmp_path, **whole), "--run-dir", str(tmp_path)])
     output, losses = capsys.readouterr().out, rows(tmp_path / "sft-chat", "loss")
     assert code == 0 and losses[1] > 5 and losses[40] < 1.5
     assert "26 % of the others learnt" in output
     answer = output.partition("<|im_start|>user\nWhat can you do?<|im_end|>\n<|im_start|>assistant\n")[2]
     assert answer.startswith("It is ") and answer.count("<|im_end|>") <= 1
+    asked = ["--prompt", "What can you do?", "--temperature", "0", "--length", "20"]
+    for model in ([f"{tmp_path}/sft-chat"], [f"{tmp_path}/sft-chat/export", "--chat"]):
+        assert main(["generate", *model, *asked]) == 0
+        assert capsys.readouterr().out.startswith("What can you do?\nIt is ")
 
 
 def test_one_device_and_four_learn_the_same(chat_llama, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from own_process import start_python
-from tiny_experiment import points_text, tables, write_points
+from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused
 
 from jdp.base.bucket import Remote, RemoteError
@@ -71,6 +71,24 @@ def test_a_run_is_kept_resumed_and_reported_behind_an_address(bucket, file, caps
     assert main(["report", run, "--no-compile"]) == 0
     page = (file.parent / "report.html").read_text()
     assert "points" in page and saved(run) == [2, 4, 6]
+
+
+def test_a_run_behind_an_address_is_exported_once_and_writes_text(bucket, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = tables(train={"steps": 2, "batch_size": 8, "eval_batches": 1, "keep_best": True, "export": "hf"})
+    file, run = write_tiny(tmp_path, train), f"{bucket}/runs/tiny"
+    assert main(["train", str(file), "--run-dir", f"{bucket}/runs"]) == 0
+    assert f"exported the model of step 2, the best by eval_loss, to {run}/export" in capsys.readouterr().out
+    sent = Remote(run).files("export")
+    assert {"export/config.json", "export/jdp.json", "export/model.safetensors", "export/tokenizer.json"} <= sent.keys()
+    assert not [name for name in Remote(run).files() if name.startswith(".export")]
+    assert main(["train", str(file), "--run-dir", f"{bucket}/runs"]) == 0
+    assert f"{run}/export has the model of step 2" in capsys.readouterr().out and Remote(run).files("export") == sent
+    texts = []
+    for given in ([run], [run, "--step", "best"], ["tiny", "--run-dir", f"{bucket}/runs"], [f"{run}/export"]):
+        assert main(["generate", *given, "--prompt", "me", "--length", "4", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("me") and texts == texts[:1] * 4
 
 
 def test_what_is_no_run_is_left_alone_and_a_failed_first_visit_leaves_nothing(bucket, file, capsys):

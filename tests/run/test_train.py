@@ -258,6 +258,7 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     quickstart = ROOT / "experiments" / "quickstart.toml"
     short = ["--train.steps", "5", "--train.log_every", "1", "--train.batch_size", "8", "--optimizer.warmup_steps", "2"]
     short += ["--train.eval_batches", "2", "--train.checkpoint_every", "2", "--sample.length", "2", "--json"]
+    short += ["--train.export", "hf"]
     short += ["--data.length", "16", "--model.layers", "1", "--model.width", "64", "--model.heads", "2"]
     launched = ["launch", "-n", "2", "--devices-per-process", "4", "--", quickstart, "--run-dir", bucket, *short]
     process = start_python("-m", "jdp", *launched, cwd=tmp_path)
@@ -275,4 +276,5 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)
     commits = [name.split("/") for name in remote.files() if name.count("/") == 2 and "commit_s" in name]
     assert sorted(int(step) for _, step, _ in commits) == [2, 4, 5]
+    assert json.loads(remote.read("export/jdp.json"))["step"] == 5 and "export/model.safetensors" in remote.files()
     assert "flight/rank-00001.jsonl" in remote.files() and not (tmp_path / "s3:").exists()

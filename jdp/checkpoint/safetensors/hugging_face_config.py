@@ -111,6 +111,11 @@ def written(config: GPTConfig, dtype: str) -> dict[str, Any]:
     )
 
 
+def check_written(config: GPTConfig) -> None:
+    """Raise CheckpointError if no model type computes the same as this model with its updates added."""
+    written(replace(config, lora_rank=None, lora_targets=None), "float32")
+
+
 def _differing(stored: GPTConfig, given: GPTConfig, skipped: Collection[str]) -> list[tuple[str, Any, Any]]:
     """Return (field, stored, given) for each field that differs between two resolved configurations."""
     names = [field.name for field in fields(GPTConfig) if field.name not in skipped]

@@ -25,9 +25,8 @@ from jdp.base.notices import notice
 from jdp.base.shorten import cut
 from jdp.base.user_path import check_regular
 from jdp.data.text.conversations import ASSISTANT, Messages
+from jdp.data.text.tokenizers import SETTINGS, TEMPLATE, TOKENS
 
-SETTINGS, TEMPLATE, TOKENS = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
-"""Files beside a tokenizer.json."""
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(16)}{end}" for end in "[]")

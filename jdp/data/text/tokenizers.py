@@ -8,7 +8,7 @@ separator that closes a document.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,12 @@ from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
 BYTES, NONE = "bytes", "none"
-_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-_BESIDE = (_SETTINGS, "special_tokens_map.json", "chat_template.jinja")
+FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENS = "special_tokens_map.json"
+BESIDE = (SETTINGS, TOKENS, TEMPLATE)
+"""Files that may stand beside it."""
+_AGAIN = 4
+"""Tokens that are decoded again before the next one."""
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -60,6 +64,23 @@ class Tokenizer(ABC):
                 f"decode the samples of a model whose vocab_size is {self.vocab_size}"
             )
         return self._text(values)
+
+    def decode_stream(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+        """Yield the text of tokens that come one by one; a character of several tokens when it is complete.
+
+        Some tokenizers decode a token by those before it, of which `after` has those of the text before.
+        """
+        kept = [*after[-_AGAIN:]]
+        shown = len(self.decode(kept))
+        for token in tokens:
+            kept.append(token)
+            text = self.decode(kept)
+            if text.endswith("\ufffd"):
+                continue
+            yield text[shown:]
+            kept = kept[-_AGAIN:]
+            shown = len(self.decode(kept))
+        yield self.decode(kept)[shown:]
 
     @abstractmethod
     def _text(self, values: NDArray[Any]) -> str: ...
@@ -149,16 +170,33 @@ def _batches(documents: Sequence[bytes], name_of: Callable[[int], str]) -> Itera
         yield batch
 
 
+def byte_tokenizer() -> dict[str, dict[str, Any]]:
+    """Return the tokenizer of bytes as Hugging Face's libraries read it: the name of each file -> its JSON.
+
+    The table from bytes to letters is that of GPT-2 (openai/gpt-2, `src/encoder.py`): printable ones stand for
+    themselves, the others for those from U+0100 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (code for code in range(256) if code not in printable)
+    letters = {code: chr(code) for code in printable} | {code: chr(256 + i) for i, code in enumerate(others)}
+    form = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocabulary = {letters[code]: code for code in range(VOCAB_SIZE)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    table = {"version": "1.0", "added_tokens": [], "pre_tokenizer": form, "decoder": form, "model": model}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": letters[SEPARATOR]}
+    return {FILE: table, SETTINGS: settings}
+
+
 def _fetched(name: str) -> Path:
     """Return the path of a tokenizer; from an address the settings beside it are fetched, too."""
     folder, _, file = (address_of(name) or "").rpartition("/")
     if not file.endswith(".json"):
         folder, file = name, ""
-    return local_path(folder, only=(file or _FILE, *_BESIDE).__contains__) / file
+    return local_path(folder, only=(file or FILE, *BESIDE).__contains__) / file
 
 
 def _open_file(path: Path) -> FileTokenizer:
-    file = path / _FILE if path.is_dir() else path
+    file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
             f'tokenizer must be "{BYTES}", "{NONE}" (token ids, not text), or a tokenizer.json or the folder that '
@@ -189,7 +227,7 @@ def _open_file(path: Path) -> FileTokenizer:
 
 def _separator(vocabulary: dict[str, int], file: Path) -> str:
     """Return the eos_token of the tokenizer_config.json beside the file, else one of the usual names."""
-    config = file.with_name(_SETTINGS)
+    config = file.with_name(SETTINGS)
     named = _eos_token(config) if config.is_file() else None
     names = _SEPARATORS if named is None else (named,)
     for name in names:

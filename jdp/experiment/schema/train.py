@@ -1,10 +1,13 @@
 """The tables [train], [sample], [track] and [guard]: the course of a run, its outputs, and its checks."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from jdp.experiment.schema.fields import Batches, Best, Count, PathText, Patterns, Positive, Section, Single, Whole
+from jdp.experiment.schema.model import Model
+from jdp.models.configs.gpt import GPTConfig
 
 
 class Train(Section):
@@ -53,6 +56,10 @@ class Train(Section):
     """Checkpoints of steps that this divides stay too; none = no others."""
     keep_best: Best = False
     """Keep the checkpoint of the best evaluation as well: true (by stop_metric), or the metric to go by."""
+    export: Literal["hf"] | None = None
+    """"hf" writes the model to the run's folder export/ at the end of training, as Hugging Face's libraries read it:
+    the best checkpoint with keep_best, else the last; averaged weights if there are, LoRA's updates added. none = no
+    export."""
     max_skips_in_a_row: Positive = 10
     """Stop after so many consecutive steps skipped because their gradients were not finite."""
 
@@ -60,6 +67,20 @@ class Train(Section):
     def best_metric(self) -> str | None:
         """The metric that chooses the best checkpoint; None: none is kept."""
         return self.stop_metric if self.keep_best is True else self.keep_best or None
+
+    def export_problems(self, model: Model) -> Iterator[str]:
+        """Yield why the model cannot be exported."""
+        if self.export is None:
+            return
+        if not isinstance(config := model.config, GPTConfig):
+            yield f"train.export is for a GPT, and model.name = {model.name!r} is none: remove the key"
+            return
+        from jdp.checkpoint.safetensors.hugging_face_config import check_written  # late: Orbax takes a second
+
+        try:
+            check_written(config)
+        except ValueError as error:
+            yield f'train.export = "hf" is for models of transformers, and this is none: remove the key. {error}'
 
 
 class Sample(Section):

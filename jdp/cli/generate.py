@@ -1,0 +1,171 @@
+"""`jdp generate`: text by a run's model, or by an export."""
+
+import json as as_json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jdp.base.shorten import brief
+from jdp.base.user_path import PathError
+from jdp.cli.options import UsageError, parse, stdout_to_stderr
+
+if TYPE_CHECKING:
+    from jdp.data.text.tokenizers import Tokenizer
+    from jdp.run.text_model import TextModel
+
+STDIN = "-"
+LENGTH = 200
+
+
+@dataclass(frozen=True)
+class Options:
+    """Continues prompts with a run's model, or with an export, and prints the text while it is written.
+
+    A text ends after --length tokens, or at the token that closes a document. Keys and values are cached, so prompt and
+    text must fit into the model's context. The model is on one device; several prompts are continued one after another.
+    stdout has the texts, each with its prompt, and everything else is on stderr.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """The folder of a run or its address (s3://…), or the name of a run in --run-dir. Or an export, or a model of
+    Hugging Face: a folder with config.json, model.safetensors and tokenizer.json."""
+    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
+    """Text to continue; "-" reads it from stdin. May be given several times. Default: a line break."""
+    length: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Most tokens to add. Default: 200, or what the context leaves."""
+    temperature: float = 1.0
+    """Divides the logits; 0 = always the likeliest token."""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
+    """Draw among the K likeliest tokens. Default: among all."""
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
+    """Of these, draw among the likeliest that together have the probability P. Default: among all."""
+    seed: int = 0
+    """Where the draws start: with the same seed a prompt has the same text."""
+    chat: bool = False
+    """Prompts are a user's messages: the tokenizer's chat template leads to the answer. A run on chats has it so."""
+    step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
+    """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
+    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Folder that holds the runs, or its address."""
+    plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
+    """The plug-in of a run that has one."""
+    json: bool = False
+    """Print one JSON object at the end: {"model": …, "texts": [{"prompt": …, "text": …, "tokens": …, "ended": …}]}."""
+
+
+def run(arguments: list[str]) -> int:
+    """Find the model, check the prompts, read the weights, and write. Raises UsageError."""
+    options = parse(Options, "generate", arguments, addresses=("run_dir",))
+    if not 0 <= options.seed < 2**32:
+        raise UsageError(f"--seed is 0 to 2^32 - 1; given {options.seed}: choose another")
+    prompts = _prompts(options.prompt or ("\n",))
+    with stdout_to_stderr():
+        from jdp.base.machine import choose_platform
+
+        choose_platform()
+        from jdp.models.sampling import Draw
+        from jdp.run.text_model import find_model
+
+        try:
+            found = find_model(
+                options.model, options.run_dir, step=options.step, chat=options.chat, plugin=options.plugin
+            )
+        except PathError as error:
+            raise UsageError(f"RUN: {error}") from None
+        draw = Draw.checked(found.config.vocab_size, options.temperature, options.top_k, options.top_p)
+        encoded = [found.prompt(prompt).tolist() for prompt in prompts]
+        length = _length(options.length, encoded, found)
+
+        import jax
+
+        device = jax.devices()[0]
+        model = found.load(device)
+        print(f"jdp: {found.name}, {length} tokens at most, on one {device.device_kind}", file=sys.stderr)
+
+    from jdp.models.decode import stream
+
+    longest, texts = max(map(len, encoded)), list[dict[str, Any]]()
+    key = jax.random.fold_in(jax.random.key(options.seed), 2)  # that of a run's [sample], so with its draws
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        drawn = stream(model, tokens, length=length, draw=draw, rng=key, longest=longest)
+        texts.append(_written(prompt + "\n" * found.chat, tokens, drawn, found.tokenizer, quiet=options.json))
+    if options.json:
+        print(as_json.dumps({"model": found.name, "texts": texts}))
+    return 0
+
+
+def _prompts(given: Sequence[str]) -> list[str]:
+    """Return the prompts, the one of stdin read. Raises UsageError for one that is no text."""
+    if given.count(STDIN) > 1:
+        raise UsageError("--prompt - reads stdin, which can be read once; given twice: remove one")
+    prompts = [_stdin() if prompt == STDIN else prompt for prompt in given]
+    for prompt in prompts:
+        if not prompt or prompt.encode(errors="replace").decode() != prompt:
+            raise UsageError(f"--prompt is text in UTF-8, one character at least; given {brief(prompt)}: write some")
+    return prompts
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        raise UsageError("--prompt - reads text in UTF-8; stdin has other bytes: convert it (iconv)") from None
+
+
+def _length(wanted: int | None, prompts: Sequence[Sequence[int]], found: "TextModel") -> int:
+    """Return how many tokens to add. Raises UsageError if prompt and text do not fit into the context."""
+    context, vocabulary, longest = found.config.context, found.config.vocab_size, max(map(len, prompts))
+    if not all(prompts):
+        raise UsageError(f"--prompt has 1 token at least; {found.tokenizer.name} makes none of one: write other text")
+    if wanted is not None and wanted < 1:
+        raise UsageError(f"--length is 1 token or more; given {wanted}: raise it")
+    if (largest := max(map(max, prompts))) >= vocabulary:
+        raise UsageError(
+            f"tokens are below the model's vocab_size = {vocabulary}; its tokenizer, {found.tokenizer.name}, makes "
+            f"{largest} of a prompt: put the tokenizer that it was trained with in its place"
+        )
+    room = context - longest
+    if room < (wanted or 1):
+        fix = "shorten the prompt" if room < 1 else f"give --length {room}, or shorten the prompt"
+        raise UsageError(
+            f"prompt and text must fit into the model's context of {context} tokens; given a prompt of {longest} and "
+            f"--length {wanted or 1}: {fix}"
+        )
+    return min(wanted or LENGTH, room)
+
+
+def _written(
+    prompt: str, before: Sequence[int], drawn: Iterator[int], tokenizer: "Tokenizer", *, quiet: bool
+) -> dict[str, Any]:
+    """Print a prompt and its text while it is drawn; return both."""
+    text, tokens, ended, began = "", list[int](), False, 0.0
+
+    def show(part: str) -> str:
+        if not quiet:
+            print(part, end="", flush=True)
+        return part
+
+    def known() -> Iterator[int]:
+        nonlocal ended, began
+        for token in drawn:
+            if ended := token == tokenizer.separator:
+                return
+            tokens.append(token)
+            if len(tokens) == 2:  # both programs are compiled
+                began = time.perf_counter()
+            if token < tokenizer.vocab_size:  # a padded vocabulary has more
+                yield token
+
+    show(prompt)
+    for part in tokenizer.decode_stream(known(), after=before):
+        text += show(part)
+    speed = f", {(len(tokens) - 2) / (time.perf_counter() - began):.3g} a second" if len(tokens) > 2 else ""
+    if not quiet:
+        print(flush=True)
+    print(f"jdp: {len(tokens)} tokens{speed}{', ended by the model' if ended else ''}", file=sys.stderr)
+    return {"prompt": prompt, "text": text, "tokens": len(tokens), "ended": ended}

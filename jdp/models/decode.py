@@ -1,0 +1,164 @@
+"""Generate text with a cache of keys and values: one forward pass over the prompt, then a step a token.
+
+`prefill` runs the prompt and keeps each layer's keys and values, with room for `capacity` positions. `step` runs one
+token: it writes its keys and values at its position, and attends to those up to it. Shapes are constant, so each is
+compiled once. Their logits are those of a call of the model on all tokens so far. `stream` yields the tokens.
+
+A prompt may be padded at its end: a position is written before a query sees it.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import ArrayLike
+
+from jdp.models.checks import require
+from jdp.models.gpt import GPT
+from jdp.models.sampling import Draw
+from jdp.models.transformer import Attention, Layer, attends_everywhere
+
+
+class KeyValues(NamedTuple):
+    """Keys, turned by their positions, and values of a layer: [batch, capacity, kv_heads, D]; stacked: of all."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+Cache = KeyValues | list[KeyValues]
+"""One stack for a scanned model, else a list with an entry for each layer."""
+Block = Callable[[Layer, jax.Array, KeyValues | None, jax.Array | None], tuple[jax.Array, KeyValues]]
+"""A layer's part: layer, activations, its cache, whether it attends to all -> activations, its cache."""
+
+
+def prefill(model: GPT, tokens: jax.Array, last: jax.Array, capacity: int) -> tuple[jax.Array, Cache]:
+    """Return the logits after position `last`, [batch, vocab_size] float32, and the cache.
+
+    Args:
+        model: a GPT.
+        tokens: [batch, length] integers, padded at the end with any tokens.
+        last: [] integer, the position of the prompt's last token.
+        capacity: positions of the cache, `length` at least.
+    """
+
+    def block(
+        layer: Layer, x: jax.Array, _: KeyValues | None, attends_to_all: jax.Array | None
+    ) -> tuple[jax.Array, KeyValues]:
+        query, key, value = layer.attention.heads(layer.attention_norm(x), None, attends_to_all)
+        mixed = layer.attention.mix(query, key, value, None, attends_to_all)
+        room = ((0, 0), (0, capacity - x.shape[1]), (0, 0), (0, 0))
+        return layer.after_attention(x, mixed, None), KeyValues(jnp.pad(key, room), jnp.pad(value, room))
+
+    x, cache = _through_layers(block, model, model.embed(tokens), None)
+    newest = jax.lax.dynamic_index_in_dim(model.final_norm(x), last, axis=1, keepdims=False)
+    return model.logits(newest), cache
+
+
+def step(model: GPT, tokens: jax.Array, at: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Return the logits after one more token of each row, [batch, vocab_size] float32, and the cache with it.
+
+    Args:
+        model: a GPT.
+        tokens: [batch] integers.
+        at: [] integer, their position.
+        cache: of all positions before.
+    """
+    position = jnp.broadcast_to(at, (tokens.shape[0], 1))
+
+    def block(
+        layer: Layer, x: jax.Array, kept: KeyValues | None, attends_to_all: jax.Array | None
+    ) -> tuple[jax.Array, KeyValues]:
+        assert kept is not None
+        query, key, value = layer.attention.heads(layer.attention_norm(x), position, attends_to_all)
+        places = (0, at, 0, 0)
+        key = jax.lax.dynamic_update_slice(kept.key, key.astype(kept.key.dtype), places)
+        value = jax.lax.dynamic_update_slice(kept.value, value.astype(kept.value.dtype), places)
+        mixed = _attend_to_cache(layer.attention, query, key, value, at, attends_to_all)
+        return layer.after_attention(x, mixed, None), KeyValues(key, value)
+
+    x, cache = _through_layers(block, model, model.embed(tokens[:, None], position), cache)
+    return model.logits(model.final_norm(x)[:, 0]), cache
+
+
+def _attend_to_cache(
+    attention: Attention, query: jax.Array, key: jax.Array, value: jax.Array, at: jax.Array, to_all: jax.Array | None
+) -> jax.Array:
+    """Return attention of one query a row to the keys up to its position, those of the window: [batch, 1, width]."""
+    index, window = jnp.arange(key.shape[1], dtype=jnp.int32), attention.config.window
+    seen = index <= at
+    if window is not None:
+        near = at - index < window
+        seen &= near if to_all is None else near | to_all
+    mixed = jax.nn.dot_product_attention(query, key, value, mask=seen[None, None, None], implementation="xla")
+    return attention.output(mixed.reshape(*mixed.shape[:2], -1))
+
+
+def _through_layers(block: Block, model: GPT, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+    """Run a block through the layers, each with its part of the cache; return the parts that they return."""
+    layers, config = model.layers, model.config
+    if isinstance(layers, nnx.List):
+        assert not isinstance(cache, KeyValues)
+        made: list[KeyValues] = []
+        for i, layer in enumerate(layers):
+            x, each = block(layer, x, None if cache is None else cache[i], None)
+            made.append(each)
+        return x, made
+    assert not isinstance(cache, list)
+    to_all = jnp.asarray(attends_everywhere(config.layers, config.global_every)) if config.global_every else None
+
+    def one(x: jax.Array, each: tuple[Layer, KeyValues | None, jax.Array | None]) -> tuple[jax.Array, KeyValues]:
+        layer, kept, attends_to_all = each
+        return block(layer, x, kept, attends_to_all)
+
+    return jax.lax.scan(one, x, (layers, cache, to_all))
+
+
+@functools.partial(jax.jit, static_argnames=("capacity", "draw"))
+def _first(
+    model: GPT, tokens: jax.Array, last: jax.Array, rng: jax.Array, *, capacity: int, draw: Draw
+) -> tuple[jax.Array, Cache]:
+    logits, cache = prefill(model, tokens, last, capacity)
+    return draw(logits, jax.random.fold_in(rng, 0)), cache
+
+
+@functools.partial(jax.jit, static_argnames=("draw",), donate_argnames=("cache",))
+def _next(
+    model: GPT, token: jax.Array, at: jax.Array, number: jax.Array, rng: jax.Array, cache: Cache, *, draw: Draw
+) -> tuple[jax.Array, Cache]:
+    logits, cache = step(model, token, at, cache)
+    return draw(logits, jax.random.fold_in(rng, number)), cache
+
+
+def stream(
+    model: GPT, prompt: ArrayLike, *, length: int, draw: Draw, rng: jax.Array, longest: int | None = None
+) -> Iterator[int]:
+    """Yield up to `length` tokens after a prompt, each as soon as it is drawn. Token i draws with `fold_in(rng, i)`.
+
+    Args:
+        model: a GPT.
+        prompt: [prompt] integers, at least one.
+        length: tokens to add; `context` holds them and the prompt.
+        draw: how.
+        rng: typed key.
+        longest: tokens of the longest prompt, where several share the compiled programs; None: this one.
+
+    Raises:
+        ValueError: an empty prompt, or more tokens than the context holds.
+    """
+    tokens, context = np.asarray(prompt, np.int32), model.config.context
+    longest = max(longest or 0, tokens.size)
+    require(tokens.ndim == 1 and tokens.size > 0, "a prompt has 1 token at least", f"{tokens.size}", "Begin with some")
+    fits = longest + length <= context
+    require(fits, f"prompt and text have at most context({context}) tokens", f"{longest} + {length}", "Ask for fewer")
+    padded = np.pad(tokens, (0, longest - tokens.size))[None]
+    token, cache = _first(model, padded, jnp.int32(tokens.size - 1), rng, capacity=longest + length, draw=draw)
+    for i in range(1, length + 1):
+        yield int(token[0])
+        if i < length:
+            at = jnp.int32(tokens.size + i - 1)
+            token, cache = _next(model, token, at, jnp.int32(i), rng, cache, draw=draw)

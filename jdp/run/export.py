@@ -1,0 +1,107 @@
+"""The export at the end of a run (`train.export`): its folder `export`, for `transformers` and `jdp generate`.
+
+1. The state: of the best checkpoint, else the last. Its averaged parameters, if the run has them; LoRA's updates added.
+2. It is written to `.export.new` beside, with the tokenizer, and moved when it is complete. `jdp.json` in it names the
+   step. A run that is finished already exports nothing twice; one that went on replaces the export of the step before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.base.notices import shown
+from jdp.checkpoint import Checkpoints
+from jdp.checkpoint.errors import on_first_process
+from jdp.checkpoint.safetensors.config_table import read_json
+from jdp.checkpoint.safetensors.peft import merge_lora
+from jdp.checkpoint.safetensors.transfer import export_hf
+from jdp.core.cluster.barrier import from_every_process
+from jdp.core.state import TrainState
+from jdp.data.sources.in_bucket import local_path
+from jdp.data.text.tokenizers import BESIDE, BYTES, TEMPLATE, byte_tokenizer
+from jdp.data.text.tokenizers import FILE as TOKENIZER
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import ExperimentError
+from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
+from jdp.run.folder import EXPORT, EXPORTED
+from jdp.run.progress import Progress
+
+MARK = Path(EXPORTED).name
+
+
+def check_free(folder: Path) -> None:
+    """Raise ExperimentError if the run's folder `export` is not one that a run made."""
+    export = folder / EXPORT
+    if export.exists() and exported_step(export) is None:
+        raise ExperimentError(
+            f"train.export replaces only a folder that it made; {export} has no {MARK}: move it, or remove the key"
+        )
+
+
+def exported_step(export: Path) -> int | None:
+    """Return the step of an export; None if a run did not make it, or there is none."""
+    table = read_json(export / MARK)
+    step = table.get("step") if isinstance(table, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Checkpoints, folder: Path) -> str:
+    """Export the run's model unless this is done; return the line that says where. The state is given up.
+
+    Every process calls this.
+    """
+    experiment, step = assembly.experiment, progress.done
+    if progress.kept is not None and progress.kept.step in saved.steps:
+        step = progress.kept.step
+    target, fresh = folder / EXPORT, folder / f".{EXPORT}.new"
+    if from_every_process("the step that was exported", str(exported_step(target)))[0] == str(step):
+        return f"{shown(str(target))} has the model of step {step}"
+    if step != progress.done:
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # two states may not fit
+        state, _ = saved.restore(assembly.abstract_state(), step)
+    params, config = assembly.averaged(state), assembly.config
+    if config.lora_rank is not None:
+        params, config = merge_lora(params, config)
+    on_first_process(lambda: shutil.rmtree(fresh, ignore_errors=True))  # of a run that was killed
+    export_hf(fresh, params, config)
+    on_first_process(lambda: _complete(experiment, fresh, target, {"name": experiment.name, "step": step}))
+    best = f", the best by {experiment.train.best_metric}" if progress.kept is not None else ""
+    without = "" if (target / TOKENIZER).exists() else f"; it has no tokenizer, as the run has none: add a {TOKENIZER}"
+    return f"exported the model of step {step}{best}, to {shown(str(target))}{without}"
+
+
+def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[str, Any]) -> None:
+    """Add the tokenizer and the mark, and move the export to its place. Process 0 alone calls this."""
+    data = experiment.data
+    if experiment.kind == "text" and data.tokenizer != NONE and not any(each.endswith(ARRAYS) for each in data.sources):
+        _write_tokenizer(data.tokenizer, fresh)
+        if data.chat_template is not None:
+            shutil.copyfile(local_path(data.chat_template), fresh / TEMPLATE)
+    (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+    old = fresh.with_name(f".{EXPORT}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        check_free(target.parent)
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_tokenizer(name: str, folder: Path) -> None:
+    """Write the run's tokenizer, with the token that closes documents, into a folder."""
+    if name == BYTES:
+        for file, table in byte_tokenizer().items():
+            (folder / file).write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
+        return
+    path = local_path(name, only=(TOKENIZER, *BESIDE).__contains__)
+    file = path / TOKENIZER if path.is_dir() else path
+    shutil.copyfile(file, folder / TOKENIZER)
+    for beside in filter(Path.is_file, map(file.with_name, BESIDE)):
+        shutil.copyfile(beside, folder / beside.name)
