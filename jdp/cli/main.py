@@ -43,7 +43,7 @@ _MOST_LINES, _LONGEST_LINE = 20, 1000
 COMMANDS = {
     "train": "Runs an experiment.",
     "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
-    "verify": "Compiles a step, counts what it sends: exit 0 if it keeps its strategy's contract or its baseline, or 1.",
+    "verify": "Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.",
     "prove": "Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.",
     "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
     "manifest": "Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.",

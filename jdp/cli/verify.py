@@ -18,7 +18,7 @@ BROKEN = 1
 
 @dataclass(frozen=True)
 class Options:
-    """Compiles a step, counts what it sends: exit 0 if it keeps its strategy's contract or its baseline, or 1.
+    """Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.
 
     Collectives are counted in the compiled program, loops included, and compared with theory: the README's table of
     strategies; under zero3, what the step's own trace gathers. A breach names the collective, the parameter, the source

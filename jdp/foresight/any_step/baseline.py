@@ -60,7 +60,7 @@ class Baseline:
     mesh: dict[str, int]
     sent: tuple[SentFrom, ...]  # most bytes first
     held: HeldBytes
-    step_seconds: float | None  # simulated; None where the target's rates are not known
+    step_seconds: float | None  # simulated; None where the target's rates are not published
     format: int = FORMAT
 
     @property
@@ -84,7 +84,8 @@ class Baseline:
 
 def baseline_of(report: StepForecast, program: str, root: Path) -> Baseline:
     """Return a report's numbers; `root` is the folder that source lines are named from."""
-    seconds = None if report.timeline is None else report.timeline.step_seconds
+    is_cpu = report.target.startswith("cpu:")  # whose rates are measured anew on each machine
+    seconds = None if report.timeline is None or is_cpu else report.timeline.step_seconds
     return Baseline(
         program,
         report.target,
@@ -113,9 +114,9 @@ def read_baseline(path: Path) -> Baseline:
         return TypeAdapter(Baseline).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        wrong = f"{'.'.join(map(str, first['loc']))} is wrong ({first['msg']})"
         raise BaselineError(
-            f"a baseline is a file of jdp verify; given {brief(str(path))}, whose {where} is wrong ({first['msg']}): {fix}"
+            f"a baseline is a file of jdp verify; given {brief(str(path))}, whose {wrong}: {fix}"
         ) from None
 
 

@@ -18,6 +18,7 @@ from jdp.foresight.traffic.contract import TINY
 
 _SHARE = 0.001  # of all that is sent, below which a line is never worse
 _EQUAL = 1e-9  # of a float that went through sums in another order
+PARTS = ("arguments", "results", "temporaries")
 EQUAL, BETTER, WORSE, OTHER = "equal", "better", "worse", "changed"
 
 
@@ -107,10 +108,7 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
     ]
     rows += [_uncompared("collectives", before.collectives, now.collectives, "")]
     rows += [row("held a device", before.held.total, now.held.total, least=TINY)]
-    rows += [
-        _uncompared(f"of it {part}", getattr(before.held, part), getattr(now.held, part))
-        for part in ("arguments", "results", "temporaries")
-    ]
+    rows += [_uncompared(f"of it {part}", getattr(before.held, part), getattr(now.held, part)) for part in PARTS]
     if before.held.host or now.held.host:
         rows.append(row("held in the host's memory", before.held.host, now.held.host, least=TINY))
     if before.held.fits is not False and now.held.fits is False:
@@ -191,7 +189,7 @@ _HEADINGS = ("", "at", "before", "now", "change", "verdict")
 
 
 def _cells(row: Row, *, code: bool = False) -> tuple[str, ...]:
-    at = f"`{row.at}`" if code and row.at else row.at
+    at = f"`{row.at}`".replace(", before ", "`, before `") if code and row.at else row.at
     verdict = f"**{row.verdict}**" if code and row.verdict == WORSE else row.verdict
     return row.what, at, _number(row.before, row.unit), _number(row.now, row.unit), _change(row), verdict
 

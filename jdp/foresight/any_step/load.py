@@ -26,6 +26,10 @@ from jdp.foresight.traffic.origin import is_own_line
 
 _FUNCTION = re.compile(r"(?P<module>.+):(?P<name>[^\W\d]\w*)")
 _INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
+_DESCRIBED = (
+    "Nothing runs on the devices of a target. Make abstract arrays (jax.eval_shape, jax.ShapeDtypeStruct) outside of "
+    "jax.set_mesh; or leave the argument `devices` out: jax.devices() are then as many virtual CPUs."
+)
 _SHOWN = 4  # of the user's lines
 _SHAPES = "(jitted step, (argument, …)), or (jitted step, (argument, …), {name: argument})"
 
@@ -49,7 +53,7 @@ class Program:
         """
         name = self.name.rpartition(":")[2]
         given = {"devices": list(devices())} if _takes_devices(self.function, name) else {}
-        with users_errors(f"{self.name} could not be called"):
+        with users_errors(f"{self.name} could not be called", _DESCRIBED if given else ""):
             returned = self.function(**given)
         return _step_of(returned, name)
 
@@ -118,17 +122,15 @@ def _takes_devices(function: Callable[..., Any], name: str) -> bool:
 
 def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the step and its positional arguments, of which those given by keyword are the last."""
-    parts = cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ()
+    parts = list[Any](cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ())
     if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
-        kinds = [type(each).__name__ for each in parts]
-        shown = cut(f"({', '.join(kinds)})") if parts else type(returned).__name__
+        shown = cut(f"({', '.join(type(each).__name__ for each in parts)})") if parts else type(returned).__name__
         raise ProgramError(f"{name} must return {_SHAPES}; given {shown}: return the step and a tuple of its arguments")
-    step, arguments = parts[0], tuple(parts[1])
-    if len(parts) == 2 or not parts[2]:
+    step, arguments, by_name = parts[0], tuple(parts[1]), parts[2] if len(parts) == 3 else {}
+    if not isinstance(by_name, Mapping):
+        raise ProgramError(f"{name} must return {_SHAPES}; given {type(by_name).__name__} third: make it a dictionary")
+    if not by_name:
         return step, arguments
-    if not isinstance(parts[2], Mapping):
-        raise ProgramError(f"{name} must return {_SHAPES}; given {type(parts[2]).__name__} third: make it a dictionary")
-    by_name = cast("Mapping[str, Any]", parts[2])
     return _with_keywords(step, len(arguments), [*by_name]), (*arguments, *by_name.values())
 
 
@@ -157,23 +159,30 @@ def _root(file: Path) -> Path:
 
 
 @contextmanager
-def users_errors(what: str) -> Generator[None]:
+def users_errors(what: str, of_library: str = "") -> Generator[None]:
     """Raise a `ProgramError` for what a user's code, or a library that it calls, raises inside of the context.
 
-    What jdp's own code raises is passed on: a ValueError with its message, anything else as a fault of jdp.
+    `of_library` is added to what a library raises. What jdp's own code raises is passed on: a ValueError with its
+    message, anything else as a fault of jdp.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if frames and is_own_line(f"{frames[-1].filename}:"):
+        if _is_own(frames[-1]) and not (isinstance(error, TypeError) and _is_call(frames[-1])):
             raise
         own = [frame for frame in frames if not _INSTALLED.search(frame.filename) and not _is_own(frame)]
         lines = [f"  {_near(frame.filename)}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in own[-_SHOWN:]]
-        message = "\n".join([f"{what}: {type(error).__name__}: {_first_lines(error)}", *lines])
+        hint = [of_library] if of_library and own and own[-1] is not frames[-1] else []
+        message = "\n".join([f"{what}: {type(error).__name__}: {_first_lines(error)}", *lines, *hint])
     else:
         return
     raise ProgramError(message)
+
+
+def _is_call(frame: traceback.FrameSummary) -> bool:
+    """Return True where jdp calls a user's function, which may not take what the user gave for it."""
+    return "function(*" in (frame.line or "")
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:

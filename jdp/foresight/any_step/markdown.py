@@ -3,7 +3,7 @@
 from jdp.base.formatting import format_bytes, format_seconds
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.baseline import Baseline
-from jdp.foresight.any_step.compare import markdown_table
+from jdp.foresight.any_step.compare import PARTS, markdown_table
 
 
 def report_markdown(step: Baseline) -> str:
@@ -15,9 +15,7 @@ def report_markdown(step: Baseline) -> str:
     ]
     fits = {None: "", True: "fits", False: "more than a device has"}[held.fits]
     rows += [("held a device", fits, format_bytes(held.total))]
-    rows += [
-        (f"of it {part}", "", format_bytes(getattr(held, part))) for part in ("arguments", "results", "temporaries")
-    ]
+    rows += [(f"of it {part}", "", format_bytes(getattr(held, part))) for part in PARTS]
     rows += [("held in the host's memory", "", format_bytes(held.host))] if held.host else []
     if step.step_seconds is not None:
         rows.append(("time of a step, simulated", "", format_seconds(step.step_seconds)))
