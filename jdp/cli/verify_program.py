@@ -29,8 +29,8 @@ def run(options: "Options", overrides: dict[str, str]) -> int:
         report = found.reports[0]
         now = baseline_of(report, found.program.name, found.program.root)
         comparison = None
-        if before is not None:
-            comparison = compare(before, now, tolerance=tolerance, file=str(options.against))
+        if before is not None and options.against is not None:
+            comparison = compare(before, now, tolerance=tolerance, file=options.against.name)
         if options.save is not None:
             write_file(options.save, now.to_text())
             print(f"wrote {options.save}")
@@ -40,12 +40,10 @@ def run(options: "Options", overrides: dict[str, str]) -> int:
         print(as_json.dumps({**report.to_json(), "kept": not is_worse, **against}, allow_nan=False))
     elif comparison is None:
         print(report_markdown(now) if options.markdown else report)
-    elif options.markdown:
-        print(comparison.to_markdown())
     else:
-        print(comparison)
+        print(comparison.to_markdown() if options.markdown else comparison)
         if is_worse and report.symptoms:
-            print("\nSymptoms:", *(f"- {each}" for each in report.symptoms), sep="\n")
+            print("\nSymptoms:", "", *(f"- {each}" for each in report.symptoms), sep="\n")
     return int(is_worse)
 
 

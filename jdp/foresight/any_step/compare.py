@@ -100,11 +100,11 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
         return Row(what, at, old, new, _verdict(old or 0, new or 0, tolerance, least), unit)
 
     rows = [row("sent a device", before.wire_bytes, now.wire_bytes, least=TINY)]
-    lines = [(old, new, old or new) for old, new in _pairs(before.sent, now.sent)]
+    lines = [(old, new, new or old) for old, new in _pairs(before.sent, now.sent)]
     rows += [
-        row(either.kind, _wire(old), _wire(new), at=_place(old, new), least=least)
-        for old, new, either in lines
-        if either is not None
+        row(one.kind, _wire(old), _wire(new), at=one.source or "", least=least)
+        for old, new, one in lines
+        if one is not None
     ]
     rows += [_uncompared("collectives", before.collectives, now.collectives, "")]
     rows += [row("held a device", before.held.total, now.held.total, least=TINY)]
@@ -177,19 +177,13 @@ def _wire(line: SentFrom | None) -> float | None:
     return None if line is None else line.wire_bytes
 
 
-def _place(old: SentFrom | None, new: SentFrom | None) -> str:
-    """Return where a line is, and where it was."""
-    places = [each.source or "no line" for each in (new, old) if each is not None]
-    return places[0] if len({*places}) == 1 else f"{places[0]}, before {places[1]}"
-
-
 # Tables.
 
 _HEADINGS = ("", "at", "before", "now", "change", "verdict")
 
 
 def _cells(row: Row, *, code: bool = False) -> tuple[str, ...]:
-    at = f"`{row.at}`".replace(", before ", "`, before `") if code and row.at else row.at
+    at = f"`{row.at}`" if code and row.at else row.at
     verdict = f"**{row.verdict}**" if code and row.verdict == WORSE else row.verdict
     return row.what, at, _number(row.before, row.unit), _number(row.now, row.unit), _change(row), verdict
 
