@@ -1,7 +1,7 @@
 """A training step in plain JAX and optax, with weights and Adam's moments sharded over all devices.
 
-It imports nothing of jdp. `make_step` returns the jitted step with abstract arguments, which `jdp verify` reads for every
-pull request (`verify.yml`); `python train.py` trains on the devices at hand.
+It imports nothing of jdp. `make_step` returns the jitted step with abstract arguments, for `jdp verify` (`verify.yml`);
+`python train.py` trains on the devices at hand.
 """
 
 import jax

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,6 @@ from jdp.cli.options import UsageError, choose_target_platform, flag_of
 if TYPE_CHECKING:
     from jdp.foresight.any_step.forecast import StepForecast
     from jdp.foresight.any_step.load import Program
-
-
-@dataclass(frozen=True)
-class Forecasts:
-    """A program's step on each target."""
-
-    program: "Program"
-    reports: tuple["StepForecast", ...]
 
 
 def is_program(file: Path) -> bool:
@@ -51,45 +43,33 @@ def check_experiment(options: Any, names: Sequence[str]) -> None:
         )
 
 
-def forecasts(file: Path, targets: Sequence[str | None], *, cache: bool) -> Forecasts:
-    """Load a program, and compile its step for every target; None: for this machine's devices.
+def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[Program, StepForecast]":
+    """Load a program, and compile its step for a target; None: for this machine's devices.
 
-    A program that does not take the target's devices finds as many virtual CPU devices as the largest target has.
+    A program that does not take the target's devices finds as many virtual CPU devices.
     """
-    from jdp.foresight.any_step.load import load
+    from jdp.foresight.any_step.load import load, users_errors
 
-    named = [target for target in targets if target is not None]
     with _as_script(file):
-        _choose_devices(named)
+        _choose_devices(target_name)
+        import jax
+
         from jdp.cli.terminal import Progress
+        from jdp.core.step import Step
+        from jdp.foresight.any_step.forecast import forecast
         from jdp.foresight.targets.resolve import target
 
-        resolved = [target(each) for each in named]  # before the user's file is run: a mistake there answers at once
+        devices = None if target_name is None else target(target_name)  # first: a mistake there answers at once
         program = load(str(file))
-        with Progress() as progress:
-            reports = list["StepForecast"]()
-            for number, devices in enumerate(resolved or [None]):
-                progress.compiling(number, len(targets), f"{program.name} for {devices or 'this machine'}")
-                reports.append(_forecast(program, devices, cache=cache))
-            progress.compiling(len(targets), len(targets), "")
-    return Forecasts(program, tuple(reports))
-
-
-def _forecast(program: "Program", devices: Any, *, cache: bool) -> "StepForecast":
-    import jax
-
-    from jdp.core.step import Step
-    from jdp.foresight.any_step.forecast import forecast
-    from jdp.foresight.any_step.load import users_errors
-
-    step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
-    if isinstance(step, Step):
-        raise UsageError(
-            f"a program's step is jitted by jax.jit, nnx.jit or eqx.filter_jit; given a jdp.Step by {program.name}: "
-            "call jdp.verify(step, state, batch, target), or write an experiment"
-        )
-    with users_errors(f"the step of {program.name} could not be compiled"):
-        return forecast(step, arguments, target=devices, cache=cache)
+        step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
+        if isinstance(step, Step):
+            raise UsageError(
+                f"a program's step is jitted by jax.jit, nnx.jit or eqx.filter_jit; given a jdp.Step by {file}: "
+                "call jdp.verify(step, state, batch, target), or write an experiment"
+            )
+        with Progress() as progress, users_errors(f"the step of {file} could not be compiled"):
+            progress.compiling(0, 1, f"{file} for {devices or 'this machine'}")
+            return program, forecast(step, arguments, target=devices, cache=cache)
 
 
 @contextlib.contextmanager
@@ -103,16 +83,16 @@ def _as_script(file: Path) -> Generator[None]:
         sys.argv = before
 
 
-def _choose_devices(targets: Sequence[str]) -> None:
-    """Choose CPUs, as many as the largest target has devices; without a target, what this machine has."""
-    choose_target_platform(targets or [None])
-    shapes = [name.rpartition(":")[2].split("x") for name in targets]
-    counts = [math.prod(map(int, shape)) for shape in shapes if all(size.isdecimal() for size in shape)]
-    if counts and max(counts) <= _MOST_CPUS:
+def _choose_devices(target: str | None) -> None:
+    """Choose CPU devices, as many as the target has; without a target, what this machine has."""
+    choose_target_platform([target])
+    sizes = [] if target is None else target.rpartition(":")[2].split("x")
+    count = math.prod(int(size) for size in sizes if size.isdecimal() and len(size) < 6)
+    if sizes and 0 < count <= _MOST_CPUS:
         import jax
 
         with contextlib.suppress(RuntimeError):  # jax has started: its devices stay
-            jax.config.update("jax_num_cpu_devices", max(counts))
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 _MOST_CPUS = 16384  # as many as a target may have

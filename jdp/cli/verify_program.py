@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jdp.base.shorten import brief
 from jdp.cli.options import UsageError, check_writable, stdout_to_stderr, write_file
-from jdp.cli.programs import check_only, forecasts
+from jdp.cli.programs import check_only, forecast_on
 
 if TYPE_CHECKING:
     from jdp.cli.verify import Options
@@ -25,9 +25,8 @@ def run(options: "Options", overrides: dict[str, str]) -> int:
 
         before = None if options.against is None else read_baseline(options.against)
         named = options.target or (None if before is None else before.target)
-        found = forecasts(options.file, [named], cache=not options.no_cache)
-        report = found.reports[0]
-        now = baseline_of(report, found.program.name, found.program.root)
+        program, report = forecast_on(options.file, named, cache=not options.no_cache)
+        now = baseline_of(report, program.name, program.root)
         comparison = None
         if before is not None and options.against is not None:
             comparison = compare(before, now, tolerance=tolerance, file=options.against.name)

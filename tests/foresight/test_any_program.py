@@ -159,6 +159,26 @@ def test_a_mistake_is_one_error(program, capsys, name):
     assert "Traceback" not in err
 
 
+def test_a_plan_of_several_targets_is_a_row_for_each(program, capsys):
+    """Each as if it were alone: a function that counts the devices finds the target's."""
+    text = PROGRAM.replace("array((16, 64)", "array((2 * len(devices), 64)")
+    program.write_text(text)
+    assert cli.main(["plan", "own_step.py:without_devices", "--target", "cpu:2,cpu:4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["targets"]
+    assert [each["wire_bytes_per_device"] for each in rows] == [64 * 64 * 4, 1.5 * 64 * 64 * 4]
+    assert [each["memory"]["arguments"][1]["bytes"] for each in rows] == [2 * 64 * 4] * 2
+    assert not any("mesh" in note for each in rows for note in each["notes"])
+
+
+@pytest.mark.aot
+def test_a_plan_of_one_target_is_the_report_and_a_trace(program, capsys):
+    assert cli.main(["plan", "own_step.py:make_step", "--target", "h100:1x8", "--trace", "trace.json"]) == 0
+    assert capsys.readouterr().out.startswith("step on data=8 for h100:1x8\nA device sends 28 KiB a step.\n")
+    assert json.loads((program.parent / "trace.json").read_text())["traceEvents"]
+    assert cli.main(["plan", "own_step.py:make_step", "--target", "h100:1x8", "--tune"]) == 2
+    assert "--tune is for an experiment; given the program own_step.py:make_step" in capsys.readouterr().err
+
+
 # Comparison, in numbers
 
 
