@@ -48,11 +48,12 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
 
     A program that does not take the target's devices finds as many virtual CPU devices.
     """
+    import jax
+
     from jdp.foresight.any_step.load import load, users_errors
 
     with _as_script(file):
         _choose_devices(target_name)
-        import jax
 
         from jdp.cli.terminal import Progress
         from jdp.core.step import Step
@@ -62,11 +63,7 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
         devices = None if target_name is None else target(target_name)  # first: a mistake there answers at once
         program = load(str(file))
         step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
-        if isinstance(step, Step):
-            raise UsageError(
-                f"a program's step is jitted by jax.jit, nnx.jit or eqx.filter_jit; given a jdp.Step by {file}: "
-                "call jdp.verify(step, state, batch, target), or write an experiment"
-            )
+        step = step.jitted if isinstance(step, Step) else step
         with Progress() as progress, users_errors(f"the step of {file} could not be compiled"):
             progress.compiling(0, 1, f"{file} for {devices or 'this machine'}")
             return program, forecast(step, arguments, target=devices, cache=cache)
@@ -74,13 +71,20 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
 
 @contextlib.contextmanager
 def _as_script(file: Path) -> Generator[None]:
-    """Show a user's file the command line of a script without options."""
-    before = sys.argv
-    sys.argv = [str(file)]
+    """Show a user's file the command line of a script without options, and keep jax's own lines in tracebacks.
+
+    By these it is known who raised what: the user's code, a library, or jdp.
+    """
+    import jax
+
+    argv, filtering = sys.argv, jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
+    sys.argv = [str(file).rpartition(":")[0] or str(file)]
+    jax.config.update("jax_traceback_filtering", "off")
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv = argv
+        jax.config.update("jax_traceback_filtering", filtering)
 
 
 def _choose_devices(target: str | None) -> None:
