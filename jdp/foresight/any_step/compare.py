@@ -1,14 +1,14 @@
 """Compare a step with its baseline: what it sends by kind and line, what it holds, and how long it takes.
 
 1. Lines are paired: the same place; else the same text in the same file; else equal bytes of one kind (`_pairs`).
-2. A number is worse where it grew by more than the tolerance. Of a line, it must also be a thousandth of all that is
-   sent, so that a metric's four bytes are none.
+2. A number is worse where it grew by more than the tolerance. A line must also grow by a thousandth of all that is
+   sent, so that a metric's four bytes are none; and where all lines together send less, none is worse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_seconds
@@ -31,7 +31,12 @@ class Row:
     before: float | None  # None: not there
     now: float | None
     verdict: str  # equal, better, worse, or changed: by less than the tolerance, or not compared
-    unit: str  # bytes, seconds, or empty
+    unit: str = "bytes"  # or seconds, or empty
+
+    @classmethod
+    def of(cls, what: str, before: float, now: float, tolerance: float, least: float) -> Row:
+        """Compare two numbers; what differs by `least` or less is only changed."""
+        return cls(what, "", before, now, _verdict(before, now, tolerance, least))
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Comparison:
         what = {
             EQUAL: f"Equal to {self.baseline}",
             OTHER: f"Within {_percent(self.tolerance)} of {self.baseline}",
-            BETTER: f"Better than {self.baseline}, and nowhere worse",
+            BETTER: f"Better than {self.baseline}",
             WORSE: f"WORSE than {self.baseline} by more than {_percent(self.tolerance)}: {', '.join(worse[:4])}",
         }
         more = f" and {len(worse) - 4} more" if len(worse) > 4 else ""
@@ -94,28 +99,36 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
             f"a baseline is compared on its own target; given {file} of {before.target}, and --target {now.target}: "
             f"give --target {before.target}, or save a baseline of {now.target}"
         )
-    least = max(TINY, _SHARE * before.wire_bytes)
-
-    def row(what: str, old: float | None, new: float | None, unit: str = "bytes", *, at: str = "", least: float = 0):
-        return Row(what, at, old, new, _verdict(old or 0, new or 0, tolerance, least), unit)
-
-    rows = [row("sent a device", before.wire_bytes, now.wire_bytes, least=TINY)]
-    lines = [(old, new, new or old) for old, new in _pairs(before.sent, now.sent)]
-    rows += [
-        row(one.kind, _wire(old), _wire(new), at=one.source or "", least=least)
-        for old, new, one in lines
-        if one is not None
-    ]
+    rows = [Row.of("sent a device", before.wire_bytes, now.wire_bytes, tolerance, TINY)]
+    rows += _lines(before, now, tolerance, rows[0].verdict == BETTER)
     rows += [_uncompared("collectives", before.collectives, now.collectives, "")]
-    rows += [row("held a device", before.held.total, now.held.total, least=TINY)]
+    rows += [Row.of("held a device", before.held.total, now.held.total, tolerance, TINY)]
     rows += [_uncompared(f"of it {part}", getattr(before.held, part), getattr(now.held, part)) for part in PARTS]
     if before.held.host or now.held.host:
-        rows.append(row("held in the host's memory", before.held.host, now.held.host, least=TINY))
+        rows.append(Row.of("held in the host's memory", before.held.host, now.held.host, tolerance, TINY))
     if before.held.fits is not False and now.held.fits is False:
-        rows.append(Row("more than a device has", "", before.held.total, now.held.total, WORSE, "bytes"))
+        rows.append(Row("more than a device has", "", before.held.total, now.held.total, WORSE))
     if before.step_seconds is not None and now.step_seconds is not None:
-        rows.append(row("time of a step, simulated", before.step_seconds, now.step_seconds, "seconds"))
+        found = Row.of("time of a step, simulated", before.step_seconds, now.step_seconds, tolerance, 0)
+        rows.append(replace(found, unit="seconds"))
     return Comparison(now.program, now.target, file, tolerance, tuple(rows), tuple(_notes(before, now, file)))
+
+
+def _lines(before: Baseline, now: Baseline, tolerance: float, all_send_less: bool) -> Iterator[Row]:
+    """Yield a row for each line, and one for those that send hardly anything."""
+    least, small = max(TINY, _SHARE * before.wire_bytes), list[tuple[float, float]]()
+    for old, new in _pairs(before.sent, now.sent):
+        old_bytes, new_bytes = (0.0 if each is None else each.wire_bytes for each in (old, new))
+        if max(old_bytes, new_bytes) <= least:
+            small.append((old_bytes, new_bytes))
+        elif (one := new or old) is not None:
+            row = Row.of(one.kind, old_bytes, new_bytes, tolerance, least)
+            verdict = OTHER if all_send_less and row.verdict == WORSE else row.verdict
+            gone = {"before": None} if old is None else {"now": None} if new is None else {}
+            yield replace(row, at=one.source or "", verdict=verdict, **gone)
+    if small:
+        was, is_now = map(sum, zip(*small, strict=True))
+        yield _uncompared(f"{len(small)} smaller line{'s' * (len(small) > 1)}", was, is_now)
 
 
 def _verdict(old: float, new: float, tolerance: float, least: float) -> str:
@@ -166,15 +179,11 @@ def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
                 left.remove(old)
                 unpaired.remove(new)
     pairs += [(old, None) for old in left] + [(None, new) for new in unpaired]
-    return sorted(pairs, key=lambda pair: -max(_wire(each) or 0 for each in pair))
+    return sorted(pairs, key=lambda pair: -max(each.wire_bytes for each in pair if each is not None))
 
 
 def _file(line: SentFrom) -> str:
     return (line.source or "").rpartition(":")[0]
-
-
-def _wire(line: SentFrom | None) -> float | None:
-    return None if line is None else line.wire_bytes
 
 
 # Tables.
