@@ -2,19 +2,17 @@
 
 import json as as_json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jdp.base.shorten import brief
 from jdp.cli.options import UsageError, check_writable, stdout_to_stderr, write_file
 from jdp.cli.programs import check_only, forecast_on
-
-if TYPE_CHECKING:
-    from jdp.cli.verify import Options
+from jdp.cli.verify_options import Options
 
 TAKEN = ("file", "target", "save", "against", "tolerance", "markdown", "no_cache", "json")
 
 
-def run(options: "Options", overrides: dict[str, str]) -> int:
+def run(options: Options, overrides: dict[str, str]) -> int:
     """Compile a program's step and print what it sends, or how that differs from the baseline; return the exit code."""
     check_only(options, overrides, TAKEN)
     tolerance = _tolerance(options)
@@ -46,7 +44,7 @@ def run(options: "Options", overrides: dict[str, str]) -> int:
     return int(is_worse)
 
 
-def _tolerance(options: "Options") -> float:
+def _tolerance(options: Options) -> float:
     """Return the tolerance as a fraction, and check the other options against each other. Raises UsageError."""
     found = re.fullmatch(r"(\d{1,4}(?:\.\d{1,6})?) ?%", options.tolerance)
     if found is None:

@@ -2,7 +2,7 @@
 
 1. Lines are paired: the same place; else the same text in the same file; else equal bytes of one kind (`_pairs`).
 2. A number is worse where it grew by more than the tolerance. A line must also grow by a thousandth of all that is
-   sent, so that a metric's four bytes are none; and where all lines together send less, none is worse.
+   sent, so that a metric's four bytes are not worse. Where all lines together send less, no line is worse.
 """
 
 from __future__ import annotations
