@@ -211,6 +211,7 @@ REST = {
     "models/test_blockwise.py::test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more": "",
     "models/test_losses.py::test_compiled_for_h100s_the_head_is_gathered_and_reduced_once": "manual",
     "foresight/test_any_step.py::test_an_equinox_step": "",
+    "foresight/test_any_program.py::test_steps_of_other_libraries": "nnx | jdp",
     "foresight/test_ci_workflow.py::test_for_described_gpus_moved_lines_are_equal": "",
     "foresight/test_ci_workflow.py::test_the_first_pull_request_has_nothing_to_compare_with": "",
     "foresight/test_any_step.py::test_jdps_gradient_in_a_users_jit": "manual",

@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import pytest
 
 from jdp.cli import main as cli
@@ -113,6 +114,114 @@ def test_a_baseline_is_equal_until_a_line_sends_more(program, capsys):
     assert "WORSE than base.json by more than 2 %: sent a device, all-reduce at own_step.py:10" in out
     assert "| all-reduce | `own_step.py:10` | 28 KiB | 56 KiB | +100 % | **worse** |" in out
     assert verify(capsys, "own_step.py:make_step", "--against", "base.json", "--tolerance", "200%")[0] == 0
+
+
+def test_a_copy_in_another_folder_names_its_own_lines(program, capsys, tmp_path, monkeypatch):
+    """Also where the same program was compiled before, and is found in the cache."""
+    copy = tmp_path / "copy"
+    (copy / ".git").mkdir(parents=True)
+    (copy / "own_step.py").write_text(PROGRAM)
+    for folder in (tmp_path, copy):
+        monkeypatch.chdir(folder)
+        verify(capsys, "own_step.py:make_step", "--target", "cpu:8", "--save", "base.json")
+        assert [each.source for each in read_baseline(folder / "base.json").sent] == ["own_step.py:10"]
+
+
+PLACED = """\
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+tx = optax.adam(1e-3)
+x = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P("data")))
+
+
+def replicated(tree):
+    place = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P())) if hasattr(leaf, "shape") else leaf
+    return jax.tree.map(place, tree)
+"""
+LIBRARIES = {
+    "nnx": """
+from flax import nnx
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def step(model, optimizer, x):
+    def loss_fn(model):
+        return jnp.mean(jax.lax.with_sharding_constraint(model(x), P("data")) ** 2)
+
+    optimizer.update(model, nnx.grad(loss_fn)(model))
+
+
+def make_step():
+    jax.set_mesh(mesh)  # which the constraint takes
+    model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for tree in (model, optimizer):
+        nnx.update(tree, replicated(nnx.state(tree)))
+    return step, (model, optimizer, x)
+""",
+    "linen": """
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+model = nn.Dense(32)
+
+
+@jax.jit
+def step(state, x):
+    return state.apply_gradients(grads=jax.grad(lambda p: jnp.mean(state.apply_fn(p, x) ** 2))(state.params))
+
+
+def make_step():
+    init = lambda: TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=tx)
+    return step, (replicated(init()), x)
+""",
+    "equinox": """
+import equinox as eqx
+
+
+@eqx.filter_jit(donate="all")
+def step(model, opt_state, x):
+    grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+    updates, opt_state = tx.update(grads, opt_state)
+    return eqx.apply_updates(model, updates), opt_state
+
+
+def make_step():
+    model = eqx.nn.Linear(32, 32, key=jax.random.key(0))
+    return step, (replicated(model), replicated(tx.init(eqx.filter(model, eqx.is_array))), x)
+""",
+    "jdp": """
+import jdp
+
+
+def make_step():
+    plan = jdp.Plan(mesh, "ddp")
+    init = lambda key: {"w": jnp.ones((32, 32)), "b": jnp.ones(32)}
+    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
+    loss_fn = lambda params, batch, rng: jnp.mean((batch["x"] @ params["w"] + params["b"]) ** 2)
+    rows = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.batch_sharding)
+    return jdp.make_train_step(loss_fn, plan, partitioning="auto"), (state, {"x": rows})
+""",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_steps_of_other_libraries(program, capsys, library):
+    """Real arrays on the CPUs that stand for the target's devices; gradients of 32 · 32 + 32 numbers are summed."""
+    program.write_text(PLACED + LIBRARIES[library])
+    before = jax.sharding.get_mesh()
+    try:
+        code, out, err = verify(capsys, "own_step.py:make_step", "--target", "cpu:8", "--json")
+    finally:
+        jax.set_mesh(before)
+    assert code == 0, err
+    sent = sum(each["wire_bytes"] for each in json.loads(out)["sent"] if each["wire_bytes"] > 100)
+    assert sent == pytest.approx(2 * 7 / 8 * 4 * (32 * 32 + 32), rel=0.01)
 
 
 MISTAKES = {
