@@ -93,6 +93,7 @@ CONTRACTS = {
     "masks and initial weights are those of any mesh": "core/test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
     "a loss that mixes examples is refused where it cannot be right": "core/test_loss_check.py::test_a_loss_that_mixes_examples_is_refused_where_auto_is_not_allowed[contrastive-{'accumulate': 2}]",
     "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[raw-zero3-auto]",
+    "any step is compared with its baseline, by source line": "foresight/test_any_program.py::test_a_baseline_is_equal_until_a_line_sends_more",
     "a user's mistake is one error and exit 2": "cli/test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
     "a stranger at the rendezvous costs nobody anything": "launch/test_strangers.py::test_rubbish_is_dropped_and_costs_the_right_nodes_nothing[secret]",
     "nobody joins without the secret": "launch/test_strangers.py::test_without_the_secret_nobody_joins_and_both_sides_say_why",

@@ -27,6 +27,7 @@ from test_packages import MODULES, ORDER
 
 from jdp.cli.main import COMMANDS
 from jdp.cli.options import flags_of, parse, split_overrides
+from jdp.cli.programs import is_program
 from jdp.experiment.file import describe, load
 
 ROOT = Path(__file__).parents[1]
@@ -190,7 +191,11 @@ def check_jdp(words):
     takes_keys = "file" in {field.name for field in dataclasses.fields(options)}
     own, overrides = split_overrides(arguments, flags_of(options)) if takes_keys else (arguments, {})
     parsed = parse(options, name, own, addresses=("run_dir",))  # exits for an option that is not there
-    if takes_keys and parsed.file and parsed.file.name != "tuned.toml":
+    if takes_keys and parsed.file and is_program(parsed.file):
+        file, _, function = str(parsed.file).rpartition(":")
+        text = next(path.read_text() for path in (Path(file), ROOT / file) if path.exists())
+        assert f"\ndef {function}(" in text and overrides == {}
+    elif takes_keys and parsed.file and parsed.file.name != "tuned.toml":
         exists(parsed.file)
         if "plugin" in overrides or overrides.get("model.name", "").startswith("hf:"):  # what they name is not here
             assert [key for key in overrides if not is_key(key)] == []

@@ -52,7 +52,7 @@ COMMANDS = {
     "new": "Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.",
     "train": "Runs an experiment.",
     "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
-    "verify": "Compiles an experiment's step, counts what it sends: exit 0 if it keeps the strategy's contract, or 1.",
+    "verify": "Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.",
     "prove": "Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.",
     "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
     "generate": "Continues prompts with a run's model, or with an export, and prints the text while it is written.",

@@ -21,6 +21,7 @@ from jdp.cli.plan_compile import Plans, compile_plans
 from jdp.cli.plan_costs import check_bill, read_failures
 from jdp.cli.plan_options import Options
 from jdp.cli.plan_tune import check_tune, tune
+from jdp.cli.programs import is_program
 
 if TYPE_CHECKING:
     from jdp.foresight.advice.scaling import Scaling
@@ -34,6 +35,10 @@ def run(arguments: list[str]) -> int:
         return _closed_form(options, overrides)
     if options.file is None:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
+    if is_program(options.file):
+        from jdp.cli import plan_program
+
+        return plan_program.run(options, overrides, _targets(options))
     check_tune(options)
     check_bill(options)
     if options.tune:

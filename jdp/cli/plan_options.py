@@ -18,11 +18,13 @@ class Options:
 
     Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
 
+    A program of yours, my_train.py:make_step, is compiled as it is: jdp verify --help says what the function returns.
+
     Without an experiment, jdp plan --table 70e9:8 prints ZeRO's closed form for a size.
     """
 
     file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
-    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
+    """The experiment (TOML), the name of one that jdp ships, such as quickstart, or a program, FILE.py:FUNCTION."""
     table: Annotated[str | None, tyro.conf.arg(metavar="PARAMETERS:DEVICES")] = None
     """Print what each device keeps and sends by ZeRO's closed form, such as 70e9:8, and compile nothing. It takes
     --strategy, --accumulate (one number) and --json."""

@@ -1,13 +1,11 @@
-"""`jdp verify`: compare what an experiment's compiled step sends with the communication contract."""
+"""`jdp verify`: compare what a compiled step sends with the communication contract, or with a baseline."""
 
 import json as as_json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from jdp.cli.options import choose_target_platform, parse_with_overrides, stdout_to_stderr
+from jdp.cli.programs import check_experiment, is_program
+from jdp.cli.verify_options import Options
 
 if TYPE_CHECKING:
     from jdp.foresight.verify import Report
@@ -15,32 +13,14 @@ if TYPE_CHECKING:
 BROKEN = 1
 
 
-@dataclass(frozen=True)
-class Options:
-    """Compiles an experiment's step, counts what it sends: exit 0 if it keeps the strategy's contract, or 1.
-
-    Collectives are counted in the compiled program, loops included, and compared with theory: the README's table of
-    strategies; under zero3, what the step's own trace gathers. A breach names the collective, the parameter, the source
-    line, and the fix. What is sent besides is listed even if the contract is kept, and so is a zero3 that keeps its
-    weights gathered, like zero2.
-
-    Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
-    """
-
-    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
-    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
-    """Devices to compile for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
-    machine's."""
-    no_cache: bool = False
-    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
-    json: bool = False
-    """Print one JSON object on stdout, and everything else on stderr."""
-
-
 def run(arguments: list[str]) -> int:
     """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
+    if is_program(options.file):
+        from jdp.cli import verify_program
+
+        return verify_program.run(options, overrides)
+    check_experiment(options, ("save", "against", "tolerance", "markdown"))
     with stdout_to_stderr(options.json):
         report = _verify(options, overrides)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.foresight.any_step.relocate import moved_sizes
+from jdp.foresight.any_step.traced import Arguments, trace
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import operands
@@ -201,6 +202,33 @@ def test_meshes_that_a_step_closed_over_move_too():
     same = jdp.foresee(*closing_over(elsewhere, local=True), target="cpu:4")
     assert [each.wire_bytes for each in same.sent if each.dims == (4, 64)] == [2 * 3 / 4 * 4 * 64 * 4]
     assert jdp.foresee(*closing_over(elsewhere, local=False), target="cpu:8").mesh == {"data": 8}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("vma", [True, False])
+def test_numbers_inside_of_a_shard_map_move_to_another_kind_of_device(vma):
+    mesh = mesh_of(8)
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": vma}
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, **specs)
+    def step(w, x):
+        scale = jnp.float32(3) * (1 + jax.lax.axis_index("data"))
+        return w - jax.lax.pmean(jax.grad(lambda w: jnp.mean(scale * (x @ w) ** 2))(w), "data")
+
+    _, w, x = closing_over(mesh, local=False)
+    report = jdp.foresee(step, w, x, target="h100:1x8")
+    assert {each.kind for each in report.sent} == {"all-reduce"}
+
+
+def test_a_jits_compiler_options_are_the_programs():
+    _, w, x = closing_over(mesh_of(), local=False)
+    options = {"xla_cpu_enable_fast_math": True}
+    step = jax.jit(lambda w, x: x @ w, compiler_options=options)
+    assert trace(step, Arguments.of(step, (w, x))).options == options
+    assert jdp.foresee(step, w, x, target="cpu:4").sent == ()
+    with pytest.raises(ValueError, match="No such compile option"):
+        jdp.foresee(jax.jit(lambda w, x: x @ w, compiler_options={"xla_nosuch": True}), w, x, target="cpu:4")
 
 
 def test_a_mesh_that_is_the_callers_context_too_moves_inside_of_loops():

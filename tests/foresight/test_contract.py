@@ -227,6 +227,16 @@ def test_parameters_are_found_by_the_shape_that_a_device_sees():
     assert named(40) == named(3, 3) == named() == []  # a row of the table is no layer
 
 
+def test_heads_that_a_product_joins_are_found_in_a_step_of_anyones():
+    shape = jax.ShapeDtypeStruct((8, 64, 384), "float32")
+    placements = tuple(jax.tree.leaves(jdp.Plan(jdp.make_mesh(), "ddp").param_placements({"out": shape})))
+    found = [Parameters(placements, {"data": 8}, anyones) for anyones in (False, True)]
+    assert [[len(each.like(dims)) for dims in ((512, 384), (24576, 8), (512, 64))] for each in found] == [
+        [0, 0, 0],
+        [1, 1, 0],
+    ]
+
+
 # Planted breaches. x [rows, 256] -> tanh(x w) [rows, 320] -> v [320, 64]; 96 rows, so that no activation looks like a
 # parameter.
 

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -74,13 +75,15 @@ class Exchange:
         return self._jaxprs[id(jaxpr)][1]
 
     def _variable(self, variable: Any) -> Any:
-        """Return a variable whose type names the new mesh, where it named the old; the same for the same variable."""
+        """Return a variable or literal whose type names the new mesh, where it named the old; the same for the same."""
         sharding = getattr(variable.aval, "sharding", None)
-        if not isinstance(variable, core.Var) or sharding is None or sharding.mesh.empty:
+        if sharding is None or sharding.mesh.empty:
             return variable
         if id(variable) not in self._variables:
             new = copy(variable)
             new.aval = variable.aval.update(sharding=self(sharding))
+            if isinstance(variable, core.Literal) and isinstance(variable.val, np.ndarray):
+                new.val = copy(variable.val)  # without the type that jax has kept in it
             self._variables[id(variable)] = (variable, new)
         return self._variables[id(variable)][1]
 

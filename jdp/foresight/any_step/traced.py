@@ -10,12 +10,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax._src.interpreters.partial_eval import custom_staging_rules  # nothing public traces a jit with its options
 from jax.extend import core
+from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jdp.base.tree_paths import path_of
@@ -137,7 +140,8 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
     outer = jax.make_jaxpr(arrays_of)
     located = [each.sharding for each in arguments.arrays if each.sharding is not None]
     explicit = any(AxisType.Explicit in sharding.mesh.axis_types for sharding in located)
-    closed = outer(*(each.abstract(located=explicit) for each in arguments.arrays))
+    with _options_taken() as options:
+        closed = outer(*(each.abstract(located=explicit) for each in arguments.arrays))
     equations = closed.jaxpr.eqns
     jitted = [equation for equation in equations if equation.primitive.name in ("jit", "pjit")]
     if len(equations) != 1 or len(jitted) != 1:
@@ -162,8 +166,24 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
         parameters["jaxpr"],
         tuple(argument(*each) for each in inputs),
         tuple(out_shardings),
-        dict(parameters["compiler_options_kvs"]),
+        dict(options),
     )
+
+
+@contextmanager
+def _options_taken() -> Generator[list[tuple[str, Any]]]:
+    """Collect the compiler options of jits that are traced, which jax refuses inside of another trace."""
+    rule, options = custom_staging_rules[jit_p], list[tuple[str, Any]]()
+
+    def without_options(trace: Any, source_info: Any, *arguments: Any, **parameters: Any) -> Any:
+        options.extend(parameters["compiler_options_kvs"])
+        return rule(trace, source_info, *arguments, **{**parameters, "compiler_options_kvs": ()})
+
+    custom_staging_rules[jit_p] = without_options
+    try:
+        yield options
+    finally:
+        custom_staging_rules[jit_p] = rule
 
 
 def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding | None] = ()) -> Mesh | AbstractMesh:

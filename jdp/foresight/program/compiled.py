@@ -97,7 +97,7 @@ def _key(lowered: jax.stages.Lowered, described: str) -> str:
     located = lowered.as_text(debug_info=True)
     files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', located)))]
     own = [file for file in files if file.is_file() and "site-packages" not in file.parts]
-    sources = [Cache.key(file.read_text("utf-8", errors="replace")) for file in own]
+    sources = [Cache.key(str(file), file.read_text("utf-8", errors="replace")) for file in own]
     settings = (version("jax"), version("jaxlib"), _VERSION, os.environ.get("XLA_FLAGS", ""), described)
     return Cache.key(*settings, lowered.as_text(), *sources)
 

@@ -224,7 +224,7 @@ class Parameters:
 
     placements: tuple[Placement, ...]  # one for each parameter, its path without "params/"
     mesh_shape: dict[str, int]  # axis -> size
-    stacked_anywhere: bool = False  # layers may be stacked on any dimension that is not sharded, not only on the first
+    of_any_step: bool = False  # layers may be stacked on any dimension that is not sharded, not only on the first
 
     @classmethod
     def of(cls, plan: Plan, state: TrainState) -> Parameters:
@@ -236,21 +236,24 @@ class Parameters:
         """Return the parameters with these dimensions, without those of 1 and in any order: XLA chooses layouts.
 
         Compared with, in order of preference: the working copy or the shard; one layer of either; the global array.
-        Last come all shards, or those of one layer, side by side along a dimension of their own, as CPUs gather them.
+        Then come all shards, or those of one layer, side by side along a dimension of their own, as CPUs gather them.
+        Last, of any step's, the matrix that XLA makes of an array with more dimensions, such as heads, in a product.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())
 
     @cached_property
     def _tables(self) -> tuple[dict[tuple[int, ...], list[Placement]], ...]:
-        tables = tuple(dict[tuple[int, ...], list[Placement]]() for _ in range(4))
+        tables = tuple(dict[tuple[int, ...], list[Placement]]() for _ in range(5))
         for placement in self.placements:
             working, shard = self.local(placement), self.local(placement, at_rest=True)
             stacks = self._stacked_on(placement)
             slices = [(*dims[:dim], *dims[dim + 1 :]) for dims in (working, shard) for dim in stacks]
             count = math.prod(working) // max(math.prod(shard), 1)
             beside = [(count, *dims) for dims in (shard, *([shard[1:]] if stacks else []))]
-            rows = ((working, shard), slices, (placement.shape, placement.own_shape), beside)
+            ranks = range(1, len(working)) if self.of_any_step and len(working) > 2 else ()
+            matrices = [(math.prod(working[:rank]), math.prod(working[rank:])) for rank in ranks]
+            rows = ((working, shard), slices, (placement.shape, placement.own_shape), beside, matrices)
             for table, row in zip(tables, rows, strict=True):
                 for key in {_key(dims) for dims in row}:
                     table.setdefault(key, []).append(placement)
@@ -261,7 +264,7 @@ class Parameters:
         alike = sum(other.shape[:1] == placement.shape[:1] for other in self.placements)
         rank = len(placement.shape)
         first = [0] if rank > 1 and placement.dim != 0 and (alike > 1 or rank > 2) else []
-        if not self.stacked_anywhere or rank < 3:
+        if not self.of_any_step or rank < 3:
             return first
         return [dim for dim in range(rank) if not axes_of(spec_entry(placement.rest, dim))]
 

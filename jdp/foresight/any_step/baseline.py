@@ -1,0 +1,160 @@
+"""What a step sends, holds and waits for, in a file: by kind of collective and source line, for a later comparison.
+
+Lines are named from the folder of the repository, and kept with their text: a line is found again when others moved it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import linecache
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from jdp.base.shorten import brief, cut
+from jdp.foresight.any_step.forecast import StepForecast
+from jdp.foresight.any_step.read import Sent, StepMemory
+
+FORMAT = 1
+"""Of the file; a file of a later format is refused."""
+
+
+class BaselineError(ValueError):
+    """A file that is no baseline."""
+
+
+@dataclass(frozen=True)
+class SentFrom:
+    """What one kind of collective sends from one line."""
+
+    kind: str
+    source: str | None  # "train.py:14", from the repository's folder; None: the program has no line for it
+    text: str  # of that line
+    count: int  # how many a step, rounds of loops included
+    wire_bytes: float  # what each device sends, a step
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes per device."""
+
+    arguments: int
+    results: int  # those that are not written into an argument
+    temporaries: int
+    total: int
+    host: int  # in the host's memory, in none of the others
+    fits: bool | None  # in a device; None where its memory is not known
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A compiled step in numbers."""
+
+    program: str
+    target: str
+    jax: str  # its version
+    mesh: dict[str, int]
+    sent: tuple[SentFrom, ...]  # most bytes first
+    held: HeldBytes
+    step_seconds: float | None  # simulated; None where the target's rates are not published
+    format: int = FORMAT
+
+    @property
+    def wire_bytes(self) -> float:
+        """What each device sends, a step."""
+        return sum(each.wire_bytes for each in self.sent)
+
+    @property
+    def collectives(self) -> int:
+        """How many run in a step."""
+        return sum(each.count for each in self.sent)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the file's object."""
+        return {"format": self.format, **asdict(self)}
+
+    def to_text(self) -> str:
+        """Return the file's text, which differs by lines where the step does."""
+        return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
+
+
+def baseline_of(report: StepForecast, program: str, root: Path) -> Baseline:
+    """Return a report's numbers; `root` is the folder that source lines are named from."""
+    is_cpu = report.target.startswith("cpu:")  # whose rates are measured anew on each machine
+    seconds = None if report.timeline is None or is_cpu else report.timeline.step_seconds
+    return Baseline(
+        program,
+        report.target,
+        importlib.metadata.version("jax"),
+        dict(report.mesh),
+        _by_line(report.sent, root),
+        _held(report.memory),
+        seconds,
+    )
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read a file that `Baseline.to_text` made. Raises BaselineError."""
+    fix = "write it with jdp verify PROGRAM --save FILE"
+    try:
+        text = path.read_text("utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise BaselineError(f"a baseline is a file of jdp verify; given {brief(str(path))}: {why}; {fix}") from None
+    version = found.get("format") if isinstance(found, dict) else None
+    if version != FORMAT:
+        given = "no format" if version is None else f"format {brief(version)}"
+        raise BaselineError(f"a baseline has format {FORMAT}; given {brief(str(path))} with {given}: {fix} anew")
+    try:
+        return TypeAdapter(Baseline).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        wrong = f"{'.'.join(map(str, first['loc']))} is wrong ({first['msg']})"
+        raise BaselineError(
+            f"a baseline is a file of jdp verify; given {brief(str(path))}, whose {wrong}: {fix}"
+        ) from None
+
+
+def _held(memory: StepMemory) -> HeldBytes:
+    arguments = sum(each.bytes for each in memory.arguments)
+    fits = None if memory.headroom is None else memory.headroom.fits
+    return HeldBytes(arguments, memory.results, memory.temporaries, memory.total, memory.host, fits)
+
+
+def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:
+    """Return what is sent, summed by kind and line."""
+    groups: dict[tuple[str, str | None], list[Sent]] = {}
+    for each in sent:
+        groups.setdefault((each.kind, each.source), []).append(each)
+    lines = [
+        SentFrom(
+            kind,
+            None if source is None else _from_root(source, root),
+            "" if source is None else _text(source),
+            sum(each.count for each in those),
+            sum(each.wire_bytes for each in those),
+        )
+        for (kind, source), those in groups.items()
+    ]
+    return tuple(sorted(lines, key=lambda each: (-each.wire_bytes, each.kind, each.source or "")))
+
+
+def _from_root(source: str, root: Path) -> str:
+    """Return "file:line" as it is on every machine: from the repository, or from where packages are installed."""
+    name, _, line = source.rpartition(":")
+    posix = name.replace("\\", "/")
+    for installed in ("/site-packages/", "/dist-packages/"):
+        if installed in posix:
+            return f"{posix.rpartition(installed)[2]}:{line}"
+    path = Path(name)
+    return f"{path.relative_to(root).as_posix() if path.is_relative_to(root) else posix}:{line}"
+
+
+def _text(source: str) -> str:
+    name, _, line = source.rpartition(":")
+    return cut(linecache.getline(name, int(line)).strip(), 200) if line.isdecimal() else ""
