@@ -16,8 +16,10 @@ from jax._src import cache_key, cloud_tpu_init, compilation_cache, compiler, xla
 from jax._src.core import AxisEnv, trace_ctx, trace_state_clean
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
+from jax._src.interpreters.partial_eval import custom_staging_rules
 from jax._src.lib import _jax
 from jax._src.mesh import get_concrete_mesh
+from jax.extend.core.primitives import jit_p
 
 import jdp
 
@@ -31,6 +33,7 @@ TAKEN = {
     "jax._src.core.trace_state_clean": "core/step.py",
     "jax._src.cudnn.fused_attention_stablehlo": "foresight/targets/cudnn.py models/attention.py",
     "jax._src.distributed.global_state": "core/cluster/gloo.py core/cluster/service.py",
+    "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.lib._jax": "core/cluster/gloo.py",
     "jax._src.mesh.get_concrete_mesh": "core/sharding/traced_mesh.py",
     "jax._src.xla_bridge": "core/cluster/gloo.py experiment/plugins.py",
@@ -61,6 +64,19 @@ def test_the_list_is_complete_and_each_has_a_test():
     assert {name: " ".join(files) for name, files in found.items()} == TAKEN
     tests = " ".join(name for name in globals() if name.startswith("test_"))
     assert [name for name in TAKEN if f"test_{name.rpartition('.')[2].strip('_').lower()}" not in tests] == []
+
+
+def test_custom_staging_rules_have_one_for_jit_which_is_looked_up_at_each_call(monkeypatch):
+    rule, seen = custom_staging_rules[jit_p], []
+
+    def noted(trace, source, *args, **params):
+        seen.append(params["compiler_options_kvs"])
+        return rule(trace, source, *args, **params)
+
+    monkeypatch.setitem(custom_staging_rules, jit_p, noted)
+    inner = jax.jit(lambda x: x + 1)
+    jax.make_jaxpr(lambda x: inner(x))(1.0)
+    assert {*seen} == {()}
 
 
 def test_cache_key_hashes_the_devices_by_a_function_of_its_own(monkeypatch):
