@@ -218,9 +218,9 @@ class Deadline:
         """Publish, in a thread, the position of this process, and look for others whose time is up."""
         while not self._done.is_set():
             try:
-                self._changed.clear()
                 peers.publish(self.position, once=self._once)  # at once: a process may stop within its first second
                 self._changed.wait(_TICK_SECONDS)
+                self._changed.clear()
             except Exception:  # memory is exhausted; or the service is gone, and JAX ends this process
                 time.sleep(_TICK_SECONDS)
         with contextlib.suppress(Exception):

@@ -154,10 +154,13 @@ def _start(
     state, record = found
     check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
+        dated = assembly.experiment.data.format == "chat"
         raise ExperimentError(
             f"{saved.directory.parent} was trained on other data (fingerprint {record['fingerprint']}, now "
             f"{fingerprint}): restore [data] as it was, or choose another `name`. The standard library's text "
             "differs between Python versions."
+            + " A chat template may write the day: give that of the run's first start in data.chat_date."
+            * dated
         )
     progress = Progress.of(train, assembly.toml, record)
     progress.bad.went(back)

@@ -93,6 +93,11 @@ def test_the_answers_and_their_ends_are_learnt(folder, template, conversation, e
     assert tokens_of(folder, conversation) == marked(expected)
 
 
+def test_a_generation_tag_in_a_comment_is_none(folder):
+    write_template(folder, "{# {% generation %} #}" + PLAIN)
+    assert tokens_of(folder, HI) == marked(BY_HAND[0][1])
+
+
 def test_a_generation_block_is_taken_as_it_stands(folder):
     write_template(folder, MARKED.replace("<e>{% endgeneration %}", "{% endgeneration %}<e>"))
     assert tokens_of(folder, HI) == marked("<s> <u> hi <e> <a> there* bye* <e>")
@@ -296,6 +301,7 @@ ROWS = {
     "null": (None, "given None in .*line 2"),
     "no message": ([1], "given 1 in .*line 2"),
     "no content": ([{"role": "user"}], "given {'role': 'user'} in .*line 2"),
+    "tool call": ([said("assistant", None) | {"tool_calls": [{}]}], "all text; given .* in .*line 2"),
     "parts": ([{"role": "user", "content": [{"type": "text"}]}], "all text; given .* in .*line 2"),
     "unknown role": (
         [said("User", "hi")],
@@ -334,3 +340,5 @@ def test_what_a_chat_needs(folder, tmp_path):
     for message, options in calls.items():
         with pytest.raises(ValueError, match=message):
             text_data(options.pop("source", rows), length=8, format="chat", **options)
+    with pytest.raises(ValueError, match=r'format must be "text" or "chat"; given "chats"'):
+        text_data(rows, length=8, format="chats")

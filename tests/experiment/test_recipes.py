@@ -1,12 +1,15 @@
 """The recipes for models of Hugging Face, at the size of a toy: they run as they stand, and learn what they promise."""
 
+from datetime import date
 from pathlib import Path
 
 import pytest
+from guide_folders import CHAT_TEMPLATE
 from tiny_experiment import train_here
 from tiny_runs import refused, rows
 
 from jdp.cli.main import main
+from jdp.data.text import chat_template
 from jdp.experiment.file import load, to_toml
 
 RECIPE = Path(__file__).parents[2] / "experiments/sft_chat.toml"
@@ -49,6 +52,27 @@ def test_one_device_and_four_learn_the_same(chat_llama, tmp_path):
         train_here(RECIPE, tmp_path / f"of_{devices}", settings, devices=devices)
         losses.append([*rows(tmp_path / f"of_{devices}/sft-chat", "loss").values()])
     assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_dated_run_resumes_on_another_day_with_the_day_it_began(chat_llama, tmp_path, monkeypatch):
+    template = "{{ strftime_now('%d') }}" + CHAT_TEMPLATE
+    (tmp_path / "llama/chat_template.jinja").write_text(template)
+    small = {"model.layers": 1, "train.init_from": "none", "train.init_names": "jdp", "sample": "none"}
+    settings = given(tmp_path, strategy="ddp", **small, **{"train.steps": 2, "train.accumulate": 1})
+
+    class Day(date):
+        now = date(2026, 11, 26)
+
+        @classmethod
+        def today(cls):
+            return cls.now
+
+    monkeypatch.setattr(chat_template, "date", Day)
+    train_here(RECIPE, tmp_path / "runs", settings, devices=1)
+    Day.now = date(2026, 11, 27)
+    with pytest.raises(ValueError, match=r"other data .* the run's first start in data\.chat_date"):
+        train_here(RECIPE, tmp_path / "runs", settings, devices=1)
+    train_here(RECIPE, tmp_path / "runs", settings | {"data.chat_date": "2026-11-26"}, devices=1)
 
 
 RAISES, READS, TEMPLATE = "{{ raise_exception('no') }}", "{% include 'x' %}", "chat_template.jinja"

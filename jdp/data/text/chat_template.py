@@ -28,7 +28,6 @@ from jdp.data.text.conversations import ASSISTANT, Messages
 from jdp.data.text.tokenizers import SETTINGS, TEMPLATE, TOKENS
 
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(16)}{end}" for end in "[]")
 """What stands around an answer until it is found. No text has them: they are drawn anew in every process."""
 _MARKS = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
@@ -113,7 +112,8 @@ def open_template(tokenizer: Path, given: Path | None, day: date | None) -> Chat
             f'data, unless data.chat_date = "{dated.strip()}"'
         )
     identity = repr((text, tokens, dated))
-    return ChatTemplate(str(file), identity, bool(_GENERATION.search(text)), template, tokens)
+    marks = next(parsed.find_all(nodes.ExtensionAttribute), None) is not None  # which {% generation %} alone makes
+    return ChatTemplate(str(file), identity, marks, template, tokens)
 
 
 class _Generation(Extension):

@@ -255,6 +255,8 @@ def text_data(
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
     if packing not in (None, "stream", "documents"):
         raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
+    if format not in ("text", "chat"):
+        raise ValueError(f'format must be "text" or "chat"; given "{format}": give one of them')
     if format == "chat" and (tokenizer == NONE or packing == "stream"):
         given = 'tokenizer "none"' if tokenizer == NONE else 'packing "stream"'
         raise ValueError(f'a chat has a tokenizer with a chat template, and packing "documents"; given {given}')
