@@ -1,16 +1,22 @@
 """The recipes for models of Hugging Face, at the size of a toy: they run as they stand, and learn what they promise."""
 
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+import jax
+import optax
 import pytest
+from flax import nnx
 from guide_folders import CHAT_TEMPLATE
 from tiny_experiment import train_here
 from tiny_runs import refused, rows
 
+import jdp
 from jdp.cli.main import main
 from jdp.data.text import chat_template
 from jdp.experiment.file import load, to_toml
+from jdp.models import GPT
 
 RECIPE = Path(__file__).parents[2] / "experiments/sft_chat.toml"
 TOY = {"model.context": 64, "data.length": 64, "train.batch_size": 16, "train.steps": 4, "optimizer.warmup_steps": 2}
@@ -25,6 +31,16 @@ def given(folder, **more):
     return {key: str(value) for key, value in table.items()}
 
 
+def config_of(folder):
+    return replace(jdp.export.gpt_config_from_hf(folder / "llama"), context=64)
+
+
+def fresh(folder):
+    """Return a state for the weights of a run, as the guide to models of Hugging Face makes one."""
+    plan, config = jdp.Plan(jdp.make_mesh(), "ddp"), config_of(folder)
+    return jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
+
+
 def flags(folder, **more):
     return [word for key, value in given(folder, **more).items() for word in (f"--{key}", value)]
 
@@ -37,6 +53,11 @@ def test_a_chat_is_learnt_from_its_answers(chat_llama, tmp_path, capsys):
     assert "26 % of the others learnt" in output
     answer = output.partition("<|im_start|>user\nWhat can you do?<|im_end|>\n<|im_start|>assistant\n")[2]
     assert answer.startswith("It is ") and answer.count("<|im_end|>") <= 1
+    kept = jdp.restore_params(tmp_path / "sft-chat/checkpoints", fresh(tmp_path))
+    jdp.export.export_hf(tmp_path / "tuned", kept, config_of(tmp_path))
+    names = jdp.export.hf_names(config_of(tmp_path))
+    again = jdp.export.import_safetensors(tmp_path / "tuned", fresh(tmp_path), names=names)
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), kept.params, again.params))
 
 
 def test_one_device_and_four_learn_the_same(chat_llama, tmp_path):
