@@ -41,7 +41,7 @@ from jdp.checkpoint.memory.host import RunFolder
 from jdp.checkpoint.memory.layout import Layout, layout
 from jdp.checkpoint.memory.neighbour import received
 from jdp.core.cluster.barrier import from_every_process, from_first_process
-from jdp.core.sharding.host_memory import to_host
+from jdp.core.sharding.host_memory import is_on_host, to_host
 
 _T = TypeVar("_T")
 _AT_ONCE = 2**30
@@ -364,7 +364,8 @@ def _copy(wanted: Sequence[tuple[str, int, Any]], onto: Sequence[np.ndarray], ar
             while begun and held + memory.size > _AT_ONCE:
                 held -= finish()
             shard = _shard(arrays[path], device)
-            part = to_host(shard) if isinstance(shard, jax.Array) and device.platform in _PINNED_FOR else shard
+            far = isinstance(shard, jax.Array) and device.platform in _PINNED_FOR and not is_on_host(shard)
+            part = to_host(shard) if far else shard
             begun.append((memory.size, pool.submit(_write, part, memory)))
             held += memory.size
         while begun:
