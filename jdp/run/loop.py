@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,9 @@ import jax
 
 from jdp.base.bucket import Remote
 from jdp.base.notices import notice
+from jdp.base.read_toml import parse
 from jdp.checkpoint import CheckpointError, Checkpoints, RemoteCheckpoints
+from jdp.core.cluster.barrier import from_first_process
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
@@ -30,7 +34,7 @@ from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
 from jdp.run.export import check_free
-from jdp.run.folder import CHECKPOINTS, Claim, claimed, passing_trouble, writing
+from jdp.run.folder import CHECKPOINTS, FILE, Claim, claimed, passing_trouble, writing
 from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
@@ -54,6 +58,7 @@ def run(
     if wanted := experiment.track.model_dump(exclude_none=True):
         trackers.check_installed(**wanted)
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
+        experiment = _dated(experiment, root)
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
         if assembly.chooses_remat:
@@ -73,6 +78,20 @@ def run(
             for line in settings:
                 notice(line)
             return _visit(assembly, weights, stop, claim, bucket, quiet=quiet, profile=profile)
+
+
+def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
+    """Return the experiment with the day that a chat template writes: that of the run's first start."""
+    data, file = experiment.data, f"{experiment.name}/{FILE}"
+    if data.format != "chat" or data.chat_date is not None:
+        return experiment
+    day = date.today().isoformat()
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a new run, or `claimed` reports it
+            text = root.read(file) or b"" if isinstance(root, Remote) else (root / file).read_bytes()
+            day = date.fromisoformat(parse(text.decode())["data"]["chat_date"]).isoformat()
+    day = from_first_process("the day of the run's first start", day)
+    return experiment.model_copy(update={"data": data.model_copy(update={"chat_date": day})})
 
 
 def _with_policy(experiment: Experiment) -> Assembly:

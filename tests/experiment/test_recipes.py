@@ -9,8 +9,8 @@ from tiny_experiment import train_here
 from tiny_runs import refused, rows
 
 from jdp.cli.main import main
-from jdp.data.text import chat_template
 from jdp.experiment.file import load, to_toml
+from jdp.run import loop
 
 RECIPE = Path(__file__).parents[2] / "experiments/sft_chat.toml"
 TOY = {"model.context": 64, "data.length": 64, "train.batch_size": 16, "train.steps": 4, "optimizer.warmup_steps": 2}
@@ -67,12 +67,12 @@ def test_a_dated_run_resumes_on_another_day_with_the_day_it_began(chat_llama, tm
         def today(cls):
             return cls.now
 
-    monkeypatch.setattr(chat_template, "date", Day)
+    monkeypatch.setattr(loop, "date", Day)
     train_here(RECIPE, tmp_path / "runs", settings, devices=1)
     Day.now = date(2026, 11, 27)
+    train_here(RECIPE, tmp_path / "runs", settings, devices=1)
     with pytest.raises(ValueError, match=r"other data .* the run's first start in data\.chat_date"):
-        train_here(RECIPE, tmp_path / "runs", settings, devices=1)
-    train_here(RECIPE, tmp_path / "runs", settings | {"data.chat_date": "2026-11-26"}, devices=1)
+        train_here(RECIPE, tmp_path / "runs", settings | {"data.chat_date": "2026-11-27"}, devices=1)
 
 
 RAISES, READS, TEMPLATE = "{{ raise_exception('no') }}", "{% include 'x' %}", "chat_template.jinja"
