@@ -88,6 +88,7 @@ REFUSED = {
     "reads": ({TEMPLATE: READS}, {}, "must read no other file", "llama/chat_template.jinja"),
     "role": ({"../chats.jsonl": UNKNOWN}, {}, "given 'me' in", "chats.jsonl, line 1"),
     "type": ({"../chats.jsonl": '{"messages": 1}'}, {}, "messages must be a list", "chats.jsonl, line 1"),
+    "text": ({}, {"data.format": "text"}, 'data must have the field "text"', 'or data.format = "chat": messages'),
     "packing": ({}, {"data.packing": "stream"}, "keeps conversations apart", '"stream"'),
     "tokenizer": ({}, {"data.tokenizer": "none"}, 'data.format = "chat" needs a tokenizer', '"none"'),
     "format": ({}, {"data.format": "text", "data.chat_date": "2026-11-26"}, 'is of data.format = "chat"', '"text"'),
