@@ -199,8 +199,9 @@ class Embedding(nnx.Module):
         if self.factor is not None:
             x = x * jnp.asarray(self.factor, table.dtype).astype(jnp.float32)  # as Gemma was trained: rounded
         if self.positions is not None:
-            rows = self.positions[: tokens.shape[1]] if position is None else self.positions[...][position]
-            x = x + rows.astype(jnp.float32)
+            first = tokens.shape[1] if position is None else None
+            rows = self.positions[:first].astype(jnp.float32)
+            x = x + (rows if position is None else rows[position])
         return x.astype(table.dtype)
 
 

@@ -270,13 +270,15 @@ def test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits(
     assert not [line for line in sums if "bf16" in line]  # on a GPU they would also be added up in bf16
 
 
-def test_a_tokens_gradients_are_not_lost_in_sixteen_bits():
+def test_gradients_of_a_token_or_position_are_not_lost_in_sixteen_bits():
     """In bfloat16 256 + 1 is 256: a running sum of ones would stop there."""
     tokens = jnp.full((8, 500), 5)
     embed = half(jit(lambda: gpt.Embedding(dataclasses.replace(GPT2, context=500), rngs=nnx.Rngs(0)))())
-    gradient = jit(jax.grad(lambda embed: embed(tokens).astype(jnp.float32).sum()))(embed)
-    rows = np.asarray(gradient.tokens[...]).astype(np.float32)
-    assert np.all(rows[5] == 4000) and np.all(rows[4] == 0)
+    packed = jnp.full((8, 500), 3)
+    gradient = jit(jax.grad(lambda embed: embed(tokens, packed).astype(jnp.float32).sum()))(embed)
+    for table, row in ((gradient.tokens, 5), (gradient.positions, 3)):
+        rows = np.asarray(table[...]).astype(np.float32)
+        assert np.all(rows[row] == 4000) and np.all(rows[4] == 0)
 
 
 def test_dropout_zeroes_the_rate_and_keeps_the_mean():
