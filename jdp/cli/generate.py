@@ -15,8 +15,8 @@ from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
+    from jdp.cli.text_model import TextModel
     from jdp.data.text.tokenizers import Tokenizer
-    from jdp.run.text_model import TextModel
 
 STDIN = "-"
 LENGTH = 200
@@ -68,8 +68,8 @@ def run(arguments: list[str]) -> int:
         from jdp.base.machine import choose_platform
 
         choose_platform()
+        from jdp.cli.text_model import find_model
         from jdp.models.sampling import Draw
-        from jdp.run.text_model import find_model
 
         try:
             found = find_model(

@@ -125,7 +125,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_mistake_is_refused_before_weights_are_read(case, trained, capsys, monkeypatch):
-    monkeypatch.setattr("jdp.run.text_model.restore", None)
+    monkeypatch.setattr("jdp.cli.text_model.restore", None)
     arguments, error = BAD[case]
     assert error in refused(capsys, "generate", trained[1], *arguments)
 
