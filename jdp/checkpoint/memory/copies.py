@@ -45,8 +45,7 @@ from jdp.core.sharding.host_memory import is_on_host, to_host
 
 _T = TypeVar("_T")
 _AT_ONCE = 2**30
-"""Bytes on their way through pinned memory; one part may be larger."""
-_THREADS = 4
+"""Bytes on their way through pinned memory, besides one part."""
 _PINNED_FOR = ("gpu", "cuda", "tpu")
 
 
@@ -352,28 +351,21 @@ def _copy(wanted: Sequence[tuple[str, int, Any]], onto: Sequence[np.ndarray], ar
 
     An accelerator writes to pinned memory first: an H100 copied straight into other memory a tenth as fast.
     """
-    begun, held = deque[tuple[int, Future[None]]](), 0
-
-    def finish() -> int:
-        size, copied = begun.popleft()
-        copied.result()
-        return size
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for (path, _, device), memory in zip(wanted, onto, strict=False):
-            while begun and held + memory.size > _AT_ONCE:
-                held -= finish()
-            shard = _shard(arrays[path], device)
-            far = isinstance(shard, jax.Array) and device.platform in _PINNED_FOR and not is_on_host(shard)
-            part = to_host(shard) if far else shard
-            begun.append((memory.size, pool.submit(_write, part, memory)))
-            held += memory.size
-        while begun:
-            finish()
+    begun, held = deque[tuple[Any, np.ndarray]](), 0
+    for (path, _, device), memory in zip(wanted, onto, strict=False):
+        shard = _shard(arrays[path], device)
+        far = isinstance(shard, jax.Array) and device.platform in _PINNED_FOR and not is_on_host(shard)
+        begun.append((to_host(shard) if far else shard, memory))
+        held += memory.size
+        while held > _AT_ONCE:
+            held -= _write(*begun.popleft())
+    for part, memory in begun:
+        _write(part, memory)
 
 
-def _write(part: Any, memory: np.ndarray) -> None:
+def _write(part: Any, memory: np.ndarray) -> int:
     memory.view(part.dtype)[...] = np.asarray(part).reshape(-1)
+    return memory.size
 
 
 def _shard(x: Any, device: Any) -> Any:
