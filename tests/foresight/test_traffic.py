@@ -291,6 +291,6 @@ def test_gathering_by_layer_saves_memory():
 def test_a_length_that_xla_finds_no_tiles_for_compiles_all_the_same(capfd, monkeypatch):
     """A ViT's 197 tokens, where XLA computes attention, gathers without overlap and has no GPU to try tiles on."""
     monkeypatch.setattr("jdp.base.notices._said", set())
-    deit = replace(SIZES["vit-s16"], layers=2, attention="xla")
+    deit = replace(SIZES["vit-s16"], layers=2, attention="xla", scan=True)
     keeps(compiled(deit, "zero3", None, 1, triton=True, overlap=False).report)
     assert "no tiles for a matrix product" in capfd.readouterr().err
