@@ -61,6 +61,7 @@ def google_bucket(monkeypatch) -> Generator[str]:
     server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="box")
     server.start()
     http = server._api._httpd
+    http.socket.listen(128)  # it lets five wait; a client's sixth is dropped and comes a second later, or is lost
     http.handle_error = lambda *_: None  # it prints a traceback for each connection that a client closes
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{http.server_port}")
     gcsfs.GCSFileSystem.clear_instance_cache()

@@ -33,6 +33,8 @@ from jdp.core.cluster.barrier import meet
 
 _T = TypeVar("_T")
 _ARRAYS, _UNFINISHED = "state", ".unfinished"
+_SENDINGS = 3
+"""How often files are sent that do not arrive complete."""
 
 
 class BucketCopies:
@@ -182,21 +184,27 @@ class BucketCopies:
 
 
 def send(remote: Remote, folder: Path, name: str) -> None:
-    """Write a checkpoint below `name`, its commit file last; until then it is marked as unfinished."""
+    """Write a checkpoint below `name`, its commit file last; until then it is marked as unfinished.
+
+    A file that did not arrive complete is sent again: a storage may be late with a deletion.
+    """
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     remote.write(f"{name}/{_UNFINISHED}", b"")
     stale = {each.removeprefix(f"{name}/") for each in remote.files(name)} - {*names, _UNFINISHED}
     remote.delete([f"{name}/{each}" for each in sorted(stale)])
-    remote.send([each for each in names if each != COMMITTED], folder, name)
-    sizes = {each: (folder / each).stat().st_size for each in names if each != COMMITTED}
-    there = remote.files(name)
-    for each, size in sizes.items():
-        if (found := there.get(f"{name}/{each}")) is None or found.size != size:
-            raise RemoteError(
-                f"a file that is sent must arrive complete; {remote.address}/{name}/{each} does not have its {size:,} "
-                "bytes: save again",
-                passing=True,
-            )
+    lacking = sizes = {each: (folder / each).stat().st_size for each in names if each != COMMITTED}
+    for _ in range(_SENDINGS):
+        remote.send(list(lacking), folder, name)
+        there = {each: stored.size for each, stored in remote.files(name).items()}
+        lacking = {each: size for each, size in sizes.items() if there.get(f"{name}/{each}") != size}
+        if not lacking:
+            break
+    for each, size in lacking.items():
+        raise RemoteError(
+            f"a file that is sent must arrive complete; {remote.address}/{name}/{each} does not have its {size:,} "
+            "bytes: save again",
+            passing=True,
+        )
     remote.send([COMMITTED], folder, name)
     remote.delete([f"{name}/{_UNFINISHED}"])
 

@@ -195,6 +195,28 @@ def test_a_single_checkpoint_is_replaced_only_if_asked(bucket, base):
         jdp.restore(f"{bucket}/models/none", target())
 
 
+@pytest.mark.parametrize("losses", [1, 3])
+def test_a_file_that_does_not_arrive_is_sent_again_twice(bucket, base, monkeypatch, losses):
+    send, lost = Remote.send, []
+
+    def lossy(remote, names, folder, into=""):
+        send(remote, names, folder, into)
+        if len(lost) < losses:
+            lost.append(f"{into}/{names[-1]}")
+            remote.delete(lost[-1:])
+
+    monkeypatch.setattr(Remote, "send", lossy)
+    if losses == 1:
+        jdp.save(f"{bucket}/one", at(base, 1))
+        assert weight(jdp.restore(f"{bucket}/one", target())) == 1
+    else:
+        with pytest.raises(jdp.CheckpointError, match=rf"arrive complete; {bucket}/one/.* bytes: save again"):
+            jdp.save(f"{bucket}/one", at(base, 1))
+        with pytest.raises(jdp.CheckpointError, match="is not a checkpoint"):
+            jdp.restore(f"{bucket}/one", target())
+    assert len(lost) == losses
+
+
 def test_a_save_that_cannot_be_sent_is_an_error_and_the_step_does_not_count(bucket, base):
     saved = jdp.Checkpoints(f"{bucket}/run")
     saved.save(at(base, 1))
