@@ -16,11 +16,13 @@ import optax
 from jdp.base.shorten import cut
 from jdp.core.update.ema import with_ema
 from jdp.core.update.schedules import scaled_lr, warmup
+from jdp.experiment.by_layer import by_layer
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.matrices import VECTORS
 from jdp.experiment.muon import muon
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.optimizer import OPTIMIZERS
+from jdp.models import GPTConfig, ViTConfig
 
 
 def peak_rate(experiment: Experiment) -> float:
@@ -83,6 +85,8 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
                 f"{cut(repr(made))}: return one from its function"
             )
         return made
+    config = experiment.model.config
+    stacked = isinstance(config, GPTConfig | ViTConfig) and bool(config.scan)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
     match chosen.name:
         case "adamw":
@@ -94,19 +98,23 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
         case "sgd":
             step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
             return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
-        case "adafactor":  # the rate goes last, so that the decay follows it as everywhere else; optax's own does not
-            step = optax.chain(optax.adafactor(None, momentum=chosen.momentum or None), optax.scale(-1.0))
+        case "adafactor":  # as optax', but the rate goes last, so that the decay follows it as everywhere else
+            scaled = by_layer(optax.scale_by_param_block_rms(), stacked)
+            mean = [optax.ema(chosen.momentum, debias=False)] if chosen.momentum else []
+            clipped = by_layer(optax.clip_by_block_rms(1.0), stacked)
+            step = optax.chain(optax.chain(optax.scale_by_factored_rms(), clipped, scaled, *mean))
             return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
         case "lamb":
-            return optax.lamb(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
+            adam = optax.scale_by_adam(b1=chosen.b1, b2=chosen.b2, eps=chosen.eps)
+            trust = by_layer(optax.scale_by_trust_ratio(), stacked)
+            return optax.chain(adam, optax.add_decayed_weights(**decay), trust, optax.scale_by_learning_rate(rate))
         case "lars":
-            return optax.lars(
-                rate,
-                weight_decay=chosen.weight_decay,
-                weight_decay_mask=decay_mask,
-                trust_coefficient=chosen.trust_coefficient,
-                trust_ratio_mask=decay_mask,  # biases and scales keep the plain rate (arXiv:1708.03888, section 5)
-                momentum=chosen.momentum,
+            trust = by_layer(optax.scale_by_trust_ratio(trust_coefficient=chosen.trust_coefficient), stacked)
+            return optax.chain(
+                optax.add_decayed_weights(**decay),
+                optax.masked(trust, decay_mask),  # biases and scales keep the plain rate (arXiv:1708.03888, section 5)
+                optax.scale_by_learning_rate(rate),
+                optax.trace(chosen.momentum),
             )
         case "rmsprop":
             return optax.rmsprop(rate, decay=chosen.b2, eps=chosen.eps, momentum=chosen.momentum or None)

@@ -13,9 +13,9 @@ from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer, peak_
 from jdp.experiment.schema.experiment import USED_BY
 
 
-def experiment(*, optimizer, steps=50, batch_size=16):
+def experiment(*, optimizer, steps=50, batch_size=16, model=None):
     train = {"steps": steps, "batch_size": batch_size}
-    return from_table({"name": "x", "model": {"name": "gpt-nano"}, "train": train, "optimizer": optimizer})
+    return from_table({"name": "x", "model": model or {"name": "gpt-nano"}, "train": train, "optimizer": optimizer})
 
 
 def rates(**settings):
@@ -100,6 +100,30 @@ def test_lars_and_lamb_take_steps_of_a_share_of_the_weights_and_leave_biases_out
     np.testing.assert_allclose(updates["up"]["bias"], -0.1 * 3.0, rtol=1e-6)
     updates = one_update(params, grads, name="lamb", eps=1e-6)  # Adam's first step is 1 everywhere: |w| of it
     np.testing.assert_allclose(updates["up"]["kernel"], -0.1 * 2.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "lars"])
+def test_a_norm_is_each_layers_own_where_layers_are_stacked(name):
+    """As in a list of layers. The second layer's weights are ten times the first's: one norm would be the second's."""
+    random, sizes = np.random.default_rng(0), np.float32([1, 10])
+    shapes = {"up": {"kernel": (2, 4, 3), "bias": (2, 3)}, "norm": {"scale": (2, 4)}}
+    made = lambda shape: (random.normal(size=shape) * sizes.reshape(2, *[1] * (len(shape) - 1))).astype(np.float32)  # noqa: E731
+    params, *grads = (jax.tree.map(made, shapes, is_leaf=lambda shape: isinstance(shape, tuple)) for _ in range(3))
+    apart = lambda stack: {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(2)}  # noqa: E731
+    ended = {}
+    for scan, of in ((True, lambda stack: stack), (False, apart)):
+        settings = {"name": name, "lr": 0.1, "weight_decay": 0.1} | ({} if name == "lamb" else {"momentum": 0.9})
+        tx = optimizer(experiment(optimizer=settings, model={"name": "gpt-nano", "scan": scan}))
+        ended[scan] = weights = {"layers": of(params), "embed": {"tokens": params["up"]["bias"]}}
+        state = tx.init(weights)
+        for grad in grads:
+            updates, state = tx.update(
+                {"layers": of(grad), "embed": {"tokens": grad["up"]["bias"]}}, state, ended[scan]
+            )
+            ended[scan] = optax.apply_updates(ended[scan], updates)
+    layers = apart(ended[True].pop("layers"))
+    jax.tree.map(lambda *same: np.testing.assert_allclose(*same, rtol=1e-6), layers, ended[False].pop("layers"))
+    jax.tree.map(np.testing.assert_array_equal, ended[True], ended[False])
 
 
 def test_the_rate_is_scaled_to_the_batch_and_the_schedule_runs_over_that():
