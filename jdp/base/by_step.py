@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ByStep(Generic[Value]):
         """Return the value at a step."""
         return self.values[self.phase(step)]
 
-    def total(self: ByStep[int], step: int) -> int:
+    def total(self: ByStep[Number], step: int) -> Number:
         """Return the sum of the values of all steps before this one."""
         phase = self.phase(step)
         return self._sums[phase] + self.values[phase] * (step - self.starts[phase])
@@ -56,10 +57,11 @@ class ByStep(Generic[Value]):
         return self.starts[phase] - (self._sums[phase] - total) // self.values[phase]
 
     @functools.cached_property
-    def _sums(self: ByStep[int]) -> list[int]:
-        sums = [0]
+    def _sums(self) -> list[Any]:
+        sums: list[Any] = [0]
         for (start, end), value in zip(pairwise(self.starts), self.values, strict=False):
-            sums.append(sums[-1] + value * (end - start))
+            number: Any = value
+            sums.append(sums[-1] + number * (end - start))
         return sums
 
     def map(self, change: Callable[[Value], Other]) -> ByStep[Other]:

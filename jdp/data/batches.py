@@ -139,9 +139,10 @@ def global_batches(
     """Return this process' rows of every global batch, in an order that does not depend on processes.
 
     Row r of global batch b is the sample at position b · batch_size + r of a sequence of epochs, each shuffled anew by
-    (seed, epoch). Where the size changes, the position is the sum of the sizes before. Epochs follow one another without a break, and each sample occurs once in each. A batch may be larger
-    than the data set: it then repeats samples, which is reported. An `OrderedSource`, such as `jdp.data.mixture`, is
-    shuffled by its own order. An `EpochSource`, such as `jdp.data.augmented`, gets the epoch, shuffled or not.
+    (seed, epoch). Where the size changes, the sum of the sizes before takes the product's place. Epochs follow one
+    another without a break, and each sample occurs once in each. A batch may be larger than the data set: it then
+    repeats samples, which is reported. An `OrderedSource`, such as `jdp.data.mixture`, is shuffled by its own order. An
+    `EpochSource`, such as `jdp.data.augmented`, gets the epoch, shuffled or not.
 
     Args:
         source: the samples; read at the indices of this process' rows only.
