@@ -30,8 +30,9 @@ class Phase:
 
     @property
     def steps(self) -> str:
-        """The phase's first and last step, in words."""
-        return f"{self.start + 1:,} to {self.end:,}"
+        """The phase's steps in words: "step 7", "steps 8 to 20"."""
+        first = self.start + 1
+        return f"steps {first:,} to {self.end:,}" if self.end > first else f"step {first:,}"
 
 
 def batch_shapes(experiment: Experiment) -> ByStep[tuple[int, int]]:

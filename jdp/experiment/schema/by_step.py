@@ -10,7 +10,7 @@ from jdp.base.by_step import pairs
 from jdp.experiment.schema.fields import Single, Whole
 
 
-def _of_each(check: Callable[..., Any]) -> Callable[[Any], Any]:
+def _of_each(check: Callable[..., Any], each: str) -> Callable[[Any], Any]:
     """Return a validator of a value, or of pairs, by the check of one value."""
 
     def checked(given: Any) -> Any:
@@ -19,8 +19,8 @@ def _of_each(check: Callable[..., Any]) -> Callable[[Any], Any]:
         steps, values = pairs(given)  # pyright: ignore[reportUnknownArgumentType]
         try:
             return tuple((step, check(value, one=False)) for step, value in zip(steps, values, strict=True))
-        except PydanticKnownError as error:  # it would name the key, and show all pairs as the value
-            raise ValueError(f"must have values that are numbers in range: {error.message()}") from None
+        except (PydanticKnownError, ValueError):  # it is about a value in the pairs, which are shown
+            raise ValueError(f"must have values that are {each}") from None
 
     return checked
 
@@ -49,7 +49,11 @@ def _weight(given: Any, *, one: bool) -> float:
     return Single.func(float(given))  # pyright: ignore[reportCallIssue]
 
 
+_WHOLE = "whole numbers of 1 or more"
 Pairs = tuple[tuple[int, int], ...]
-Sizes = Annotated[Annotated[int, Field(ge=1)] | Pairs, PlainValidator(_of_each(_size))]
-Lengths = Annotated[Annotated[int, Field(ge=0)] | Pairs, PlainValidator(_of_each(_length))]
-Weights = Annotated[Annotated[float, Field(gt=0)] | tuple[tuple[int, float], ...], PlainValidator(_of_each(_weight))]
+Sizes = Annotated[Annotated[int, Field(ge=1)] | Pairs, PlainValidator(_of_each(_size, _WHOLE))]
+Lengths = Annotated[Annotated[int, Field(ge=0)] | Pairs, PlainValidator(_of_each(_length, _WHOLE))]
+Weights = Annotated[
+    Annotated[float, Field(gt=0)] | tuple[tuple[int, float], ...],
+    PlainValidator(_of_each(_weight, "numbers of 0 or more")),
+]

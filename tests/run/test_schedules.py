@@ -1,0 +1,120 @@
+"""Batch size, length and mixture that change by step: exact after a stop at any step, on any strategy, and reported."""
+
+import json
+
+import pytest
+from tiny_experiment import tables, write_tiny
+from tiny_runs import refused, rows, stopped_at, train
+
+from jdp.run.outputs.metrics import read
+
+SIZES, LENGTHS, WEIGHT = [[0, 16], [3, 32]], [[0, 4], [5, 8]], [[0, 3], [4, 0]]
+TRAIN = {"steps": 7, "batch_size": SIZES, "accumulate": 2, "log_every": 1, "eval_every": 4, "eval_batches": 1}
+OPTIMIZER = {"lr": 0.01, "lr_scaling": "linear", "base_batch_size": 16}
+MIXTURE = {"code": {"source": "text.txt", "weight": WEIGHT}, "prose": {"source": "prose.txt"}}
+NAMES = ("loss", "grad_norm", "weight", "lr", "batch_size", "length", "tokens_seen", "share_code")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("schedules")
+    given = tables(train=TRAIN, optimizer=OPTIMIZER, guard={"keep_in_memory": 2})
+    file = write_tiny(folder, given, top='strategy = "zero3"\n')
+    (folder / "prose.txt").write_text("many words of prose that nobody wrote, " * 200)
+    data = {"length": LENGTHS, "heldout_fraction": 0.1, "mixture": MIXTURE}
+    text = file.read_text().replace('source = "text.txt"\nheldout_fraction = 0.1\n', "\n".join(entries(data)))
+    file.write_text(text)
+    return file
+
+
+def entries(data):
+    mixture = [
+        f"{name}.{key} = {json.dumps(value)}" for name, part in data["mixture"].items() for key, value in part.items()
+    ]
+    return [f"length = {data['length']}", "heldout_fraction = 0.1", *(f"mixture.{line}" for line in mixture), ""]
+
+
+@pytest.fixture(scope="module")
+def whole(file):
+    code, folder = train(file, runs="whole")
+    assert code == 0
+    return folder
+
+
+def test_the_rows_of_metrics_say_what_each_step_had(whole):
+    found = rows(whole, *NAMES)
+    assert {step: row[4:] for step, row in found.items()} == {
+        1: (16, 4, 64, 0.75), 2: (16, 4, 128, 0.75), 3: (16, 4, 192, 0.75), 4: (32, 4, 320, 0.75),
+        5: (32, 4, 448, 0.0), 6: (32, 8, 704, 0.0), 7: (32, 8, 960, 0.0),
+    }  # fmt: skip
+    assert [row[2] for row in found.values()] == [64, 64, 64, 128, 128, 256, 256]  # tokens that the loss counted
+    assert [row[3] for row in found.values()] == pytest.approx([0.01] * 3 + [0.02] * 4)  # float32
+
+
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_a_stop_at_or_beside_a_change_is_bitwise_the_undisturbed_run(whole, file, step):
+    """After step 3 the size changes, after 4 the mixture, after 5 the length."""
+    runs = f"stopped-{step}"
+    with stopped_at(step):
+        assert train(file, runs=runs)[0] == 130
+    code, folder = train(file, runs=runs)
+    assert code == 0
+    assert rows(folder, *NAMES) == rows(whole, *NAMES)
+    assert rows(folder, "eval_loss", "eval_code_loss") == rows(whole, "eval_loss", "eval_code_loss")
+
+
+def test_other_devices_and_another_strategy_go_on_with_the_same_rows(whole, file):
+    """Bound: float32 sums in another order, as in test_equivalence."""
+    with stopped_at(3):
+        assert train(file, runs="moved")[0] == 130
+    code, folder = train(file, "--strategy", "ddp", "--mesh.data", "4", "--mesh.model", "2", runs="moved")
+    assert code == 0
+    for now, before in zip(rows(folder, *NAMES).values(), rows(whole, *NAMES).values(), strict=True):
+        assert now[2:] == before[2:] and now[:2] == pytest.approx(before[:2], abs=5e-6)
+
+
+def test_each_program_is_compiled_once_and_told_to_the_recorder(whole):
+    events = [json.loads(line) for line in (whole / "flight" / "rank-00000.jsonl").read_text().splitlines()]
+    compiled = [event["step"] for event in events if event.get("doing") == "compile"]
+    assert compiled == [1, 4, 6]
+
+
+def test_speeds_count_the_tokens_of_each_step(whole):
+    for row in [row for row in read(whole / "metrics.jsonl") if "loss" in row]:
+        tokens = row["batch_size"] * row["length"]
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(tokens)
+
+
+BAD = {
+    "a size that does not divide": (("--train.batch_size", "[[0, 16], [3, 24]]"), "train.batch_size", "given 24"),
+    "steps that do not ascend": (("--train.batch_size", "[[0, 16], [3, 16], [3, 32]]"), "steps that ascend from 0"),
+    "a size that is none": (
+        ("--train.batch_size", "[[0, 16], [3, 0]]"),
+        "--train.batch_size",
+        "whole numbers of 1 or more; given [[0, 16], [3, 0]]",
+    ),
+    "a length that does not divide": (
+        ("--data.length", "[[0, 3], [3, 8]]"),
+        "divide the longest, 8",
+        "given 3: take 1",
+    ),
+    "a length beyond the context": (("--data.length", "[[0, 8], [3, 16]]"), "at most model.context = 8; given 16"),
+    "a weight below 0": (
+        ("--data.mixture.code.weight", "[[0, 1], [3, -1]]"),
+        "--data.mixture.code.weight",
+        "numbers of 0 or more",
+    ),
+    "no weight at all": (("--data.mixture.prose.weight", "[[0, 1], [4, 0]]"), "weights must be positive numbers"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_follow_is_refused_in_a_sentence(file, capsys, case):
+    given, *words = BAD[case]
+    error = refused(capsys, "train", file, "--run-dir", file.parent / "refused", *given)
+    assert all(word in error for word in words), error
+
+
+def test_a_changed_schedule_is_another_run(whole, file, capsys):
+    given = ("--train.batch_size", "[[0, 16], [4, 32]]", "--run-dir", whole.parent)
+    assert "train.batch_size was" in refused(capsys, "train", file, *given)
