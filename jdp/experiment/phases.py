@@ -30,9 +30,9 @@ class Phase:
 
     @property
     def steps(self) -> str:
-        """The phase's steps in words: "step 7", "steps 8 to 20"."""
+        """The phase's steps in words: "7", "8 to 20"."""
         first = self.start + 1
-        return f"steps {first:,} to {self.end:,}" if self.end > first else f"step {first:,}"
+        return f"{first:,} to {self.end:,}" if self.end > first else f"{first:,}"
 
 
 def batch_shapes(experiment: Experiment) -> ByStep[tuple[int, int]]:
@@ -40,7 +40,7 @@ def batch_shapes(experiment: Experiment) -> ByStep[tuple[int, int]]:
     lengths = experiment.data.lengths if experiment.kind == "text" else ByStep((0,), (1,))
     both = together([experiment.train.sizes, lengths])
     begun = sum(start < experiment.train.steps for start in both.starts)
-    return ByStep(both.starts[:begun], both.values[:begun])
+    return ByStep(both.starts[:begun], tuple((rows, length) for rows, length in both.values[:begun]))
 
 
 def phases(experiment: Experiment) -> list[Phase]:

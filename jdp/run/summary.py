@@ -61,7 +61,7 @@ def _phases(experiment: Experiment) -> str | None:
     sizes = [
         f"{rows} × {length} tokens" if text else f"{rows} examples" for rows, length in batch_shapes(experiment).values
     ]
-    words = [f"{size} in {phase.steps}" for size, phase in zip(sizes, found, strict=True)]
+    words = [f"{size} (steps {phase.steps})" for size, phase in zip(sizes, found, strict=True)]
     return f"batches of {', '.join(words)}" if len(found) > 1 else None
 
 
