@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny_experiment import tables, write_tiny
+from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.run.outputs.metrics import read
@@ -49,6 +49,28 @@ def test_the_rows_of_metrics_say_what_each_step_had(whole):
     }  # fmt: skip
     assert [row[2] for row in found.values()] == [64, 64, 64, 128, 128, 256, 256]  # tokens that the loss counted
     assert [row[3] for row in found.values()] == pytest.approx([0.01] * 3 + [0.02] * 4)  # float32
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory):
+    """An MLP whose batch grows after step 3 and again after step 5."""
+    train = {"steps": 7, "batch_size": [[0, 16], [3, 32], [5, 48]], "log_every": 2, "checkpoint_every": 2}
+    given = tables(train=train, optimizer=OPTIMIZER)
+    return write_points(tmp_path_factory.mktemp("points"), points_text(given, top='strategy = "zero1"\n'))
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_batch_that_grows_is_bitwise_the_same_after_a_stop_where_it_does(points, step):
+    code, whole = train(points, runs="whole")
+    assert code == 0
+    with stopped_at(step):
+        assert train(points, runs=f"stopped-{step}")[0] == 130
+    code, folder = train(points, "--train.log_every", "1", runs=f"stopped-{step}")
+    assert code == 0
+    names = ("loss", "grad_norm", "lr", "batch_size", "examples_seen")
+    expected, found = rows(whole, *names), rows(folder, *names)
+    assert expected.items() <= found.items()
+    assert {step: row[3:] for step, row in found.items() if step > 4} == {5: (32, 112), 6: (48, 160), 7: (48, 208)}
 
 
 @pytest.mark.parametrize("step", [3, 4, 5])
@@ -115,6 +137,7 @@ def test_what_cannot_follow_is_refused_in_a_sentence(file, capsys, case):
     assert all(word in error for word in words), error
 
 
-def test_a_changed_schedule_is_another_run(whole, file, capsys):
-    given = ("--train.batch_size", "[[0, 16], [4, 32]]", "--run-dir", whole.parent)
-    assert "train.batch_size was" in refused(capsys, "train", file, *given)
+def test_a_changed_schedule_is_another_run(points, capsys):
+    assert train(points, "--train.batch_size", "16", "--train.steps", "1", runs="other")[0] == 0
+    error = refused(capsys, "train", points, "--run-dir", points.parent / "other")
+    assert "train.batch_size was 16, is [[0, 16], [3, 32], [5, 48]]" in error
