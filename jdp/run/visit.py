@@ -296,8 +296,8 @@ class Visit:
 class Clock:
     """Measures the steps since the last row of metrics.
 
-    The first step of a process compiles, and the first of another batch size or length: only a row of its own includes
-    it, which is left out of the summary's speed.
+    The first step of a process compiles, and so does the first of another batch size or length. Only a row of its own
+    includes it, which is left out of the summary's speed.
     """
 
     def __init__(self, assembly: Assembly) -> None:
