@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.by_step import ByStep
 from jdp.base.formatting import finite_or_none
 from jdp.base.notices import shown
 from jdp.core.compiling.persistent_cache import kept_in
@@ -28,7 +29,7 @@ def introduction(assembly: Assembly) -> list[str | None]:
     if experiment.train.wrt is not None:
         first += f"; {assembly.trained_count:,} are trained, the others frozen"
     kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
-    course = [_phases(experiment), coverage(assembly), _scaled_rate(experiment)]
+    course = [_phases(experiment), _never(experiment), coverage(assembly), _scaled_rate(experiment)]
     return [first, _plugin(experiment), str(assembly.data), *course, kept]
 
 
@@ -63,6 +64,16 @@ def _phases(experiment: Experiment) -> str | None:
     ]
     words = [f"{size} (steps {phase.steps})" for size, phase in zip(sizes, found, strict=True)]
     return f"batches of {', '.join(words)}" if len(found) > 1 else None
+
+
+def _never(experiment: Experiment) -> str | None:
+    """Return the line about changes that the run ends before."""
+    given: dict[str, ByStep[Any]] = {"train.batch_size": experiment.train.sizes, "data.length": experiment.data.lengths}
+    parts = experiment.data.mixture.items()
+    given |= {f"data.mixture.{name}.weight": ByStep[float].of(part.weight) for name, part in parts}
+    steps = experiment.train.steps
+    late = [f"{key} after {by.starts[-1]:,}" for key, by in given.items() if by.starts[-1] >= steps]
+    return f"not reached in {steps:,} steps: the last change of {', '.join(late)}" if late else None
 
 
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:

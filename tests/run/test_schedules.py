@@ -6,6 +6,7 @@ import pytest
 from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
+from jdp.cli.main import main
 from jdp.run.outputs.metrics import read
 
 SIZES, LENGTHS, WEIGHT = [[0, 16], [3, 32]], [[0, 4], [5, 8]], [[0, 3], [4, 0]]
@@ -135,6 +136,26 @@ def test_what_cannot_follow_is_refused_in_a_sentence(file, capsys, case):
     given, *words = BAD[case]
     error = refused(capsys, "train", file, "--run-dir", file.parent / "refused", *given)
     assert all(word in error for word in words), error
+
+
+def test_a_plan_has_what_each_phase_holds_and_sends(points, capsys):
+    asked = ("--target", "cpu:8", "--strategy", "zero1", "--no-cache", "--json")
+    assert main(["plan", str(points), "--train.batch_size", "[[0, 16], [3, 2048], [99, 8]]", *asked]) == 0
+    report = json.loads(capsys.readouterr().out)
+    first, second = report["phases"]
+    assert [(each["start"], each["end"], each["batch"]) for each in report["phases"]] == [
+        (0, 3, "16 × 6 features"),
+        (3, 7, "2048 × 6 features"),
+    ]
+    assert first["bytes_per_device"] < second["bytes_per_device"] == report["strategies"][0]["bytes_per_device"]
+    assert first["wire_bytes_per_device"] == second["wire_bytes_per_device"] > 0
+    assert "are for the largest" in report["notes"][0]
+
+
+def test_a_change_that_the_run_never_reaches_is_reported(points, capsys):
+    given = ("--train.batch_size", "[[0, 16], [5, 32]]", "--train.steps", "2", "--name", "short")
+    assert train(points, *given)[0] == 0
+    assert "not reached in 2 steps: the last change of train.batch_size after 5" in capsys.readouterr().out
 
 
 def test_a_changed_schedule_is_another_run(points, capsys):

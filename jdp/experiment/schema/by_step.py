@@ -43,7 +43,7 @@ def _weight(given: Any, *, one: bool) -> float:
     if not given == given or abs(given) == float("inf"):
         raise PydanticKnownError("finite_number")
     if one and given <= 0:
-        raise PydanticKnownError("greater_than", {"gt": 0})
+        raise PydanticKnownError("greater_than", {"gt": 0.0})
     if given < 0:
         raise PydanticKnownError("greater_than_equal", {"ge": 0})
     return Single.func(float(given))  # pyright: ignore[reportCallIssue]
