@@ -41,7 +41,7 @@ from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
 from jdp.experiment.losses import features_loss, image_loss, text_loss
 from jdp.experiment.optimizer import learning_rate, optimizer
-from jdp.experiment.phases import batch_shapes, in_rows, largest, phases
+from jdp.experiment.phases import batch_shapes, in_rows, largest, lengths, phases
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.optimizer import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
@@ -157,7 +157,7 @@ class Assembly:
             seed=given.seed,
             rows=rows,
             start=start,
-            shuffle=given.data.shuffle or given.data.lengths.changes,
+            shuffle=given.data.shuffle or lengths(given).changes,
             threads=self._threads,
         )
 
@@ -256,9 +256,8 @@ class Assembly:
     def scheduled(self, step: int) -> dict[str, float]:
         """Return the metrics of what changes during the run: values of a step, counted from 1, and the units so far."""
         given, mixture = self.experiment, self.experiment.data.mixture
-        sizes, lengths = given.train.sizes, given.data.lengths
-        row: dict[str, float] = {"batch_size": sizes.at(step - 1)} if sizes.changes else {}
-        row |= {"length": lengths.at(step - 1)} if lengths.changes else {}
+        changing = {"batch_size": given.train.sizes, "length": lengths(given)}
+        row: dict[str, float] = {name: by.at(step - 1) for name, by in changing.items() if by.changes}
         row |= {f"{self.unit}_seen": self.units_per_step.total(step)} if row else {}
         weights = {name: ByStep[float].of(part.weight) for name, part in mixture.items()}
         if any(weight.changes for weight in weights.values()):

@@ -35,10 +35,14 @@ class Phase:
         return f"{first:,} to {self.end:,}" if self.end > first else f"{first:,}"
 
 
+def lengths(experiment: Experiment) -> ByStep[int]:
+    """Return the tokens of a text's samples by step; 1 of other data, whose `length` may be a plug-in's key."""
+    return experiment.data.lengths if experiment.kind == "text" else ByStep((0,), (1,))
+
+
 def batch_shapes(experiment: Experiment) -> ByStep[tuple[int, int]]:
-    """Return the rows and the length of a batch by step, as far as the run goes; the length is 1 of what has none."""
-    lengths = experiment.data.lengths if experiment.kind == "text" else ByStep((0,), (1,))
-    both = together([experiment.train.sizes, lengths])
+    """Return the rows and the length of a batch by step, as far as the run goes."""
+    both = together([experiment.train.sizes, lengths(experiment)])
     begun = sum(start < experiment.train.steps for start in both.starts)
     return ByStep(both.starts[:begun], tuple((rows, length) for rows, length in both.values[:begun]))
 
@@ -57,7 +61,7 @@ def largest(experiment: Experiment) -> Experiment:
 
 
 def _constant(experiment: Experiment, rows: int, length: int) -> Experiment:
-    if not (experiment.train.sizes.changes or experiment.data.lengths.changes):
+    if not (experiment.train.sizes.changes or lengths(experiment).changes):
         return experiment
     train = experiment.train.model_copy(update={"batch_size": rows})
     text = experiment.kind == "text"
@@ -67,16 +71,16 @@ def _constant(experiment: Experiment, rows: int, length: int) -> Experiment:
 
 def in_rows(experiment: Experiment, source: Source) -> Source:
     """Return the source as a run reads it: its samples, or rows that are cut from them where the length changes."""
-    return _cut(experiment, source) if experiment.data.lengths.changes else source
+    return _cut(experiment, source) if lengths(experiment).changes else source
 
 
 def samples_before(experiment: Experiment, step: int) -> int:
     """Return how many samples the steps before this one read, or began to read."""
     rows = experiment.train.sizes.total(step)
-    return _cut(experiment, ()).begun(rows) if experiment.data.lengths.changes else rows
+    return _cut(experiment, ()).begun(rows) if lengths(experiment).changes else rows
 
 
 def _cut(experiment: Experiment, source: Source) -> CutSamples:
     data, sizes = experiment.data, experiment.train.sizes
-    by_row = ByStep(tuple(map(sizes.total, data.lengths.starts)), data.lengths.values)
+    by_row = ByStep(tuple(map(sizes.total, lengths(experiment).starts)), lengths(experiment).values)
     return CutSamples(source, data.longest, by_row, data.shuffle)

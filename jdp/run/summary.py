@@ -13,7 +13,7 @@ from jdp.base.notices import shown
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate, peak_rates
-from jdp.experiment.phases import batch_shapes, phases
+from jdp.experiment.phases import batch_shapes, lengths, phases
 from jdp.experiment.plugins import folder_of, names_used
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
@@ -68,7 +68,7 @@ def _phases(experiment: Experiment) -> str | None:
 
 def _never(experiment: Experiment) -> str | None:
     """Return the line about changes that the run ends before."""
-    given: dict[str, ByStep[Any]] = {"train.batch_size": experiment.train.sizes, "data.length": experiment.data.lengths}
+    given: dict[str, ByStep[Any]] = {"train.batch_size": experiment.train.sizes, "data.length": lengths(experiment)}
     parts = experiment.data.mixture.items()
     given |= {f"data.mixture.{name}.weight": ByStep[float].of(part.weight) for name, part in parts}
     steps = experiment.train.steps

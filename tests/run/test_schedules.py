@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from own_process import python
 from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
@@ -93,6 +94,18 @@ def test_other_devices_and_another_strategy_go_on_with_the_same_rows(whole, file
     code, folder = train(file, "--strategy", "ddp", "--mesh.data", "4", "--mesh.model", "2", runs="moved")
     assert code == 0
     for now, before in zip(rows(folder, *NAMES).values(), rows(whole, *NAMES).values(), strict=True):
+        assert now[2:] == before[2:] and now[:2] == pytest.approx(before[:2], abs=5e-6)
+
+
+def test_two_processes_go_on_where_one_was_stopped_at_a_change(whole, file):
+    """Bound: as above; Gloo adds in an order of its own."""
+    with stopped_at(5):
+        assert train(file, runs="two")[0] == 130
+    launch = ("launch", "-n", "2", "--devices-per-process", "4", "--", str(file), "--run-dir", str(file.parent / "two"))
+    done = python("-m", "jdp", *launch, cwd=file.parent)
+    assert done.returncode == 0, done.stderr
+    found = rows(file.parent / "two" / "tiny", *NAMES)
+    for now, before in zip(found.values(), rows(whole, *NAMES).values(), strict=True):
         assert now[2:] == before[2:] and now[:2] == pytest.approx(before[:2], abs=5e-6)
 
 
