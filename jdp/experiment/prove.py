@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jdp.core.types import Device
-from jdp.data import NumpyBatch, global_batches
+from jdp.data import NumpyBatch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import check_for_devices
 from jdp.experiment.remat import ladder, with_policy
@@ -86,9 +86,6 @@ class _Reader:
 
     def __call__(self, index: int) -> NumpyBatch:
         if index != self._next:
-            experiment, train = self.assembly.experiment, self.assembly.data.train
-            size, shuffle = experiment.train.batch_size, experiment.data.shuffle
-            batches = global_batches(train, batch_size=size, seed=experiment.seed, start=index, shuffle=shuffle)
-            self._batches = iter(batches)
+            self._batches = iter(self.assembly.train_batches(index))
         self._next = index + 1
         return next(self._batches)

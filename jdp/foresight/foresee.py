@@ -128,7 +128,7 @@ def candidates(
     accumulate: Sequence[int] | None = None,
     remat: str | None = None,
     hybrid: bool = False,
-    others: Sequence[tuple[str, Mapping[str, int]]] = (),
+    others: Sequence[tuple[str, Mapping[str, int] | None]] = (),
 ) -> list[Candidate]:
     """Return the step under each strategy and number of microbatches, on the target's devices.
 

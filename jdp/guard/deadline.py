@@ -129,6 +129,10 @@ class Deadline:
         self._since, self._step, self._doing = now, step, doing
         self._is_once(False)
 
+    def compiles(self) -> None:
+        """Give `first_seconds` to the step that begins, as to the first: it compiles, for a batch of another shape."""
+        self._once, self._since = True, time.monotonic()
+
     def beat(self, doing: str) -> None:
         """Tell that a part ended that is not a step, such as a batch of an evaluation.
 

@@ -66,6 +66,11 @@ class Watch:
         self.flight.event("returned" if self.stepped else "resumed", step=step)
         self.deadline.says("waiting for data")
 
+    def compiles(self) -> None:
+        """Report that the next step compiles, as the first one does."""
+        self._first = True
+        self.deadline.compiles()
+
     def mark(self, part: str) -> None:
         """Report that a part of the step ended: "data", "dispatch" or "wait"."""
         now = time.perf_counter()
@@ -73,7 +78,7 @@ class Watch:
         self._mark = now
         if self._first and part == "data":
             self.flight.event("begin", doing="compile", step=self._step + 1)
-            self.deadline.says("compiling its first step")
+            self.deadline.says("compiling a step" if self.stepped else "compiling its first step")
         else:
             self.deadline.says(_NEXT[part])
 

@@ -43,7 +43,7 @@ def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] 
 
 def coverage(assembly: Assembly) -> str | None:
     """Describe the evaluations that read only a part of their data; None if all read everything."""
-    most, size = assembly.experiment.train.eval_batches, assembly.experiment.train.batch_size
+    most, size = assembly.experiment.train.eval_batches, assembly.eval_batch_size
     counts = {name: batch_count(source, batch_size=size) for name, source in assembly.eval_sets.items()}
     partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
     return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None

@@ -36,6 +36,7 @@ class Progress:
         seconds: duration of this visit's loop.
         waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
             tokens or examples; compilation and evaluation are left out.
+        steady_at_peak: the seconds that these steps would take at the devices' peak, where that is known.
         skips_in_a_row, skips_seen: skipped steps up to the last one whose metrics were read.
     """
 
@@ -54,6 +55,7 @@ class Progress:
     waited: float = 0.0
     steady_seconds: float = 0.0
     steady_units: int = 0
+    steady_at_peak: float = 0.0
     skips_in_a_row: int = 0
     skips_seen: int = 0
 

@@ -109,9 +109,8 @@ class Visit:
         if self.ended:
             yield
             return
-        experiment, done = self.experiment, self.progress.done
-        source, shuffle = self.assembly.data.train, experiment.data.shuffle
-        with self.assembly.feed(source, seed=experiment.seed, shuffle=shuffle, start=done) as self._feed:
+        done = self.progress.done
+        with self.assembly.train_feed(done) as self._feed:
             self.watch.resumed(done)
             self._clock.restart(done, self._feed)
             yield
@@ -153,6 +152,9 @@ class Visit:
         step = self.progress.done + 1
         if self.profile.begin(step, state):
             self._clock.restart(self.progress.done, self._feed)
+        if step - 1 in self.assembly.units_per_step.starts:  # another program, which this step compiles
+            self._clock.compiles()
+            self.watch.compiles()
         batch = next(self._feed)
         self.watch.mark("data")
         self.health.before(state, step)
@@ -197,10 +199,11 @@ class Visit:
         row, progress = numbers(values), self.progress
         progress.loss, progress.skipped = row["loss"], int(row["skipped"])
         row["skipped"] = progress.skipped
-        row |= self._clock.row(step, self._feed, progress, hosts)
+        row |= self._clock.row(step, self._feed, progress, hosts) | self.assembly.scheduled(step)
         self.metrics.write(step, row)
         speed = self._clock.speed
-        shown = ("loss", "accuracy", "lr", "grad_norm", speed, "mfu", *["skipped"] * (progress.skipped > 0))
+        shown = ("loss", "accuracy", "lr", "batch_size", "length", "grad_norm", speed, "mfu")
+        shown = (*shown, *["skipped"] * (progress.skipped > 0))
         self.display.log(step, {name: row[name] for name in shown if name in row})
         self._clock.restart(step, self._feed)
 
@@ -293,7 +296,8 @@ class Visit:
 class Clock:
     """Measures the steps since the last row of metrics.
 
-    The first step of a process compiles: only a row of its own includes it, which is left out of the summary's speed.
+    The first step of a process compiles, and so does the first of another batch size or length. Only a row of its own
+    includes it, which is left out of the summary's speed.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -304,13 +308,17 @@ class Clock:
         self._first, self._compiled = True, False
 
     def tick(self, done: int, values: Any, feed: Feed, row_due: bool) -> None:
-        """Wait for the first step of a process, and count from there on unless it gets a row; others pass."""
+        """Wait for a step that compiles, and count from there on unless it gets a row; others pass."""
         if not self._first:
             return
         self._first, self._compiled = False, row_due
         jax.block_until_ready(values)
         if not row_due:
             self.restart(done, feed)
+
+    def compiles(self) -> None:
+        """Treat the next step as the first of a process."""
+        self._first = True
 
     def restart(self, done: int, feed: Feed) -> None:
         """Count from step `done` and from now on."""
@@ -322,12 +330,15 @@ class Clock:
         steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
         rate = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
         row = {"lr": rate, "step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **hosts}
-        row[self.speed] = self._units_per_step * steps / seconds
-        if self._at_peak is not None:
-            row["mfu"] = self._at_peak * steps / seconds
+        units = self._units_per_step.total(done) - self._units_per_step.total(since)
+        row[self.speed] = units / seconds
+        at_peak = None if self._at_peak is None else self._at_peak.total(done) - self._at_peak.total(since)
+        if at_peak is not None:
+            row["mfu"] = at_peak / seconds
         if not self._compiled:
             progress.steady_seconds += seconds
             progress.waited += wait
-            progress.steady_units += self._units_per_step * steps
+            progress.steady_units += units
+            progress.steady_at_peak += at_peak or 0.0
         self._compiled = False
         return row

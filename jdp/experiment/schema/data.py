@@ -1,12 +1,15 @@
 """The tables [data], [data.mixture.NAME] and [eval.NAME]: the data to train and to evaluate on."""
 
+import math
 from collections.abc import Iterator, Mapping
 from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
+from jdp.base.by_step import ByStep
+from jdp.experiment.schema.by_step import Lengths, Weights
+from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Source, named
 from jdp.experiment.schema.registered import Table
 
 
@@ -27,8 +30,8 @@ class Ingredient(Section):
 
     source: Source
     """As data.source."""
-    weight: Annotated[float, Field(gt=0), Single] = 1.0
-    """Share of the samples, relative to the other ingredients."""
+    weight: Weights = 1.0
+    """Share of the samples, relative to the other ingredients. [[0, 3], [1000, 0]]: 3, and nothing after 1000 steps."""
     field: str | None = None
     """As data.field; none = the same."""
 
@@ -70,8 +73,9 @@ class Data(Section):
     packing: Literal["stream", "documents"] = "stream"
     """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only. Of a
     chat always "documents"."""
-    length: Count = 0
-    """Tokens a sample; 0 = the model's context."""
+    length: Lengths = 0
+    """Tokens a sample; 0 = the model's context. [[0, 256], [1000, 1024]]: samples of 1024 tokens, each cut into four,
+    and whole after 1000 steps; evaluations read whole ones."""
     size: Count = 0
     """Height and width in pixels to which images of an MLP are fitted, 0 = as they are; for a ResNet or ViT that is
     model.image_size."""
@@ -111,13 +115,42 @@ class Data(Section):
         return mixture
 
     @property
+    def lengths(self) -> ByStep[int]:
+        """The tokens of a sample by step."""
+        return ByStep[int].of(self.length)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest samples, which shorter ones are cut from."""
+        return max(self.lengths.values)
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Every source that is named, those of the mixture too."""
         given = [self.source, *(text.source for text in self.mixture.values())]
         return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
 
 
-def chat_problems(data: Data, model: str) -> Iterator[str]:
+def text_problems(data: Data, model: str, context: float) -> Iterator[str]:
+    """Yield what is wrong between the keys of a text, and the model's name and context."""
+    yield from _chat_problems(data, model)
+    longest, lengths = data.longest, data.lengths
+    if longest > context:
+        rule = f"data.length must be at most model.context = {context}"
+        yield f"{rule}; given {longest}: lower it, or raise model.context"
+    for length in sorted({length for length in lengths.values if longest % max(length, 1)}):
+        yield (
+            f"data.length must change between lengths that divide the longest, {longest}, as samples are cut; given "
+            f"{length}: take {math.gcd(length, longest)}"
+        )
+    if lengths.changes and data.format == "chat":
+        yield (
+            'data.length must be one number for data.format = "chat", as a cut parts answers from their questions; '
+            f"given {len(lengths.values)}: give {longest}"
+        )
+
+
+def _chat_problems(data: Data, model: str) -> Iterator[str]:
     """Yield what is wrong between the keys of a chat."""
     if data.format != "chat":
         for key in ("chat_template", "chat_date"):

@@ -24,7 +24,7 @@ from jdp.base.shorten import cut
 from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
-from jdp.experiment.schema.data import DATASETS, OF_EVERY, OF_TEXT, Data, EvalSet, Ingredient, chat_problems
+from jdp.experiment.schema.data import DATASETS, OF_EVERY, OF_TEXT, Data, EvalSet, Ingredient, text_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
@@ -310,12 +310,9 @@ def _guard(experiment: Experiment) -> Iterator[str]:
 
 def _lengths(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong between the lengths in several tables."""
-    context = getattr(experiment.model, "context", math.inf)
     size = getattr(experiment.model.config, "image_size", math.inf) if experiment.kind == "images" else math.inf
     padding = experiment.data.crop_padding if experiment.kind == "images" else 0
-    length, warmup, steps = experiment.data.length, experiment.optimizer.warmup_steps, experiment.train.steps
-    if experiment.kind == "text" and length > context:
-        yield f"data.length must be at most model.context = {context}; given {length}: lower it, or raise model.context"
+    warmup, steps = experiment.optimizer.warmup_steps, experiment.train.steps
     if padding >= size:
         yield f"data.crop_padding must be less than model.image_size = {size}; given {padding}: lower it"
     if warmup > steps:
@@ -336,7 +333,8 @@ def _data(experiment: Experiment) -> Iterator[str]:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
-    yield from chat_problems(data, name) if kind == "text" else ()
+    if kind == "text":
+        yield from text_problems(data, name, getattr(experiment.model, "context", math.inf))
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from jdp.base.by_step import ByStep
+from jdp.experiment.schema.by_step import Sizes
 from jdp.experiment.schema.fields import Batches, Best, Count, PathText, Patterns, Positive, Section, Single, Whole
 from jdp.experiment.schema.model import Model
 from jdp.models.configs.gpt import GPTConfig
@@ -15,8 +17,9 @@ class Train(Section):
 
     steps: Positive
     """Optimizer steps in the whole run."""
-    batch_size: Positive
-    """Samples a step, over all devices and microbatches."""
+    batch_size: Sizes
+    """Samples a step, over all devices and microbatches. [[0, 64], [1000, 128]]: 64, and 128 after 1000 steps;
+    optimizer.lr_scaling says whether the rate follows."""
     accumulate: Positive = 1
     """Microbatches a step."""
     noise_scale: bool = False
@@ -62,6 +65,11 @@ class Train(Section):
     export."""
     max_skips_in_a_row: Positive = 10
     """Stop after so many consecutive steps skipped because their gradients were not finite."""
+
+    @property
+    def sizes(self) -> ByStep[int]:
+        """The batch size by step."""
+        return ByStep[int].of(self.batch_size)
 
     @property
     def best_metric(self) -> str | None:
