@@ -38,7 +38,7 @@ from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import features_loss, image_loss, text_loss
+from jdp.experiment.losses import ROW, Measured, features_loss, image_loss, text_loss, text_scores
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.optimizer import LOSSES
@@ -137,6 +137,20 @@ class Assembly:
         return {"text": text_loss, "images": image_loss, "features": features_loss}[learns]
 
     @cached_property
+    def measured(self) -> Measured:
+        """What evaluations measure beside the loss: [evaluate]."""
+        table = self.experiment.evaluate
+        return Measured(table.tops, self.experiment.train.batch_size if table.documents or table.confusion else 0)
+
+    @property
+    def eval_loss(self) -> LossFn:
+        """The loss function of the evaluations."""
+        if not (measured := self.measured):
+            return self.loss
+        of_kind = {"text": text_scores, "images": image_loss, "features": features_loss}[self.experiment.kind]
+        return functools.partial(of_kind, measured=measured)
+
+    @cached_property
     def data(self) -> Any:
         """The data set of [data], opened."""
         return open_data(self.experiment)
@@ -155,21 +169,25 @@ class Assembly:
         start: int = 0,
         epochs: int | None = None,
         most: int | None = None,
+        numbered: bool = False,
     ) -> Feed:
-        """Return global batches of `source` on the devices, read ahead."""
+        """Return global batches of `source` on the devices, read ahead; `numbered`: with the rows that they have."""
         size = self.experiment.train.batch_size
+        rows = process_rows(self.plan, size)
         decodes = self.experiment.kind in ("images", "own")  # a millisecond each, where others take microseconds
         batches = global_batches(
             source,
             batch_size=size,
             seed=seed,
-            rows=process_rows(self.plan, size),
+            rows=rows,
             start=start,
             shuffle=shuffle,
             epochs=epochs,
             threads=min(16, len(os.sched_getaffinity(0))) if decodes else 2,
         )
-        return shard_batches(itertools.islice(batches, most), self.plan)
+        found = itertools.islice(batches, most)
+        numbers = {ROW: np.array(rows, np.int32)} if numbered else {}
+        return shard_batches(({**batch, **numbers} for batch in found) if numbered else found, self.plan)
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
@@ -303,7 +321,7 @@ class Assembly:
     @cached_property
     def eval_step(self) -> Step:
         """The evaluation step: means of the metrics over a batch, and their weight."""
-        return make_eval_step(self.loss, self.plan, **self._step_options)
+        return make_eval_step(self.eval_loss, self.plan, **self._step_options)
 
     @property
     def precision(self) -> Precision:

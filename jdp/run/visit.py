@@ -28,7 +28,7 @@ from jdp.run.bad_steps import Health, went_back
 from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
-from jdp.run.outputs import trackers
+from jdp.run.outputs import evaluated, trackers
 from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
@@ -263,10 +263,12 @@ class Visit:
         progress, train, done = self.progress, self.experiment.train, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
+        files: dict[str, str] = {}
         with self.watch.during("eval"):
-            row = evaluate(self.assembly, state, self._goes_on)
+            row = evaluate(self.assembly, state, self._goes_on, files)
         if row is None:
             return False
+        self._write(lambda: evaluated.write(self.folder, done, files))
         progress.evals, progress.evaluated = row, done
         progress.watched.seen(done, row, min_delta=train.min_delta)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best

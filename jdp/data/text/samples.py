@@ -48,6 +48,7 @@ class TextSamples:
     Attributes:
         tokens: unsigned integers [tokens], all text of this side.
         length: targets in a sample.
+        bounds: int64 [documents + 1], the start of each document, and the end of the last; None: one document.
 
     Sample i is a dict of "tokens" int32 [length], "targets" int32 [length] (the tokens one further on) and "weights"
     float32 [length] (1). The last sample may be short of text: it is filled with zeros of weight 0.
@@ -62,6 +63,7 @@ class TextSamples:
 
     tokens: NDArray[Any] | MappedTokens
     length: int
+    bounds: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -82,6 +84,11 @@ class TextSamples:
         row = np.zeros((2, self.length), np.int32)
         row[0, :present], row[1, :present] = text[:-1], text[1:]
         return {"tokens": row[0], "targets": row[1], "weights": (np.arange(self.length) < present).astype(np.float32)}
+
+    def places(self, index: int) -> NDArray[np.int64]:
+        """Return where in `tokens` each target of a sample is; -1 where there is none: int64 [length]."""
+        places = range(len(self))[index] * self.length + 1 + np.arange(self.length)
+        return np.where(places < len(self.tokens), places, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,5 +395,5 @@ def decode(tokens: ArrayLike) -> str:
 
 def _samples(tokens: TokenArray, length: int, packing: Packing, format: Format) -> TextSamples | PackedSamples:
     if packing == "stream":
-        return TextSamples(tokens.ids, length)
+        return TextSamples(tokens.ids, length, tokens.bounds)
     return PackedSamples(tokens.ids, tokens.bounds, length, chat=format == "chat")
