@@ -45,7 +45,7 @@ from jdp.experiment.schema.optimizer import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
-from jdp.models import GPTConfig, ModelConfig, ViTConfig, generate
+from jdp.models import GPTConfig, ModelConfig, ViTConfig
 from jdp.models.configs.choices import AUTO
 from jdp.models.lower_bounds import parameter_lower_bound
 from jdp.models.sizes import parameter_shapes
@@ -338,26 +338,3 @@ class Assembly:
             "partitioning": given.partitioning,
             "compiler": given.compiler,
         }
-
-    def sample(self, state: TrainState) -> str | None:
-        """Return text that the model writes, its prompt included; None without a table [sample].
-
-        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out. A chat ends
-        with the answer.
-        """
-        table = self.experiment.sample
-        if table is None:
-            return None
-
-        def write(state: TrainState, prompt: jax.Array) -> jax.Array:
-            rng = jax.random.fold_in(self.rng, 2)  # 0 and 1 are the weights' and the steps'
-            return generate(
-                state.model, prompt, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
-            )
-
-        prompt = self.data.prompt(table.prompt)
-        drawn = jax.jit(write, out_shardings=self.plan.replicated)(self.averaged(state), prompt[None])
-        tokens = np.asarray(jax.device_get(drawn))[0]
-        ends = np.flatnonzero(tokens[len(prompt) :] == self.data.answer_end)
-        tokens = tokens[: len(prompt) + ends[0] + 1] if len(ends) else tokens
-        return self.data.decode(tokens[tokens < self.data.vocab_size])
