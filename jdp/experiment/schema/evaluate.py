@@ -61,7 +61,7 @@ def eval_metrics(experiment: Experiment) -> tuple[str, ...]:
     entry = LOSSES.entries.get(experiment.loss.name or "")
     own = ("bits_per_token",) if experiment.in_bits else (ACCURACY,)
     names = dict.fromkeys(("loss", *(own if entry is None else entry.metrics), *experiment.evaluate.metrics))
-    sets = ("eval", *(f"eval_{name}" for name in (*experiment.data.mixture, *experiment.eval)))
+    sets = ("eval", *(f"eval_{name}" for name in _named_sets(experiment)))
     return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
 
 
@@ -92,6 +92,9 @@ def _evaluate(experiment: Experiment) -> Iterator[str]:
     for metric in (PERPLEXITY, BITS_PER_BYTE):
         if metric in given.metrics and not is_text:
             yield f'evaluate.metrics has "{metric}", which is of text; model.name = {name!r} learns classes: remove it'
+    for metric in given.tops:
+        if (other := metric.removesuffix(f"_{ACCURACY}")) in _named_sets(experiment):
+            yield f'evaluate.metrics has "{metric}", and a data set is named {other}: both are eval_{metric}; rename it'
     outputs = _outputs(experiment)
     for metric, count in given.tops.items():
         if count > outputs:
@@ -115,6 +118,10 @@ def _evaluate(experiment: Experiment) -> Iterator[str]:
         yield f'evaluate.metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
     if given.documents and any(map(_is_array, sources)):
         yield "evaluate.documents reads text or parquet; given an .npz of tokens, which has no documents: remove it"
+
+
+def _named_sets(experiment: Experiment) -> tuple[str, ...]:
+    return (*experiment.data.mixture, *experiment.eval)
 
 
 def _outputs(experiment: Experiment) -> int:
