@@ -198,7 +198,7 @@ REST = {
     "run/test_samples.py::test_two_processes_write_what_one_writes": "",
     "run/test_samples.py::test_a_run_that_is_stopped_writes_the_same_samples_and_evaluations": "4",
     "run/test_samples.py::test_without_every_there_is_a_sample_at_the_end": "",
-    "run/test_evaluated.py::test_text_is_measured_by_document_and_domain": "ddp-1 | zero3-8-manual",
+    "run/test_evaluated.py::test_text_is_measured_by_document_and_domain": "ddp-1-None | zero3-8-manual",
     "run/test_soak.py::*": "",
     "run/test_sweep.py::test_a_sweep_end_to_end_stopped_and_resumed": "",
     "run/test_trackers.py::test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed": "",

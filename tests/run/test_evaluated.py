@@ -6,8 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import points_text, tables, train_here, write_points, write_tiny
-from tiny_runs import refused, rows
+from tiny_experiment import points_text, tables, write_points, write_tiny
 
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load

@@ -35,7 +35,7 @@ class DocumentSums:
         for index, of_row in enumerate(nats[: max(0, int(self._starts[-1]) - first)], first):
             number = int(np.searchsorted(self._starts, index, side="right")) - 1
             part, index = self._parts[number], index - int(self._starts[number])
-            sample, places = part[index], part.places(index)
+            sample, places = part[index], _places(part, index)
             counted = np.flatnonzero((places >= 0) & (sample["weights"] > 0))
             documents = np.searchsorted(_bounds(part), places[counted], side="right") - 1 + self._firsts[number]
             self._nats += np.bincount(documents, of_row[counted], minlength=len(self._nats))
@@ -91,3 +91,11 @@ def _parts(source: Source) -> Iterator[TextSamples | PackedSamples]:
 
 def _bounds(part: TextSamples | PackedSamples) -> NDArray[np.int64]:
     return np.array([0, len(part.tokens)]) if part.bounds is None else part.bounds
+
+
+def _places(part: TextSamples | PackedSamples, index: int) -> NDArray[np.int64]:
+    """Return where in the tokens each target of a sample is; -1 where there is none: int64 [length]."""
+    if isinstance(part, PackedSamples):
+        return part.places(index)
+    places = index * part.length + 1 + np.arange(part.length)
+    return np.where(places < len(part.tokens), places, -1)

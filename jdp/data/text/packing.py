@@ -114,7 +114,11 @@ class PackedSamples:
         return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights.astype(np.float32)}
 
     def places(self, index: int) -> NDArray[np.int64]:
-        """Return where in `tokens` each target of a sample is; -1 where there is none: int64 [length]."""
+        """Return where in `tokens` each target of a sample is; -1 where there is none: int64 [length].
+
+        Args:
+            index: of the sample.
+        """
         starts, sizes, firsts = self._layout
         row = range(len(self))[index]
         pieces = slice(firsts[row], firsts[row + 1])

@@ -85,11 +85,6 @@ class TextSamples:
         row[0, :present], row[1, :present] = text[:-1], text[1:]
         return {"tokens": row[0], "targets": row[1], "weights": (np.arange(self.length) < present).astype(np.float32)}
 
-    def places(self, index: int) -> NDArray[np.int64]:
-        """Return where in `tokens` each target of a sample is; -1 where there is none: int64 [length]."""
-        places = range(len(self))[index] * self.length + 1 + np.arange(self.length)
-        return np.where(places < len(self.tokens), places, -1)
-
 
 @dataclass(frozen=True, eq=False)
 class TextData:

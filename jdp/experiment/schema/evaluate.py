@@ -1,21 +1,19 @@
 """The table [evaluate], and the names of an evaluation's metrics, which [train] may go by."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Protocol
 
 from pydantic import PlainValidator
 
 from jdp.base.hints import nearest
 from jdp.base.shorten import cut
+from jdp.experiment.schema.data import Data, EvalSet
 from jdp.experiment.schema.fields import ALL, NONE, Section
-from jdp.experiment.schema.optimizer import LOSSES
+from jdp.experiment.schema.model import Model
+from jdp.experiment.schema.optimizer import LOSSES, LossTable
+from jdp.experiment.schema.train import Train
 from jdp.models.configs.gpt import GPTConfig
-
-if TYPE_CHECKING:
-    from jdp.experiment.schema.experiment import Experiment
 
 PERPLEXITY, BITS_PER_BYTE, ACCURACY = "perplexity", "bits_per_byte", "accuracy"
 _TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")
@@ -55,7 +53,28 @@ class Evaluate(Section):
         return accuracy | {name: int(match[1]) for name, match in found.items() if match}
 
 
-def eval_metrics(experiment: Experiment) -> tuple[str, ...]:
+class File(Protocol):
+    """What the names of metrics, and the rules about them, are read from: an experiment."""
+
+    @property
+    def evaluate(self) -> Evaluate: ...
+    @property
+    def train(self) -> Train: ...
+    @property
+    def data(self) -> Data: ...
+    @property
+    def eval(self) -> Mapping[str, EvalSet]: ...
+    @property
+    def loss(self) -> LossTable: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def in_bits(self) -> bool: ...
+
+
+def eval_metrics(experiment: File) -> tuple[str, ...]:
     """Return the names of an evaluation's metrics: "eval_…" of the held-out data, "eval_NAME_…" of the held-out side of
     [data.mixture.NAME] and of [eval.NAME]."""
     entry = LOSSES.entries.get(experiment.loss.name or "")
@@ -65,7 +84,7 @@ def eval_metrics(experiment: Experiment) -> tuple[str, ...]:
     return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
 
 
-def metric_problems(experiment: Experiment) -> Iterator[str]:
+def metric_problems(experiment: File) -> Iterator[str]:
     """Yield what is wrong with [evaluate], and with requested metrics that no evaluation has."""
     yield from _evaluate(experiment)
     train, known = experiment.train, eval_metrics(experiment)
@@ -81,7 +100,7 @@ def metric_problems(experiment: Experiment) -> Iterator[str]:
         )
 
 
-def _evaluate(experiment: Experiment) -> Iterator[str]:
+def _evaluate(experiment: File) -> Iterator[str]:
     given, kind = experiment.evaluate, experiment.kind
     if given == Evaluate():
         return
@@ -120,16 +139,16 @@ def _evaluate(experiment: Experiment) -> Iterator[str]:
         yield "evaluate.documents reads text or parquet; given an .npz of tokens, which has no documents: remove it"
 
 
-def _named_sets(experiment: Experiment) -> tuple[str, ...]:
+def _named_sets(experiment: File) -> tuple[str, ...]:
     return (*experiment.data.mixture, *experiment.eval)
 
 
-def _outputs(experiment: Experiment) -> int:
+def _outputs(experiment: File) -> int:
     config: Any = experiment.model.config
     return next(getattr(config, key) for key in ("vocab_size", "classes", "features_out") if hasattr(config, key))
 
 
-def _several(table: Any) -> tuple[str, ...]:
+def _several(table: EvalSet) -> tuple[str, ...]:
     return (table.source,) if isinstance(table.source, str) else table.source
 
 
