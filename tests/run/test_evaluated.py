@@ -1,4 +1,4 @@
-"""What evaluations measure beside the loss: each is compared with NumPy, on one device and on eight, of any strategy."""
+"""What evaluations measure beside the loss: each is compared with NumPy, on one device and on eight."""
 
 import json
 import math
@@ -6,7 +6,9 @@ import math
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_runs import refused
 
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
@@ -163,3 +165,44 @@ def test_a_stream_counts_every_token_in_its_own_document(tmp_path):
         assert each["tokens"] == len(of_it) and each["nats"] == pytest.approx(of_it.sum(), rel=1e-6)
     assert sum(each["tokens"] for each in found) == len(tokens) - 1
     assert sum(each["nats"] for each in found) == pytest.approx(row["eval_web_loss"] * (len(tokens) - 1), rel=1e-6)
+
+
+def test_images_are_counted_with_statistics_and_microbatches(tmp_path):
+    """A ResNet under zero3, in two microbatches: the counts are those of its accuracy, to the image."""
+    model = {"name": "resnet-digits", "width": 8, "blocks": [1, 1]}
+    text = tables(
+        model=model,
+        data={"source": "digits"},
+        train={"steps": 1, "batch_size": 32, "accumulate": 2, "eval_batches": "all"},
+        evaluate={"metrics": "top3_accuracy", "confusion": True},
+    )
+    (tmp_path / "images.toml").write_text(f'name = "images"\n{text}')
+    assembly, files = assembled(tmp_path / "images.toml", "zero3", 8, None), {}
+    row, size = evaluate(assembly, assembly.state(), files=files), len(assembly.data.heldout)
+    counts = json.loads(files["eval-confusion.json"])["counts"]
+    assert sum(count for *_, count in counts) == size
+    right = sum(count for label, predicted, count in counts if label == predicted)
+    assert row["eval_accuracy"] == pytest.approx(right / size, abs=1e-7)
+    assert row["eval_accuracy"] <= row["eval_top3_accuracy"] < 1
+
+
+def test_tokens_that_are_no_pieces_of_text_have_no_bytes(tmp_path, capsys):
+    """Documents are measured all the same, without bytes; bits_per_byte is refused before the run begins."""
+    file = write_documents(tmp_path, tokenizer=str(words_json(tmp_path)), packing="documents")
+    error = refused(capsys, "train", file)
+    assert "bits_per_byte" in error and "adds or drops" in error and not (tmp_path / "runs").exists()
+    text = file.read_text().replace('"bits_per_byte", ', "")
+    file.write_text(text)
+    assembly, files = assembled(file, "ddp", 8, None), {}
+    evaluate(assembly, assembly.state(), files=files)
+    rows = [json.loads(line) for line in files["eval-documents.jsonl"].splitlines()]
+    assert rows and all("bytes" not in each and each["text"] for each in rows)
+
+
+def words_json(folder):
+    """A tokenizer of whole words."""
+    words = {word: number for number, word in enumerate(("</s>", "data", "gerät", "mesh", "x"))}
+    level = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    level.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    level.save(str(folder / "words.json"))
+    return folder / "words.json"

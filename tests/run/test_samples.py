@@ -33,7 +33,7 @@ def trained(tmp_path_factory):
 
 
 def test_samples_are_what_one_device_writes_from_the_checkpoint_of_their_step(trained, capsys):
-    file, folder = trained
+    _, folder = trained
     assert sorted(path.name for path in (folder / "samples").iterdir()) == ["2.jsonl", "4.jsonl", "6.jsonl"]
     texts = set()
     for step in (2, 4, 6):
