@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
 from jdp.data.order import sample_index
 from jdp.data.text.by_document import text_bytes
-from jdp.data.text.tokenizers import Tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE, PERPLEXITY
@@ -111,18 +110,20 @@ def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> 
 
 def _bytes_evaluated(assembly: Assembly, source: Source) -> int:
     """Return the bytes of text of the samples that an evaluation reads, counted once."""
-    train, data = assembly.experiment.train, assembly.data
-    if isinstance(train.eval_batches, str):
-        return _counted(source, data.tokenizer, None)
-    return _counted(source, data.tokenizer, min(len(source), train.eval_batches * train.batch_size))
+    most, samples = assembly.experiment.train.eval_batches, len(source)
+    if isinstance(most, str):
+        indices = range(samples)
+    else:  # in the order in which the evaluation draws them
+        drawn = min(samples, most * assembly.experiment.train.batch_size)
+        indices = [sample_index(0, samples, position) for position in range(drawn)]
+    counted = _COUNTED.setdefault(source, {})
+    if len(indices) not in counted:
+        counted[len(indices)] = text_bytes(source, indices, assembly.data.tokenizer)
+    return counted[len(indices)]
 
 
-@functools.lru_cache(maxsize=256)
-def _counted(source: Source, tokenizer: Tokenizer, most: int | None) -> int:
-    """Count the bytes of all samples, or of the first `most` in the order that an evaluation draws them."""
-    samples = len(source)
-    indices = range(samples) if most is None else (sample_index(0, samples, position) for position in range(most))
-    return text_bytes(source, indices, tokenizer)
+_COUNTED: weakref.WeakKeyDictionary[Source, dict[int, int]] = weakref.WeakKeyDictionary()
+"""Bytes of a source's first samples, by their number."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """What evaluations measure beside the loss: each is compared with NumPy, on one device and on eight."""
 
+import itertools
 import json
 import math
 
@@ -10,6 +11,7 @@ import tokenizers
 from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused
 
+from jdp.data import global_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.run.evaluation import evaluate
@@ -165,6 +167,19 @@ def test_a_stream_counts_every_token_in_its_own_document(tmp_path):
         assert each["tokens"] == len(of_it) and each["nats"] == pytest.approx(of_it.sum(), rel=1e-6)
     assert sum(each["tokens"] for each in found) == len(tokens) - 1
     assert sum(each["nats"] for each in found) == pytest.approx(row["eval_web_loss"] * (len(tokens) - 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("batches", ["1", "2"])
+def test_bytes_are_those_of_the_samples_that_are_read(packed, batches):
+    """A number of batches draws some samples: their bits are divided by their bytes."""
+    settings = {"train.eval_batches": batches, "evaluate.documents": "false"}
+    assembly = assembled(packed[0], "ddp", 8, None, **settings)
+    source, row = assembly.data.parts[0].heldout, evaluate(assembly, assembly.state())
+    read = list(itertools.islice(global_batches(source, batch_size=8, seed=0, epochs=1), int(batches)))
+    counted = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in read])
+    bits = row["eval_web_bits_per_token"] * len(counted)
+    assert len(read) == int(batches) and 8 * len(read) < len(source)
+    assert row["eval_web_bits_per_byte"] == pytest.approx(bits / (counted != 0).sum(), rel=1e-6)
 
 
 def test_images_are_counted_with_statistics_and_microbatches(tmp_path):
