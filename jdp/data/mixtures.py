@@ -206,6 +206,11 @@ class Mixture:
         return self._tokenizing.prompt(text)
 
     @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the first part that has one; None: there is none."""
+        return getattr(self._tokenizing, "tokenizer", None)
+
+    @property
     def answer_end(self) -> int | None:
         """The token that ends an answer of a chat; None of other text."""
         return self._tokenizing.answer_end

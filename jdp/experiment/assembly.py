@@ -39,7 +39,7 @@ from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import features_loss, image_loss, text_loss
+from jdp.experiment.losses import ROW, Measured, features_loss, image_loss, text_loss, text_scores
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.phases import batch_shapes, in_rows, largest, lengths, phases
 from jdp.experiment.schema.experiment import Experiment
@@ -47,7 +47,7 @@ from jdp.experiment.schema.optimizer import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
-from jdp.models import GPTConfig, ModelConfig, ViTConfig, generate
+from jdp.models import GPTConfig, ModelConfig, ViTConfig
 from jdp.models.configs.choices import AUTO
 from jdp.models.lower_bounds import parameter_lower_bound
 from jdp.models.sizes import parameter_shapes
@@ -139,6 +139,20 @@ class Assembly:
         return {"text": text_loss, "images": image_loss, "features": features_loss}[learns]
 
     @cached_property
+    def measured(self) -> Measured:
+        """What evaluations measure beside the loss: [evaluate]."""
+        table = self.experiment.evaluate
+        return Measured(table.tops, self.experiment.train.batch_size if table.documents or table.confusion else 0)
+
+    @property
+    def eval_loss(self) -> LossFn:
+        """The loss function of the evaluations."""
+        if not (measured := self.measured):
+            return self.loss
+        of_kind = {"text": text_scores, "images": image_loss, "features": features_loss}[self.experiment.kind]
+        return functools.partial(of_kind, measured=measured)
+
+    @cached_property
     def data(self) -> Any:
         """The data set of [data], opened."""
         return open_data(self.experiment)
@@ -174,20 +188,27 @@ class Assembly:
         start: int = 0,
         epochs: int | None = None,
         most: int | None = None,
+        numbered: bool = False,
     ) -> Feed:
-        """Return global batches of `source` on the devices, all of the same size, read ahead."""
+        """Return global batches of `source` on the devices, all of one size, read ahead.
+
+        With `numbered` they have the numbers of their rows.
+        """
         size = self.eval_batch_size
+        rows = process_rows(self.plan, size)
         batches = global_batches(
             source,
             batch_size=size,
             seed=seed,
-            rows=process_rows(self.plan, size),
+            rows=rows,
             start=start,
             shuffle=shuffle,
             epochs=epochs,
             threads=self._threads,
         )
-        return shard_batches(itertools.islice(batches, most), self.plan)
+        found = itertools.islice(batches, most)
+        numbers = {ROW: np.array(rows, np.int32)} if numbered else {}
+        return shard_batches(({**batch, **numbers} for batch in found) if numbered else found, self.plan)
 
     @property
     def eval_batch_size(self) -> int:
@@ -346,7 +367,7 @@ class Assembly:
     @cached_property
     def eval_step(self) -> Step:
         """The evaluation step: means of the metrics over a batch, and their weight."""
-        return make_eval_step(self.loss, self.plan, **self._step_options)
+        return make_eval_step(self.eval_loss, self.plan, **self._step_options)
 
     @property
     def precision(self) -> Precision:
@@ -363,26 +384,3 @@ class Assembly:
             "partitioning": given.partitioning,
             "compiler": given.compiler,
         }
-
-    def sample(self, state: TrainState) -> str | None:
-        """Return text that the model writes, its prompt included; None without a table [sample].
-
-        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out. A chat ends
-        with the answer.
-        """
-        table = self.experiment.sample
-        if table is None:
-            return None
-
-        def write(state: TrainState, prompt: jax.Array) -> jax.Array:
-            rng = jax.random.fold_in(self.rng, 2)  # 0 and 1 are the weights' and the steps'
-            return generate(
-                state.model, prompt, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
-            )
-
-        prompt = self.data.prompt(table.prompt)
-        drawn = jax.jit(write, out_shardings=self.plan.replicated)(self.averaged(state), prompt[None])
-        tokens = np.asarray(jax.device_get(drawn))[0]
-        ends = np.flatnonzero(tokens[len(prompt) :] == self.data.answer_end)
-        tokens = tokens[: len(prompt) + ends[0] + 1] if len(ends) else tokens
-        return self.data.decode(tokens[tokens < self.data.vocab_size])

@@ -28,6 +28,7 @@ from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.phases import samples_before
 from jdp.experiment.plugin_data import plugin_data
+from jdp.experiment.schema.evaluate import BITS_PER_BYTE
 from jdp.experiment.schema.experiment import ARRAYS, Experiment
 
 
@@ -105,6 +106,11 @@ def _by_sample(experiment: Experiment, weight: float | Sequence[tuple[int, float
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
     """Open the evaluation sets."""
+    if BITS_PER_BYTE in experiment.evaluate.metrics and data.tokenizer.byte_counts() is None:
+        raise ExperimentError(
+            f'evaluate.metrics has "{BITS_PER_BYTE}", for which tokens are pieces of text (byte-level, or as '
+            f"SentencePiece has them); given {data.tokenizer.name}, which adds or drops some: remove the metric"
+        )
     sets: dict[str, Source] = {"eval": data.heldout}
     if experiment.data.mixture:
         sets |= {f"eval_{name}": text.heldout for name, text in zip(experiment.data.mixture, data.parts, strict=True)}

@@ -2,7 +2,8 @@
 
 `prefill` runs the prompt and keeps each layer's keys and values, with room for `capacity` positions. `step` runs one
 token: it writes its keys and values at its position, and attends to those up to it. Shapes are constant, so each is
-compiled once. Their logits are those of a call of the model on all tokens so far. `stream` yields the tokens.
+compiled once. Their logits are those of a call of the model on all tokens so far. `stream` yields the tokens, and
+`continued` returns them from one program, in which the model may be sharded.
 
 A prompt may be padded at its end: a position is written before a query sees it.
 """
@@ -162,3 +163,28 @@ def stream(
         if i < length:
             at = jnp.int32(tokens.size + i - 1)
             token, cache = _next(model, token, at, jnp.int32(i), rng, cache, draw=draw)
+
+
+def continued(model: GPT, tokens: jax.Array, last: jax.Array, rng: jax.Array, *, length: int, draw: Draw) -> jax.Array:
+    """Return the tokens after each prompt, [batch, length] int32: those of `stream`, inside of `jax.jit`.
+
+    Args:
+        model: a GPT, sharded in any way; its `context` holds prompt and text.
+        tokens: [batch, prompt] integers, padded at the end with any tokens.
+        last: [] integer, the position of a prompt's last token.
+        rng: typed key.
+        length: tokens to add, at least 1.
+        draw: how.
+    """
+    logits, cache = prefill(model, tokens, last, tokens.shape[1] + length)
+
+    def go_on(i: jax.Array, carried: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+        text, kept = carried
+        newest = jax.lax.dynamic_index_in_dim(text, i - 1, axis=1, keepdims=False)
+        logits, kept = step(model, newest, last + i, kept)
+        drawn = draw(logits, jax.random.fold_in(rng, i)).astype(text.dtype)
+        return jax.lax.dynamic_update_index_in_dim(text, drawn, i, axis=1), kept
+
+    text = jnp.zeros((tokens.shape[0], length), jnp.int32)
+    text = text.at[:, 0].set(draw(logits, jax.random.fold_in(rng, 0)).astype(jnp.int32))
+    return jax.lax.fori_loop(1, length, go_on, (text, cache))[0]

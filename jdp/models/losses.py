@@ -33,7 +33,7 @@ def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -
     2.303
     """
     weights = weights.astype(jnp.float32)
-    return jnp.sum(_nats(logits, targets) * weights), jnp.sum(weights)
+    return jnp.sum(nats(logits, targets) * weights), jnp.sum(weights)
 
 
 def linear_next_token_loss(
@@ -122,7 +122,7 @@ def classification_loss(
     """
     weights = weights.astype(jnp.float32)
     correct = jnp.argmax(logits, axis=-1) == labels
-    return jnp.sum(_nats(logits, labels) * weights), jnp.sum(weights), jnp.sum(weights * correct)
+    return jnp.sum(nats(logits, labels) * weights), jnp.sum(weights), jnp.sum(weights * correct)
 
 
 _TILE = 128  # columns of a tile of the matrix units
@@ -232,7 +232,7 @@ def _within(logits: jax.Array, vocabulary: int) -> jax.Array:
     return jnp.where(jnp.arange(logits.shape[-1]) < vocabulary, logits, jnp.finfo(jnp.float32).min)
 
 
-def _nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
+def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return -log softmax(logits)[target]: [..., classes] and [...] -> [...] float32."""
     logits = logits.astype(jnp.float32)
     # Selected by comparison rather than by index: the transpose then fuses into that of the softmax and overwrites the

@@ -15,6 +15,7 @@ from jdp.base.formatting import format_bytes, format_percent, format_rate, forma
 from jdp.core.sharding.placement import Placement
 from jdp.foresight.forecast import Estimate
 from jdp.report.curves import swatch
+from jdp.report.evaluations import Found, confusion, data_sets, documents, samples
 from jdp.report.history import happened, state
 from jdp.report.memory import memory_bars
 from jdp.report.page import Markup, Section, details, element, joined, page, paragraphs, table
@@ -50,6 +51,7 @@ class Run:
     notes: Sequence[str] = ()  # what was damaged or missing, a sentence each
     step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
     no_step: str = "The step was not compiled."  # why there is none, as a sentence
+    found: Found = field(default_factory=Found)  # by its newest evaluation, and its samples
     goodput: str | None = None  # the useful share of all its time, and where the rest went; None: not known
 
 
@@ -68,6 +70,7 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
         Section("overview", "The runs" if several else "The run", _overview(runs)),
         *([Section("differences", "What differs", _differences(runs))] if several else []),
         Section("learning", "Loss and learning rate", joined([learning(charted, legend), *numbers])),
+        *_evaluated(runs),
         Section("speed", "Throughput and data wait", joined([_speeds(runs), speed(charted, legend)])),
         *([Section("noise", "Noise scale", measured)] if (measured := noise(charted, legend)) else []),
         *([Section("others", "Other metrics", more)] if (more := others(charted, legend)) else []),
@@ -77,6 +80,20 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
         Section("experiment", "The experiment as run", joined(experiments)),
     ]
     return page(title or f"Run{'s' * several} {listed(names, 4)}", sections)
+
+
+def _evaluated(runs: Sequence[Run]) -> list[Section]:
+    """Return the sections of what evaluations and samples found, without those that no run has."""
+    several = len(runs) > 1
+    sets = joined([data_sets(run.name if several else "", run.rows) for run in runs])
+    sections = [Section("sets", "Evaluated data sets", sets)]
+    kinds = {"confusion": ("Confused classes", confusion), "documents": ("Documents", documents)}
+    kinds["samples"] = ("Samples", samples)
+    for anchor, (heading, draw) in kinds.items():
+        drawn = [(run.name, body) for run in runs if (body := draw(run.found))]
+        parts = [joined([*([element("h3", name)] if several else []), body]) for name, body in drawn]
+        sections.append(Section(anchor, heading, joined(parts)))
+    return [section for section in sections if section.body]
 
 
 # What was done.
@@ -123,7 +140,7 @@ def _evaluation(run: Run) -> str:
     """Return the newest value of the metrics that an evaluation is known by."""
     shown = [
         f"{_number(value)} {name.removeprefix('eval_').replace('_', ' ')}"
-        for name in ("eval_loss", "eval_accuracy", "eval_bits_per_token")
+        for name in ("eval_loss", "eval_accuracy", "eval_bits_per_token", "eval_bits_per_byte")
         if (value := _last(run, name)) is not None
     ]
     return ", ".join(shown) or "–"

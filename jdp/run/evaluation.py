@@ -4,35 +4,55 @@
    once; or, if `eval_batches` is a number, that many batches, drawn from all examples with a fixed seed.
 2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, for any
    batch sizes: padding has weight 0.
-3. `Best` holds the best value of a metric, and how many evaluations have passed since.
+3. [evaluate] adds metrics, and files of a data set by document or by class. They are made of values of single
+   examples, which are added up in whole numbers or float64.
+4. `Best` holds the best value of a metric, and how many evaluations have passed since.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
+from jdp.data.order import sample_index
+from jdp.data.text.by_document import text_bytes
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
+from jdp.experiment.schema.evaluate import BITS_PER_BYTE, PERPLEXITY
 from jdp.experiment.schema.fields import ALL
+from jdp.run.outputs.evaluated import SingleExamples
 from jdp.run.outputs.metrics import numbers
 
 Row = dict[str, float]
 
 
-def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
-    """Evaluate every data set, with the averaged parameters if the run has them (`optimizer.ema_decay`)."""
+def evaluate(
+    assembly: Assembly,
+    state: TrainState,
+    goes_on: Callable[[], bool] = lambda: True,
+    files: dict[str, str] | None = None,
+) -> Row | None:
+    """Evaluate every data set, with the averaged parameters if the run has them (`optimizer.ema_decay`).
+
+    `files` gets the files of this evaluation: name -> text. The result is None if the run stops meanwhile.
+    """
     state = assembly.averaged(state)
     row: Row = {}
     for name, source in assembly.eval_sets.items():
-        means = _means(assembly, state, source, goes_on)
+        single = SingleExamples.of(assembly, name, source)
+        means = _means(assembly, state, source, goes_on, single)
         if means is None:
             return None
         row |= {f"{name}_{metric}": value for metric, value in means.items()}
+        if single is not None and files is not None:
+            files[single.file] = single.text()
     if missing := [metric for metric in assembly.experiment.eval_metrics if metric not in row]:
         raise ExperimentError(
             f"loss.name = {assembly.experiment.loss.name!r} must give the metrics that it is registered with; given "
@@ -49,23 +69,61 @@ def coverage(assembly: Assembly) -> str | None:
     return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
 
 
-def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Callable[[], bool]) -> Row | None:
+def _means(
+    assembly: Assembly,
+    state: TrainState,
+    source: Source,
+    goes_on: Callable[[], bool],
+    single: SingleExamples | None,
+) -> Row | None:
     """Return Σ mean · weight / Σ weight of each metric over the batches of one data set; None if the run stops."""
     totals: Row = {}
     weight = 0.0
     most = assembly.experiment.train.eval_batches
-    limit = None if isinstance(most, str) else most
-    with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
+    limit, numbered = None if isinstance(most, str) else most, single is not None
+    with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit, numbered=numbered) as batches:
         for batch in batches:
-            values = numbers(assembly.eval_step(state, batch))
+            measured = assembly.eval_step(state, batch)
+            if single is not None:
+                measured = single.taken(measured)
+            values = numbers(measured)
             share = values.pop("weight")
             weight += share
             if share:
                 totals = {name: totals.get(name, 0.0) + value * share for name, value in values.items()}
             if not goes_on():
                 return None
-    means = {name: total / weight for name, total in sorted(totals.items(), reverse=True)}  # the loss first
-    return means | ({"bits_per_token": means["loss"] / math.log(2)} if assembly.experiment.in_bits else {})
+    means = {name: totals[name] / weight for name in sorted(totals, key=lambda name: (name != "loss", name))}
+    return means | _of_text(assembly, source, means["loss"], weight) if assembly.experiment.in_bits else means
+
+
+def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> Row:
+    """Return the loss of text in other units."""
+    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.evaluate.metrics
+    if PERPLEXITY in asked:
+        row[PERPLEXITY] = float(np.exp(np.float64(loss)))
+    if BITS_PER_BYTE in asked:
+        count = _bytes_evaluated(assembly, source)
+        row[BITS_PER_BYTE] = row["bits_per_token"] * tokens / count if count else math.nan
+    return row
+
+
+def _bytes_evaluated(assembly: Assembly, source: Source) -> int:
+    """Return the bytes of text of the samples that an evaluation reads, counted once."""
+    most, samples = assembly.experiment.train.eval_batches, len(source)
+    if isinstance(most, str):
+        indices = range(samples)
+    else:  # in the order in which the evaluation draws them
+        drawn = min(samples, most * assembly.experiment.train.batch_size)
+        indices = [sample_index(0, samples, position) for position in range(drawn)]
+    counted = _COUNTED.setdefault(source, {})
+    if len(indices) not in counted:
+        counted[len(indices)] = text_bytes(source, indices, assembly.data.tokenizer)
+    return counted[len(indices)]
+
+
+_COUNTED: weakref.WeakKeyDictionary[Source, dict[int, int]] = weakref.WeakKeyDictionary()
+"""Bytes of a source's first samples, by their number."""
 
 
 @dataclass

@@ -45,7 +45,19 @@ SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
     *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "overlap", "compiler"),
-    *("devices", "mesh", "rules", "eval", "sample", "track", "guard", "train", "model.attention", "model.remat"),
+    *(
+        "devices",
+        "mesh",
+        "rules",
+        "eval",
+        "evaluate",
+        "sample",
+        "track",
+        "guard",
+        "train",
+        "model.attention",
+        "model.remat",
+    ),
     "data.chat_date",  # the samples themselves are compared
 }
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's

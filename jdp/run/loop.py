@@ -208,6 +208,7 @@ def _steps(visit: Visit, state: TrainState) -> TrainState:
     """Step until the end, an early stop or a signal; return the state of the last step, which is saved."""
     train_step = visit.assembly.train_step
     visit.evaluate(state)  # a signal may have come between a step and its evaluation
+    visit.sample(state)
     with visit.feed():
         while not visit.ended:
             batch = visit.before(state)

@@ -85,9 +85,8 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None
     waited = progress.waited / progress.steady_seconds if progress.steady_seconds else None
-    own = {
-        name: value for name, value in evals.items() if name in ("eval_loss", "eval_bits_per_token", "eval_accuracy")
-    }
+    names = ("loss", "bits_per_token", "accuracy", *chosen.evaluate.metrics)
+    own = {name: evals[name] for name in (f"eval_{metric}" for metric in dict.fromkeys(names)) if name in evals}
     best = progress.watched
     return {
         "name": chosen.name,

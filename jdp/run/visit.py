@@ -28,7 +28,7 @@ from jdp.run.bad_steps import Health, went_back
 from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
-from jdp.run.outputs import trackers
+from jdp.run.outputs import evaluated, samples, trackers
 from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
@@ -65,6 +65,7 @@ class Visit:
         self.checkpoints, self.stop, self.watch = checkpoints, stop, watch
         self.experiment = assembly.experiment
         self.ended = progress.finished(self.experiment)
+        self._writer = samples.Writer(assembly)
         self.display = Display(self.experiment.train.steps, done=progress.done, to_stderr=quiet)
         self.health = Health(assembly, progress, watch, self.display.say)
         self._clock = Clock(assembly)
@@ -129,10 +130,7 @@ class Visit:
         The state is given up.
         """
         progress, say = self.progress, self.display.say
-        with self.watch.during("sample"):
-            text = self.assembly.sample(state)
-        if text is not None:
-            say(f"sample:\n{text}")
+        self._sample(state, "sample")
         results = summary(self.assembly, progress, self.folder)
         if self.experiment.train.noise_scale:
             measured = jax.device_get(state.sync["noise"])
@@ -179,8 +177,8 @@ class Visit:
         self.watch.mark("wait")
         profiled = self.profile.end(step, state)
         self.watch.step(step)
-        evaluated = self.stop.signal is None and self.evaluate(state)
-        if profiled or evaluated:
+        made = self.stop.signal is None and any([self.evaluate(state), self.sample(state)])
+        if profiled or made:
             self._restart()
         stopping = self.stop.signal is not None
         self.ended = last or stopping or progress.stops_early(self.experiment)
@@ -266,10 +264,12 @@ class Visit:
         progress, train, done = self.progress, self.experiment.train, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
+        files: dict[str, str] = {}
         with self.watch.during("eval"):
-            row = evaluate(self.assembly, state, self._goes_on)
+            row = evaluate(self.assembly, state, self._goes_on, files)
         if row is None:
             return False
+        self._write(lambda: evaluated.write(self.folder, done, files))
         progress.evals, progress.evaluated = row, done
         progress.watched.seen(done, row, min_delta=train.min_delta)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
@@ -281,6 +281,28 @@ class Visit:
             self.display.say(f"stopped early: {progress.watched.no_improvement(train.min_delta)}")
             self.ended = True
         return True
+
+    def sample(self, state: TrainState) -> bool:
+        """Write text if it is due after this step and the run goes on; return True if it was written.
+
+        After a restart it is written again.
+        """
+        table, done = self.experiment.sample, self.progress.done
+        if table is None or not table.every or not done or done % table.every or self.ended:
+            return False
+        if self.progress.finished(self.experiment):
+            return False  # `finish` does it
+        self._sample(state, f"sample of step {done}")
+        return True
+
+    def _sample(self, state: TrainState, title: str) -> None:
+        """Have the model write, and show and keep the text."""
+        done = self.progress.done
+        with self.watch.during("sample"):
+            rows = self._writer.rows(state, done)
+        self._write(lambda: samples.write(self.folder, done, rows))
+        for row in rows:
+            self.display.say(f"{title}:\n{row['text']}")
 
     def _evaluation_due(self) -> bool:
         """Return whether this step is followed by an evaluation."""

@@ -242,3 +242,31 @@ def test_a_tokenizer_must_fit_the_model(file, texts):
     assert text_data(texts, length=4, tokenizer=str(file), vocab_size=512).vocab_size == 300
     with pytest.raises(ValueError, match="given vocab_size 255 and 256 in bytes"):
         text_data(texts, length=4, vocab_size=255)
+
+
+def test_tokens_of_text_have_its_bytes(trained, file):
+    """The bytes of the pieces are those of the text, and the token that closes a document has none."""
+    tokenizer = open_tokenizer(str(file))
+    counts = tokenizer.byte_counts()
+    assert counts.shape == (300,) and counts[299] == 0
+    for text in (*TEXTS[:3], "☃", "plain"):
+        assert counts[tokenizer.encode(text)].sum() == len(text.encode())
+    plain = open_tokenizer("bytes").byte_counts()
+    assert plain.tolist() == [0, *[1] * 255]
+
+
+def test_pieces_of_sentencepiece_have_their_bytes_and_words_have_none(tmp_path):
+    """Llama's kind: a space is ▁, other bytes are <0xE2>. A word does not say what was between it and the next."""
+    words = {"</s>": 0, "▁a": 1, "▁": 2, "b": 3, "ï": 4, **{f"<0x{byte:02X}>": 5 + byte for byte in range(256)}}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("▁", "a")] * 0, byte_fallback=True))
+    bpe.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    decode = tokenizers.decoders
+    bpe.decoder = decode.Sequence([decode.Replace("▁", " "), decode.ByteFallback(), decode.Fuse()])
+    bpe.add_special_tokens(["</s>"])
+    bpe.save(str(tmp_path / "pieces.json"))
+    tokenizer, text = open_tokenizer(str(tmp_path / "pieces.json")), "b ï ☃b"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.byte_counts()[tokenizer.encode(text)].sum() == len(text.encode()) == 9
+    level = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
+    level.save(str(tmp_path / "words.json"))
+    assert open_tokenizer(str(tmp_path / "words.json")).byte_counts() is None

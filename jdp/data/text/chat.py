@@ -82,6 +82,9 @@ class ChatTokenizer(Tokenizer):
     def _text(self, values: NDArray[Any]) -> str:
         return self.text.decode(values)
 
+    def byte_counts(self) -> NDArray[np.int64] | None:
+        return self.text.byte_counts()
+
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
         dtype = smallest_uint(self.stored)
         rows: list[NDArray[Any]] = [np.zeros(0, dtype)]

@@ -48,6 +48,7 @@ class TextSamples:
     Attributes:
         tokens: unsigned integers [tokens], all text of this side.
         length: targets in a sample.
+        bounds: int64 [documents + 1], the start of each document, and the end of the last; None: one document.
 
     Sample i is a dict of "tokens" int32 [length], "targets" int32 [length] (the tokens one further on) and "weights"
     float32 [length] (1). The last sample may be short of text: it is filled with zeros of weight 0.
@@ -62,6 +63,7 @@ class TextSamples:
 
     tokens: NDArray[Any] | MappedTokens
     length: int
+    bounds: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -388,5 +390,5 @@ def decode(tokens: ArrayLike) -> str:
 
 def _samples(tokens: TokenArray, length: int, packing: Packing, format: Format) -> TextSamples | PackedSamples:
     if packing == "stream":
-        return TextSamples(tokens.ids, length)
+        return TextSamples(tokens.ids, length, tokens.bounds)
     return PackedSamples(tokens.ids, tokens.bounds, length, chat=format == "chat")

@@ -7,6 +7,7 @@ separator that closes a document.
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _AGAIN = 4
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+_SPACE, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece has them
 _BATCH_BYTES = 2**22  # of text that is tokenised at a time: the library's encodings are many times larger than the ids
 
 
@@ -86,6 +88,13 @@ class Tokenizer(ABC):
     def _text(self, values: NDArray[Any]) -> str: ...
 
     @abstractmethod
+    def byte_counts(self) -> NDArray[np.int64] | None:
+        """Return the bytes of text, in UTF-8, that each token stands for: int64 [vocab_size]; special tokens have none.
+
+        None if tokens are not pieces of text.
+        """
+
+    @abstractmethod
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
         """Return documents as ids, without separators; `name_of` returns a document's name for errors."""
 
@@ -123,6 +132,9 @@ class Bytes(Tokenizer):
     def _text(self, values: NDArray[Any]) -> str:
         return values.astype(np.uint8).tobytes().decode(errors="replace")
 
+    def byte_counts(self) -> NDArray[np.int64]:
+        return (np.arange(VOCAB_SIZE) != SEPARATOR).astype(np.int64)
+
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
         del name_of  # every byte is a token
         return TokenArray(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
@@ -141,6 +153,18 @@ class FileTokenizer(Tokenizer):
     def _text(self, values: NDArray[Any]) -> str:
         return self.tokenizer.decode(values.tolist(), skip_special_tokens=False)
 
+    def byte_counts(self) -> NDArray[np.int64] | None:
+        size = _size_of_pieces(json.loads(self.tokenizer.to_str())["decoder"])
+        if size is None:
+            return None
+        counts = np.zeros(self.vocab_size, np.int64)
+        for piece, token in self.tokenizer.get_vocab(with_added_tokens=True).items():
+            counts[token] = size(piece)
+        for token, added in self.tokenizer.get_added_tokens_decoder().items():
+            counts[token] = 0 if added.special else len(added.content.encode())
+        counts[self.separator] = 0
+        return counts
+
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
         dtype = smallest_uint(self.vocab_size)
         ids: list[NDArray[Any]] = [np.zeros(0, dtype)]
@@ -148,6 +172,19 @@ class FileTokenizer(Tokenizer):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             ids += [np.array(encoding.ids, dtype) for encoding in encodings]
         return TokenArray(np.concatenate(ids), bounds_of(ids[1:]))
+
+
+def _size_of_pieces(decoder: dict[str, Any] | None) -> Callable[[str], int] | None:
+    """Return what counts the bytes of a piece; None for a decoder whose text is more than its pieces, end to end."""
+    parts = (decoder or {}).get("decoders", [decoder] if decoder else [])
+    kinds = {part["type"] for part in parts}
+    if kinds == {"ByteLevel"}:
+        return len  # a letter is a byte
+    spaces = [part for part in parts if part["type"] in ("Metaspace", "Replace")]
+    if kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"} and len(spaces) == 1:
+        has_bytes = "ByteFallback" in kinds
+        return lambda piece: 1 if has_bytes and _BYTE.fullmatch(piece) else len(piece.replace(_SPACE, " ").encode())
+    return None
 
 
 def _batches(documents: Sequence[bytes], name_of: Callable[[int], str]) -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ fields.py     the kinds of value
 model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
+evaluate.py   [evaluate]
 train.py      [train], [sample], [track], [guard]
 wire.py       [wire], [local_steps]
 registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
@@ -19,12 +20,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
-from jdp.base.hints import nearest
 from jdp.base.shorten import cut
 from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import DATASETS, OF_EVERY, OF_TEXT, Data, EvalSet, Ingredient, text_problems
+from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
@@ -128,6 +129,7 @@ class Experiment(Section):
     local_steps: LocalStepsTable = LocalStepsTable()
     track: Track = Track()
     guard: Guard = Guard()
+    evaluate: Evaluate = Evaluate()
     sample: Sample | None = None
 
     @field_validator("mesh")
@@ -168,13 +170,8 @@ class Experiment(Section):
 
     @property
     def eval_metrics(self) -> tuple[str, ...]:
-        """Names of an evaluation's metrics: "eval_…" of the held-out data, "eval_NAME_…" of the held-out side of
-        [data.mixture.NAME] and of [eval.NAME]."""
-        entry = LOSSES.entries.get(self.loss.name or "")
-        own = ("bits_per_token",) if self.in_bits else ("accuracy",)
-        names = ("loss", *(own if entry is None else entry.metrics))
-        sets = ("eval", *(f"eval_{name}" for name in (*self.data.mixture, *self.eval)))
-        return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
+        """Names of an evaluation's metrics."""
+        return eval_metrics(self)
 
     @property
     def kind(self) -> Kind:
@@ -203,7 +200,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
     yield from (_own_data if experiment.kind == "own" else _data)(experiment)
-    yield from _metrics(experiment)
+    yield from metric_problems(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)
     if experiment.overlap is True and experiment.partitioning == "auto":
@@ -367,21 +364,6 @@ def _unread(data: Data, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
     for key in keys:
         if getattr(data, key) != Data.model_fields[key].default:
             yield key, cut(repr(getattr(data, key)))
-
-
-def _metrics(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong with requested metrics that no evaluation has."""
-    train, known = experiment.train, experiment.eval_metrics
-    asked = {"stop_metric": train.stop_metric, "keep_best": train.keep_best if train.keep_best is not True else None}
-    for key, metric in asked.items():
-        if metric and metric not in known:
-            given = f"{cut(repr(metric))}{nearest(str(metric), known)}"
-            yield f"train.{key} must be a metric of the evaluations, {', '.join(known)}; given {given}"
-    if train.stop_after and not train.eval_every:
-        yield (
-            f"train.stop_after = {train.stop_after} counts evaluations, but there is one at the end only: "
-            "set train.eval_every"
-        )
 
 
 def _rules(experiment: Experiment) -> Iterator[str]:

@@ -98,6 +98,14 @@ def _patterns(patterns: Any) -> Any:
     return _words(patterns, 'must be a path pattern, such as "*/lora_*"')
 
 
+def _prompts(prompts: Any) -> Any:
+    prompts = _words("" if prompts is None else prompts, "must be text of one character at least")
+    for prompt in (prompts,) if isinstance(prompts, str) else prompts:
+        if prompt.encode(errors="replace").decode() != prompt:
+            raise ValueError("must be text in UTF-8")
+    return prompts
+
+
 def _batches(batches: Any) -> Any:
     if batches != ALL and (type(batches) is not int or batches < 1):
         raise ValueError(f'must be 1 or more, or "{ALL}"')
@@ -147,6 +155,7 @@ RunName = Annotated[str, AfterValidator(run_name)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
 MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
+Prompts = Annotated[str | tuple[str, ...], PlainValidator(_prompts)]
 Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
 Best = Annotated[bool | str, PlainValidator(_best)]
 BoolOrAuto = Annotated[bool | typing.Literal["auto"], PlainValidator(_bool_or_auto)]

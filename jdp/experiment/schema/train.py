@@ -7,7 +7,18 @@ from pydantic import Field
 
 from jdp.base.by_step import ByStep
 from jdp.experiment.schema.by_step import Sizes
-from jdp.experiment.schema.fields import Batches, Best, Count, PathText, Patterns, Positive, Section, Single, Whole
+from jdp.experiment.schema.fields import (
+    Batches,
+    Best,
+    Count,
+    PathText,
+    Patterns,
+    Positive,
+    Prompts,
+    Section,
+    Single,
+    Whole,
+)
 from jdp.experiment.schema.model import Model
 from jdp.models.configs.gpt import GPTConfig
 
@@ -92,16 +103,24 @@ class Train(Section):
 
 
 class Sample(Section):
-    """[sample]: text written by the model at the end of the run; leave the table out for none."""
+    """[sample]: text written by the model during the run and at its end, into samples/; leave the table out for none.
+    The draws are those of the seed, so `jdp generate RUN --step N` writes the text of step N."""
 
-    prompt: Annotated[str, Field(min_length=1)] = "\n"
-    """Text to continue."""
+    prompt: Prompts = "\n"
+    """Text to continue, or an array of texts."""
+    every: Count = 0
+    """Steps between samples; 0 = only at the end."""
     length: Positive = 200
     """Tokens to add."""
     temperature: Annotated[float, Field(ge=0), Single] = 1.0
     """Divides the logits; 0 = always the likeliest."""
     top_k: Positive | None = None
     """Draw only from the k likeliest tokens; "none" = from all."""
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The texts to continue."""
+        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 
 Name = Annotated[str, Field(min_length=1)]

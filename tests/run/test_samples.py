@@ -1,0 +1,111 @@
+"""Samples during a run: on every mesh and after every restart the text that `jdp generate` writes of that step."""
+
+import json
+
+import pytest
+from own_process import python
+from tiny_experiment import tables, write_tiny
+from tiny_runs import refused, stopped_at, train
+
+from jdp.cli.main import main
+
+TABLES = tables(
+    optimizer={"name": "adamw", "lr": 0.05},
+    train={"steps": 6, "batch_size": 16, "eval_every": 2, "eval_batches": "all", "checkpoint_every": 3},
+    evaluate={"metrics": ["bits_per_byte"], "documents": True},
+    sample={"prompt": ["de", "par"], "every": 2, "length": 5, "temperature": 0.7},
+)
+
+
+def files(folder):
+    """The files of samples and evaluations by name, as text."""
+    found = [*folder.glob("samples/*"), *folder.glob("evaluations/*/*")]
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(found)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The experiment's file, and the folder of its run on eight devices, sharded."""
+    file = write_tiny(tmp_path_factory.mktemp("samples"), TABLES)
+    code, folder = train(file, "--strategy", "zero3", "--train.checkpoint_every", "2", name="whole")
+    assert code == 0
+    return file, folder
+
+
+def test_samples_are_what_one_device_writes_from_the_checkpoint_of_their_step(trained, capsys):
+    _, folder = trained
+    assert sorted(path.name for path in (folder / "samples").iterdir()) == ["2.jsonl", "4.jsonl", "6.jsonl"]
+    texts = set()
+    for step in (2, 4, 6):
+        rows = [json.loads(line) for line in (folder / f"samples/{step}.jsonl").read_text().splitlines()]
+        capsys.readouterr()
+        words = ["--prompt", "de", "--prompt", "par", "--length", "5", "--temperature", "0.7", "--step", str(step)]
+        assert main(["generate", str(folder), *words, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["texts"]
+        assert [(row["step"], row["prompt"]) for row in rows] == [(step, "de"), (step, "par")]
+        assert [row["text"] for row in rows] == [one["prompt"] + one["text"] for one in found]
+        texts.add(rows[0]["text"])
+    assert len(texts) > 1, "the model learns"
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_run_that_is_stopped_writes_the_same_samples_and_evaluations(trained, step):
+    """At step 4 both are due, and the visit after the stop makes them."""
+    file, folder = trained
+    name = f"stopped-{step}"
+    with stopped_at(step):
+        assert train(file, "--strategy", "zero3", name=name)[0] != 0
+    code, again = train(file, "--strategy", "zero3", name=name)
+    assert code == 0 and files(again) == files(folder)
+
+
+def test_without_every_there_is_a_sample_at_the_end(trained, capsys):
+    file, _ = trained
+    code, folder = train(file, "--sample.every", "0", "--train.steps", "1", "--sample.prompt", "me", name="end")
+    text = json.loads((folder / "samples/1.jsonl").read_text())["text"]
+    assert code == 0 and [path.name for path in (folder / "samples").iterdir()] == ["1.jsonl"]
+    assert f"sample:\n{text}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "fix"),
+    [
+        ("sample.every", "-1", "sample.every"),
+        ("sample.every", "1.5", "sample.every"),
+        ("evaluate.metrics", '["bits_per_bite"]', "did you mean bits_per_byte?"),
+        ("evaluate.metrics", '["top0_accuracy"]', "evaluate.metrics"),
+        ("evaluate.metrics", '["top257_accuracy"]', "256"),
+        ("evaluate.metrics", '["accuracy", "accuracy"]', "once"),
+        ("evaluate.confusion", "true", "of classes"),
+        ("train.eval_batches", "3", 'train.eval_batches = "all"'),
+        ("data.tokenizer", "none", "tokenizer"),
+    ],
+)
+def test_bad_keys_are_refused_before_a_run_begins(trained, capsys, key, given, fix):
+    file, _ = trained
+    error = refused(capsys, "train", file, "--name", "bad", f"--{key}", given)
+    assert fix in error and not (file.parent / "runs" / "bad").exists()
+
+
+@pytest.mark.parametrize("prompt", ["[]", '""', '["a", ""]', '["a", 3]'])
+def test_prompts_are_texts(trained, capsys, prompt):
+    file, _ = trained
+    bad = file.with_name("bad.toml")
+    bad.write_text(file.read_text().replace('["de", "par"]', prompt))
+    assert "sample.prompt must be text" in refused(capsys, "train", bad)
+
+
+def test_two_processes_write_what_one_writes(trained):
+    """2 processes x 4 devices over Gloo, which adds in another order: the texts are equal, the losses within 1e-5."""
+    file, folder = trained
+    words = ["tiny.toml", "--name", "two", "--strategy", "zero3"]
+    done = python("-m", "jdp", "launch", "-n", "2", "--devices-per-process", "4", "--", *words, cwd=file.parent)
+    assert done.returncode == 0, done.stderr
+    one, two = files(folder), files(file.parent / "runs" / "two")
+    assert one.keys() == two.keys()
+    for name in one:
+        rows = [[json.loads(line) for line in run[name].splitlines()] for run in (one, two)]
+        assert rows[1] == [
+            {key: pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for key, value in row.items()}
+            for row in rows[0]
+        ]
