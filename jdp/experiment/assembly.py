@@ -38,7 +38,7 @@ from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import features_loss, image_loss, text_loss
+from jdp.experiment.losses import features_loss, image_loss, reference_loss, text_loss
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.optimizer import LOSSES
@@ -224,7 +224,12 @@ class Assembly:
     def units_per_step(self) -> int:
         """Tokens, or examples, of a global batch."""
         length = self.experiment.data.length if self.experiment.kind == "text" else 1
-        return self.experiment.train.batch_size * length
+        return self.experiment.train.batch_size * length * (2 if self.learns_preferences else 1)
+
+    @property
+    def learns_preferences(self) -> bool:
+        """Whether a row of a batch is a pair of answers."""
+        return self.experiment.data.format == "preferences"
 
     def state(self) -> TrainState:
         """Make a fresh state, sharded as the plan says."""
@@ -260,7 +265,10 @@ class Assembly:
         elif self.experiment.kind == "text":
             names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
             length = (rows, self.experiment.data.length)
+            if self.learns_preferences:
+                names, length = names[:2], (rows, 2, self.experiment.data.length)
             shapes = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
+            shapes |= {"reference": ((rows, 2), "float32")} if self.learns_preferences else {}
         else:
             is_image = self.experiment.kind == "images"
             inputs = (config.image_size, config.image_size, config.channels) if is_image else (config.features_in,)
@@ -304,6 +312,12 @@ class Assembly:
     def eval_step(self) -> Step:
         """The evaluation step: means of the metrics over a batch, and their weight."""
         return make_eval_step(self.loss, self.plan, **self._step_options)
+
+    @cached_property
+    def reference_step(self) -> Step:
+        """The step that computes the log-probabilities of a batch of pairs, each at its "slot"."""
+        loss = functools.partial(reference_loss, self.experiment.train.batch_size)
+        return make_eval_step(loss, self.plan, **self._step_options)
 
     @property
     def precision(self) -> Precision:

@@ -200,7 +200,17 @@ class Visit:
         row |= self._clock.row(step, self._feed, progress, hosts)
         self.metrics.write(step, row)
         speed = self._clock.speed
-        shown = ("loss", "accuracy", "lr", "grad_norm", speed, "mfu", *["skipped"] * (progress.skipped > 0))
+        shown = (
+            "loss",
+            "accuracy",
+            "rewards/accuracies",
+            "rewards/margins",
+            "lr",
+            "grad_norm",
+            speed,
+            "mfu",
+            *["skipped"] * (progress.skipped > 0),
+        )
         self.display.log(step, {name: row[name] for name in shown if name in row})
         self._clock.restart(step, self._feed)
 

@@ -336,7 +336,7 @@ def _data(experiment: Experiment) -> Iterator[str]:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
-    yield from chat_problems(data, name) if kind == "text" else ()
+    yield from chat_problems(data, name, experiment.loss.name) if kind == "text" else ()
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]

@@ -1,12 +1,13 @@
 """The tables [loss] and [optimizer]: what is minimised, and the update rule with its learning rate over the run."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Section, Single
-from jdp.experiment.schema.registered import Table
+from jdp.experiment.schema.registered import Entry, Table
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -121,8 +122,26 @@ class LossTable(Section):
     """[loss]: what is minimised."""
 
     name: Annotated[str | None, AfterValidator(_loss_name)] = None
-    """A loss that the plug-in registers, whose fields may be given beside it; none = the cross-entropy of the model's
-    next token or class."""
+    """"dpo" learns preferences; or a loss that the plug-in registers. Its fields may be given beside it. none = the
+    cross-entropy of the model's next token or class."""
 
 
-LOSSES = Table("loss")
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How much the answers' log-probabilities may leave those of the initial weights: more with a smaller beta."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that are taken to be labelled the wrong way round (conservative DPO)."""
+
+
+def _dpo(given: DPO, model: Any, batch: Any, rng: Any) -> Any:
+    from jdp.experiment.losses import dpo_loss  # late: it imports JAX
+
+    return dpo_loss(given, model, batch, rng)
+
+
+DPO_METRICS = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+DPO_METRICS += ("logps/chosen", "logps/rejected")
+LOSSES = Table("loss", entries={"dpo": Entry("dpo", DPO, _dpo, metrics=DPO_METRICS)})
