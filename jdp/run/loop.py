@@ -193,7 +193,7 @@ def _start(
             f"{fingerprint}): restore [data] as it was, or choose another `name`. The standard library's text "
             "differs between Python versions."
             + " A chat template may write the day: give that of the run's first start in data.chat_date." * dated
-            + f" The reference of the answers is part of it: restore {reference.file}." * bool(reference)
+            + ("" if reference is None else f" The reference of the answers is part of it: restore {reference.file}.")
         )
     progress = Progress.of(train, assembly.toml, record)
     progress.bad.went(back)

@@ -33,8 +33,8 @@ from jdp.data import NumpyBatch
 from jdp.data.text.preference_samples import PreferenceSamples
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
+from jdp.run.folder import REFERENCE
 
-FILE = "reference.npz"
 _WEIGHTS = "weights"
 
 Sides = dict[str, PreferenceSamples]
@@ -61,7 +61,7 @@ class Reference:
         """Return what the folder keeps; None for an experiment that learns no preferences. All processes call it."""
         if not assembly.learns_preferences:
             return None
-        found = Reference(assembly, folder / FILE, "")
+        found = Reference(assembly, folder / REFERENCE, "")
         kept = found._read() if jax.process_index() == 0 else {}
         told = json.loads(from_first_process("the reference that is kept", json.dumps([*kept])))
         if told:
@@ -141,9 +141,10 @@ class Reference:
             return {}
 
     def _write(self) -> None:
-        written = self.file.with_name(f"{FILE}.new")
+        written = self.file.with_name(f"{REFERENCE}.new")
         with written.open("wb") as opened:
-            np.savez(opened, **{_WEIGHTS: np.frombuffer(self.weights.encode(), np.uint8)}, **self.values)
+            arrays: dict[str, Any] = {_WEIGHTS: np.frombuffer(self.weights.encode(), np.uint8), **self.values}
+            np.savez(opened, **arrays)
             opened.flush()
             os.fsync(opened.fileno())
         written.replace(self.file)
@@ -162,7 +163,7 @@ class _Slots:
     def __getitem__(self, index: int, /) -> NumpyBatch:
         sample = dict(self.side[index])
         del sample["reference"]
-        return sample | {"slot": np.int32(index % self.rows)}
+        return sample | {"slot": np.asarray(index % self.rows, np.int32)}
 
 
 def checksum(state: TrainState) -> str:

@@ -51,7 +51,7 @@ def _joined(chosen: NDArray[np.int64], rejected: NDArray[np.int64]) -> NDArray[n
     return np.concatenate([2 * chosen - (chosen & 1), 2 * rejected - (rejected & 1) + _REJECTED])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PreferenceSamples:
     """One side of the pairs, as a sequence of samples.
 

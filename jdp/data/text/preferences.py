@@ -30,12 +30,12 @@ def preferences(table: Table, alike: Callable[[str], None]) -> list[bytes]:
     """Return rows as JSON; one whose answers are the same is empty, and its name is given to `alike`."""
     columns = (table.values(column) for column in (*COLUMNS, TOOLS))
     found: list[bytes] = []
-    for row, values in enumerate(zip(*columns, strict=True)):
+    for row, (prompt, chosen, rejected, tools) in enumerate(zip(*columns, strict=True)):
         name = table.name_of(row)
-        pair = _pair(*values[:3], name)
+        pair = _pair(prompt, chosen, rejected, name)
         if pair.chosen == pair.rejected:
             alike(name)
-        pair = pair._replace(tools=tools_in(values[3], name))
+        pair = pair._replace(tools=tools_in(tools, name))
         found.append(b"" if pair.chosen == pair.rejected else as_json(pair._asdict(), name))
     return found
 

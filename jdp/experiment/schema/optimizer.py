@@ -142,6 +142,8 @@ def _dpo(given: DPO, model: Any, batch: Any, rng: Any) -> Any:
     return dpo_loss(given, model, batch, rng)
 
 
-DPO_METRICS = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
-DPO_METRICS += ("logps/chosen", "logps/rejected")
-LOSSES = Table("loss", entries={"dpo": Entry("dpo", DPO, _dpo, metrics=DPO_METRICS)})
+_DPO_METRICS = (
+    *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
+    *("logps/chosen", "logps/rejected"),
+)
+LOSSES = Table("loss", entries={"dpo": Entry("dpo", DPO, _dpo, metrics=_DPO_METRICS)})
