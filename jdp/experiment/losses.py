@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.types import Batch, Loss
-from jdp.experiment.schema.optimizer import DPO
 from jdp.models import classification_loss
 
 
@@ -31,16 +30,15 @@ def features_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
     return _classified(model(batch["features"], rng=rng), batch)
 
 
-def dpo_loss(given: DPO, model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
+def dpo_loss(model: Any, batch: Batch, *, beta: float, smoothing: float) -> Loss:
     """Compute the loss of direct preference optimization, summed over the pairs, and what TRL reports beside it.
 
     A reward is beta · (log-probability of an answer - that under the initial weights). Without dropout, as in TRL.
     """
-    del rng
     logps, there = _pairs(model, batch)
-    rewards = given.beta * (logps - batch["reference"])
+    rewards = beta * (logps - batch["reference"])
     chosen, rejected = rewards[:, 0], rewards[:, 1]
-    smoothing, margins = given.label_smoothing, chosen - rejected
+    margins = chosen - rejected
     losses = -(1 - smoothing) * jax.nn.log_sigmoid(margins) - smoothing * jax.nn.log_sigmoid(-margins)
     reported = {
         "rewards/accuracies": margins > 0,

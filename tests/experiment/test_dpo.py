@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from guide_folders import CHAT_TEMPLATE, write_llama
+from guide_folders import write_chat_llama
 from own_process import python
 from tiny_experiment import train_here
 from tiny_runs import rows, stopped_at
@@ -37,9 +37,7 @@ NAMES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "re
 def llama(tmp_path_factory):
     """A folder with `llama/`, which has a chat template, and 60 pairs of answers in `pairs.jsonl`."""
     folder = tmp_path_factory.mktemp("pairs")
-    write_llama(folder / "llama", ["<|im_start|>", "<|im_end|>"], ["one more than is assistant user"])
-    settings = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
-    (folder / "llama" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_chat_llama(folder / "llama")
     found = [{"prompt": f"One more than {n}?", "chosen": f"It is {n + 1}.", "rejected": f"So: {n}"} for n in range(60)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     return folder

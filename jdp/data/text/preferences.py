@@ -59,8 +59,8 @@ def _pair(prompt: Any, chosen: Any, rejected: Any, name: str) -> Preference:
             return Preference(before, [], [])
         if not before:
             raise ValueError(
-                f"{CHOSEN} and {REJECTED} must answer one prompt; given no message that both begin with, in {name}: "
-                f'add a column "{PROMPT}", or fix the row'
+                f"chosen and rejected must answer one prompt; given no message that both begin with, in {name}: add a "
+                'column "prompt", or fix the row'
             )
     chosen, rejected = (answer[len(before) :] if answer[: len(before)] == before else answer for answer in answers)
     for column, answer in ((CHOSEN, chosen), (REJECTED, rejected)):

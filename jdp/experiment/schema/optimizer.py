@@ -128,18 +128,22 @@ class LossTable(Section):
 
 @dataclass(frozen=True)
 class DPO:
-    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7)."""
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
+
+    Fields:
+        beta: how dear it is to leave the initial weights: the larger, the nearer the model stays to them.
+        label_smoothing: share of the pairs that are taken to be labelled the wrong way round (conservative DPO).
+    """
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How much the answers' log-probabilities may leave those of the initial weights: more with a smaller beta."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that are taken to be labelled the wrong way round (conservative DPO)."""
 
 
 def _dpo(given: DPO, model: Any, batch: Any, rng: Any) -> Any:
     from jdp.experiment.losses import dpo_loss  # late: it imports JAX
 
-    return dpo_loss(given, model, batch, rng)
+    del rng
+    return dpo_loss(model, batch, beta=given.beta, smoothing=given.label_smoothing)
 
 
 _DPO_METRICS = (
