@@ -84,7 +84,7 @@ class Reference:
         return digest.hexdigest()
 
     def compute(self, state: TrainState, *, resumes: bool, beat: Callable[[], None]) -> str | None:
-        """Compute what is not there yet, with the initial weights, and keep it; return a line that says so.
+        """Compute what is not there yet, with the initial weights, and keep it; return a line about it.
 
         Args:
             state: has the initial weights.

@@ -62,8 +62,8 @@ class PreferenceSamples:
         reference: float32 [samples, 2], log-probabilities of the chosen and the rejected answers; zeros until it is
             set.
 
-    Sample i is a dict of "tokens", "targets" int32 [2, length], "weights" float32 [2, length], 1 where a target is of
-    an answer, and "reference" float32 [2]: first the chosen answer, then the rejected.
+    Sample i is a dict of "tokens" and "targets" int32 [2, length], "weights" float32 [2, length], and "reference"
+    float32 [2]. First comes the chosen answer, then the rejected. The weight is 1 where a target is of an answer.
 
     Raises:
         ValueError: a length below 1, or no pair with two answers in a row of this length.

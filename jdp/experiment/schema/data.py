@@ -121,8 +121,13 @@ TEMPLATED = ("chat", "preferences")
 """The formats of messages."""
 
 
-def chat_problems(data: Data, model: str, loss: str | None) -> Iterator[str]:
+def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterator[str]:
     """Yield what is wrong between the keys of a chat, or of preferences and their loss."""
+    if kind != "text":
+        if loss == "dpo":
+            data_set = f" and data.name = {data.name!r}" if data.name else ""
+            yield f'loss.name = "dpo" learns text by a GPT; given model.name = {model!r}{data_set}: remove [loss]'
+        return
     if (data.format == "preferences") != (loss == "dpo"):
         given = f'data.format = "{data.format}" and {"no loss.name" if loss is None else f"loss.name = {loss!r}"}'
         yield f'data.format = "preferences" and loss.name = "dpo" need each other; given {given}: change one of them'

@@ -4,8 +4,7 @@ fields.py     the kinds of value
 model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
-train.py      [train], [sample], [track], [guard]
-wire.py       [wire], [local_steps]
+train.py      [train], [sample], [track], [guard]; wire.py [wire], [local_steps]
 registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
@@ -203,6 +202,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
     yield from (_own_data if experiment.kind == "own" else _data)(experiment)
+    yield from chat_problems(experiment.data, experiment.model.name, experiment.loss.name, experiment.kind)
     yield from _metrics(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)
@@ -237,7 +237,8 @@ def _plugin(experiment: Experiment) -> Iterator[str]:
 
 
 def _names(table: Table) -> str:
-    return f" = {' or '.join(repr(name) for name in table.entries)}" if table.entries else ""
+    names = [repr(name) for name, entry in table.entries.items() if entry.by]
+    return f" = {' or '.join(names)}" if names else ""
 
 
 def _size(experiment: Experiment) -> Iterator[str]:
@@ -336,7 +337,6 @@ def _data(experiment: Experiment) -> Iterator[str]:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
-    yield from chat_problems(data, name, experiment.loss.name) if kind == "text" else ()
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]
