@@ -141,6 +141,36 @@ def test_what_cannot_be_a_chat_is_one_error(chat_llama, tmp_path, capsys, case):
     assert all(word in error for word in words), error
 
 
+ALIKE = '{"prompt": "a", "chosen": "b", "rejected": "b"}'
+DPO_REFUSED = {
+    "loss": ({}, {"loss.name": "none"}, "loss.beta is not a key of [loss]", ""),
+    "format": ({}, {"data.format": "chat"}, 'and loss.name = "dpo" need each other; given data.format = "chat"', ""),
+    "field": ({}, {"data.field": "text"}, 'preferences are the columns "prompt", "chosen" and "rejected"', ""),
+    "packing": ({}, {"data.packing": "stream"}, '"preferences" keeps conversations apart', '"stream"'),
+    "beta": ({}, {"loss.beta": 0}, "loss.beta must be more than 0", "given 0"),
+    "column": ({"../pairs.jsonl": '{"prompt": "a", "chosen": "b"}'}, {}, 'the field "rejected"', "pairs.jsonl, line 1"),
+    "alike": ({"../pairs.jsonl": ALIKE}, {}, "must not be empty", "1 empty"),
+    "template": ({"tokenizer_config.json": EOS}, {}, "needs a chat template; given", "llama"),
+    "length": ({}, {"data.length": 4}, "a row must hold a prompt and some of both answers", "given length 4"),
+}
+
+
+@pytest.mark.parametrize("case", DPO_REFUSED)
+def test_what_cannot_be_preferences_is_one_error(pairs, tmp_path, capsys, case):
+    files, changed, *words = DPO_REFUSED[case]
+    for name, content in files.items():
+        (tmp_path / "llama" / name).write_text(content)
+    error = refused(
+        capsys,
+        "train",
+        DPO,
+        *flags(tmp_path, **(PAIRS | {"optimizer.warmup_steps": 2} | changed)),
+        "--run-dir",
+        tmp_path,
+    )
+    assert all(word in error for word in words), error
+
+
 def test_a_resolved_chat_is_read_back(chat_llama, tmp_path):
     experiment = load(RECIPE, given(tmp_path))
     assert (experiment.data.format, experiment.data.packing) == ("chat", "documents")

@@ -50,7 +50,7 @@ def with_template(
     special[list(tokenizer.tokenizer.get_added_tokens_decoder())] = True
     return kind(
         name=f"{tokenizer.file} and the chat template in {opened.name}",
-        identity=f"{kind.format} {tokenizer.identity} {opened.identity}",
+        identity=f"{kind.format} 2 {tokenizer.identity} {opened.identity}",
         vocab_size=tokenizer.vocab_size,
         separator=None,
         text=tokenizer,
