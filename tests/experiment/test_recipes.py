@@ -146,6 +146,7 @@ DPO_REFUSED = {
     "loss": ({}, {"loss.name": "none"}, "loss.beta is not a key of [loss]", ""),
     "format": ({}, {"data.format": "chat"}, 'and loss.name = "dpo" need each other; given data.format = "chat"', ""),
     "field": ({}, {"data.field": "text"}, 'preferences are the columns "prompt", "chosen" and "rejected"', ""),
+    "arrays": ({}, {"data.source": "pairs.npz"}, '"preferences" is of rows of messages', "pairs.npz"),
     "packing": ({}, {"data.packing": "stream"}, '"preferences" keeps conversations apart', '"stream"'),
     "beta": ({}, {"loss.beta": 0}, "loss.beta must be more than 0", "given 0"),
     "column": ({"../pairs.jsonl": '{"prompt": "a", "chosen": "b"}'}, {}, 'the field "rejected"', "pairs.jsonl, line 1"),

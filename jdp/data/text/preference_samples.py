@@ -67,6 +67,12 @@ class PreferenceSamples:
 
     Raises:
         ValueError: a length below 1, or no pair with two answers in a row of this length.
+
+    >>> import numpy as np
+    >>> stored = np.array([4, 9, 6, 15], np.uint8)  # ids 1 and 2, then 1 and 3; the last of each is learnt
+    >>> pairs = PreferenceSamples(stored, bounds=np.array([0, 4]), length=2)
+    >>> pairs[0]["targets"].tolist(), pairs[0]["weights"].tolist()
+    ([[2, 0], [3, 0]], [[1.0, 0.0], [1.0, 0.0]])
     """
 
     tokens: NDArray[Any] | MappedTokens
@@ -116,7 +122,8 @@ class PreferenceSamples:
     @functools.cached_property
     def learnt(self) -> float:
         """The fraction of the targets, of all but empty positions, that have weight 1."""
-        return sum(float(self[index]["weights"].sum()) for index in range(len(self))) / self._filled
+        counts = [int((row[1:] & _LEARNT).sum()) for index in range(len(self)) for row in self._rows(index)]
+        return sum(counts) / self._filled
 
     @functools.cached_property
     def _filled(self) -> int:
@@ -136,13 +143,16 @@ class PreferenceSamples:
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
         index = range(len(self))[index]
-        start, middle, end = self._layout[index].tolist()
         filled = np.zeros((3, 2, self.length), np.int32)
         tokens, targets, weights = filled
-        for row, stored in enumerate((self.tokens[start:middle], self.tokens[middle:end])):
-            stored = stored[: self.length + 1].astype(np.int64)
+        for row, stored in enumerate(self._rows(index)):
             size = len(stored) - 1
             tokens[row, :size], targets[row, :size] = stored[:-1] >> _ID, stored[1:] >> _ID
             weights[row, :size] = stored[1:] & _LEARNT
         reference = self.reference[index]
         return {"tokens": tokens, "targets": targets, "weights": weights.astype(np.float32), "reference": reference}
+
+    def _rows(self, index: int) -> list[NDArray[Any]]:
+        """Return both conversations of a sample as they are stored, cut."""
+        start, middle, end = self._layout[index].tolist()
+        return [self.tokens[at : min(stop, at + self.length + 1)] for at, stop in ((start, middle), (middle, end))]

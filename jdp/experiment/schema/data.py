@@ -143,6 +143,8 @@ def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterat
             f'data.format = "{data.format}" needs a tokenizer with a chat template; given data.tokenizer = '
             f'"{data.tokenizer}": name the folder of a model of Hugging Face, or its tokenizer.json'
         )
+    if arrays := next((source for source in data.sources if source.endswith(".npz")), None):
+        yield f'data.format = "{data.format}" is of rows of messages; given data.source = "{arrays}": name a table'
     if data.packing != "documents":
         given = f'data.packing = "{data.packing}"'
         yield f'data.format = "{data.format}" keeps conversations apart; given {given}: remove that key'
