@@ -17,7 +17,7 @@ _GPUS = 8
 
 @dataclass(frozen=True)
 class Options:
-    """Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.
+    """Writes NAME.toml, an experiment to start from: what one that jdp ships says, its keys, and what each means.
 
     It replaces no file. At the end it prints the next two commands.
     """
@@ -25,8 +25,8 @@ class Options:
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """Name of the run, and of the file in the working directory."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SHIPPED")] = "quickstart"
-    """The experiment that jdp ships to start from: digits_resnet, finetune_hf_llama, finetune_lora, gpt2_124m, gpt_1b,
-    hsdp, llama_8b_zero3, quickstart, quickstart_muon, sft_chat, tensor_parallel."""
+    """The experiment that jdp ships to start from: digits_resnet, dpo, finetune_hf_llama, finetune_lora, gpt2_124m,
+    gpt_1b, hsdp, llama_8b_zero3, quickstart, quickstart_muon, sft_chat, tensor_parallel."""
 
 
 def run(arguments: list[str]) -> int:

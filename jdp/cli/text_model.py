@@ -40,6 +40,7 @@ from jdp.data.text.tokenizers import BESIDE, Tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
+from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
 from jdp.experiment.schema.model import HF
 from jdp.experiment.schema.wire import LocalStepsTable, WireTable
@@ -145,7 +146,7 @@ def _of_run(given: str, runs: Path, step: str | None, chat: bool, plugin: str | 
     path = place if chosen is None else f"{place}/{CHECKPOINTS}/{chosen}"
     name = f"{place}, step {chosen or saved[-1]}"
     data, tokenizer = experiment.data, open_tokenizer(experiment.data.tokenizer)
-    chat, day = chat or data.format == "chat", data.chat_date and date.fromisoformat(data.chat_date)
+    chat, day = chat or data.format in TEMPLATED, data.chat_date and date.fromisoformat(data.chat_date)
     prompt = with_template(tokenizer, data.chat_template, day or None).prompt if chat else tokenizer.encode
     return TextModel(config, tokenizer, prompt, chat, name, lambda device: _restored(path, experiment, config, device))
 

@@ -6,7 +6,7 @@ A source is found and read:
   sources/       files, directories, data sets of Hugging Face; tables (parquet, Arrow, JSON), arrays, .gz and .zst
 It becomes a data set, by its kind:
   text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document;
-                 conversations -> a chat template -> tokens, of which the answers are learnt
+                 conversations -> a chat template -> tokens, of which the answers are learnt; preferences likewise
   images/        pictures with classes, decoded when a sample is read; cropped and flipped anew in every epoch
   arrays.py      rows of NumPy arrays; labels.py numbers the classes of arrays and images
   held_out.py    each sample is trained on or held out, by a hash of its content
@@ -28,6 +28,7 @@ from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Mixture, mixture
 from jdp.data.order import sample_index
 from jdp.data.text.packing import PackedSamples
+from jdp.data.text.preference_samples import PreferenceSamples
 from jdp.data.text.samples import TextData, TextSamples, decode, encode, text_data
 from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 
@@ -41,6 +42,7 @@ __all__ = [
     "NumpyBatch",
     "OrderedSource",
     "PackedSamples",
+    "PreferenceSamples",
     "Source",
     "TextData",
     "TextSamples",

@@ -27,7 +27,8 @@ from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.fields import Section
 from jdp.experiment.schema.model import take_tokenizer
-from jdp.experiment.schema.registered import section
+from jdp.experiment.schema.optimizer import LOSSES, LossTable
+from jdp.experiment.schema.registered import Entry, section
 from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
 
@@ -152,7 +153,14 @@ def describe(plugin: str | None = None) -> list[tuple[str, list[Key]]]:
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
                 groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
+        elif table is LossTable:
+            own = (entry for entry in LOSSES.entries.values() if not entry.by)
+            groups += [(f'[loss] fields of name = "{each.name}"', _prefixed("loss", _own_keys(each))) for each in own]
     return groups
+
+
+def _own_keys(entry: Entry) -> list[Key]:
+    return [key for key in table_keys(section(entry, Section)) if key.name in entry.keys]
 
 
 def _described_plugin(plugin: str | None) -> list[tuple[str, list[Key]]]:
@@ -160,7 +168,7 @@ def _described_plugin(plugin: str | None) -> list[tuple[str, list[Key]]]:
     return [
         (
             f'[{table.key}] fields of name = "{entry.name}", of the plug-in {plugin}{"" if entry.keys else ": none"}',
-            _prefixed(table.key, [key for key in table_keys(section(entry, Section)) if key.name in entry.keys]),
+            _prefixed(table.key, _own_keys(entry)),
         )
         for table in TABLES
         for entry in table.entries.values()

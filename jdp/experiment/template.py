@@ -4,6 +4,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from jdp.base.toml import toml_key, toml_value
@@ -26,9 +27,17 @@ def template(start: str, name: str) -> tuple[str, dict[str, Any]]:
         start: name of the shipped experiment.
         name: of the new run.
     """
-    table = beside_clone(tomllib.loads(shipped()[start].read_text(encoding="utf-8"))) | {"name": name}
+    text = shipped()[start].read_text(encoding="utf-8")
+    table = beside_clone(tomllib.loads(text)) | {"name": name}
     head = f"# Made by `jdp new` from jdp's {start}. Every key, with its type and default: jdp train --help"
-    return "\n".join([head, "", *_Commented(table).lines(table, ())]) + "\n", table
+    about = [line.replace(f"experiments/{start}.toml", f"{name}.toml") for line in _header(text)]
+    return "\n".join([head, *about, "", *_Commented(table).lines(table, ())]) + "\n", table
+
+
+def _header(text: str) -> list[str]:
+    """Return the comments at the top of a file, such as how to fetch what it trains on, below an empty one."""
+    lines = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    return ["#", *lines] if lines else []
 
 
 class _Commented:

@@ -100,6 +100,58 @@ def linear_next_token_loss(
     return total, jnp.sum(weights)
 
 
+def linear_log_probs(
+    features: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    tied: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> jax.Array:
+    """Return each row's sum of the log-probabilities of its targets, weighted: float32 [batch].
+
+    Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time, in
+    the backward pass once more.
+
+    Args:
+        features: [batch, length, width].
+        head: [width, vocab_size]; with `tied` the embedding's table, [vocab_size, width].
+        targets: [batch, length] integers. Those of weight zero may be any integer.
+        weights: [batch, length]; 0 for what does not count.
+        tied: which of its dimensions the head has first.
+        chunk_bytes: most bytes of float32 logits on a device.
+
+    >>> import jax, numpy as np
+    >>> features, head = np.ones((2, 3, 4), np.float32), np.zeros((4, 10), np.float32)
+    >>> jax.jit(linear_log_probs)(features, head, np.zeros((2, 3), int), np.ones((2, 3))).round(3).tolist()
+    [-6.908..., -6.908...]
+    """
+    batch, length, _ = features.shape
+    vocabulary = head.shape[0 if tied else 1]
+    shards, head_shards = math.gcd(traced_shards(), batch), math.prod(traced_model_axes().values())
+    rows = -(-rows_for_sizes(batch) // shards)
+    count = -(-4 * rows * length * -(-vocabulary // head_shards) // chunk_bytes)
+    of_chunk = -(-length // count)
+    count = -(-length // of_chunk)
+    table = head.astype(jnp.float32)  # in which its gradients are summed over the chunks
+
+    def split(x: jax.Array) -> jax.Array:
+        """[batch, length, ...] -> [chunks, batch, length / chunks, ...], padded with zeros."""
+        x = jnp.pad(x, ((0, 0), (0, count * of_chunk - length), *((0, 0) for _ in x.shape[2:])))
+        return jnp.moveaxis(x.reshape(batch, count, of_chunk, *x.shape[2:]), 1, 0)
+
+    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        x, its_targets, its_weights = chunk
+        each = nats(product(_FORWARD[tied], x, table.astype(head.dtype)), its_targets)
+        return total - jnp.sum(each * its_weights, axis=1), None
+
+    start, operands = jnp.sum(weights * 0, axis=1, dtype=jnp.float32), (features, targets, weights)
+    if count == 1:
+        return add(start, operands)[0]
+    return jax.lax.scan(jax.checkpoint(add), start, tuple(map(split, operands)))[0]
+
+
 def classification_loss(
     logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -190,7 +242,7 @@ def _by_shard(x: jax.Array) -> jax.Array:
 
 def _of_chunk(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the cross-entropies of logits [..., classes], and their derivatives by the logits, both float32."""
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]  # as in `_nats`
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]  # as in `nats`
     if traced_device().platform == "gpu" and not traced_model_axes():
         normaliser, target_logits = _in_one_pass(logits, jnp.where(is_target, logits, 0.0))
     else:

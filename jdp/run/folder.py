@@ -41,6 +41,8 @@ LOCK = ".lock"
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 EXPORTED = f"{EXPORT}/jdp.json"
 """The mark of an export that a run made, with its step."""
+REFERENCE = "reference.npz"
+"""Log-probabilities under the initial weights, of preferences."""
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
@@ -168,7 +170,8 @@ def _is_unused(folder: Path) -> bool:
 def _files(folder: Path) -> list[Path]:
     """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
-    return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
+    references = (folder / REFERENCE, folder / f"{REFERENCE}.new")
+    return [folder / NEW, folder / HISTORY, *references, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from jdp.core.cluster.barrier import from_first_process
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
+from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.guard.bad_steps import GoBack
 from jdp.guard.deadline import Deadline
@@ -39,6 +40,7 @@ from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
 from jdp.run.progress import Progress, check_record
+from jdp.run.reference import Reference
 from jdp.run.signals import StopRequest
 from jdp.run.visit import Visit
 
@@ -83,7 +85,7 @@ def run(
 def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
     """Return the experiment with the day that a chat template writes: that of the run's first start."""
     data, file = experiment.data, f"{experiment.name}/{FILE}"
-    if data.format != "chat" or data.chat_date is not None:
+    if data.format not in TEMPLATED or data.chat_date is not None:
         return experiment
     day = date.today().isoformat()
     if jax.process_index() == 0:
@@ -129,7 +131,8 @@ def _visit(
             visit = None  # the one before holds batches and outputs
             with _open_checkpoints(assembly.experiment, folder, bucket) as saved:
                 with watch.during("restore"):
-                    state, progress, weights_read = _start(assembly, saved, weights, back)
+                    reference = Reference.of(assembly, folder)
+                    state, progress, weights_read = _start(assembly, saved, weights, back, reference, watch.batch)
                 visit = Visit(assembly, progress, claim, saved, stop, watch, quiet=quiet)
                 visit.introduce(back, weights_read)
                 try:
@@ -158,28 +161,39 @@ def _open_checkpoints(experiment: Experiment, folder: Path, bucket: RemoteRun | 
 
 
 def _start(
-    assembly: Assembly, saved: Checkpoints, weights: InitialWeights | None, back: GoBack | None
+    assembly: Assembly,
+    saved: Checkpoints,
+    weights: InitialWeights | None,
+    back: GoBack | None,
+    reference: Reference | None,
+    beat: Callable[[], None],
 ) -> tuple[TrainState, Progress, str | None]:
     """Restore the newest complete state onto the run's plan, or make a state, with any initial weights."""
     train, fingerprint = assembly.experiment.train, assembly.data.fingerprint
+    if reference is not None and not reference.is_complete and saved.latest is not None:  # further sets to evaluate
+        reference.compute(_initial(assembly, weights)[0], resumes=True, beat=beat)
     found = _restored(assembly, saved, back)
     if found is None:
+        state, message = _initial(assembly, weights)
+        if reference is not None:
+            lines = message, reference.compute(state, resumes=False, beat=beat)
+            message = "\n".join(filter(None, lines)) or None
+            fingerprint = reference.fingerprint(fingerprint)
         progress = Progress.of(train, assembly.toml, {"fingerprint": fingerprint})
         progress.bad.went(back)
-        if weights is None:
-            return assembly.state(), progress, None
-        state, message = weights.load(assembly.state(), assembly.config, assembly.plan)
         return state, progress, message
+    if reference is not None:
+        fingerprint = reference.fingerprint(fingerprint)
     state, record = found
     check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
-        dated = assembly.experiment.data.format == "chat"
+        dated = assembly.experiment.data.format in TEMPLATED
         raise ExperimentError(
             f"{saved.directory.parent} was trained on other data (fingerprint {record['fingerprint']}, now "
             f"{fingerprint}): restore [data] as it was, or choose another `name`. The standard library's text "
             "differs between Python versions."
-            + " A chat template may write the day: give that of the run's first start in data.chat_date."
-            * dated
+            + " A chat template may write the day: give that of the run's first start in data.chat_date." * dated
+            + ("" if reference is None else f" The reference of the answers is part of it: restore {reference.file}.")
         )
     progress = Progress.of(train, assembly.toml, record)
     progress.bad.went(back)
@@ -188,6 +202,13 @@ def _start(
         notice(f"the best checkpoint, {progress.kept.step}, is not there: the next evaluation is the best again")
         progress.kept = Best(progress.kept.metric)
     return state, progress, None
+
+
+def _initial(assembly: Assembly, weights: InitialWeights | None) -> tuple[TrainState, str | None]:
+    """Make the state that the run starts from, and a line about weights that are read."""
+    if weights is None:
+        return assembly.state(), None
+    return weights.load(assembly.state(), assembly.config, assembly.plan)
 
 
 def _restored(assembly: Assembly, saved: Checkpoints, back: GoBack | None) -> tuple[TrainState, dict[str, Any]] | None:

@@ -200,8 +200,19 @@ class Visit:
         row |= self._clock.row(step, self._feed, progress, hosts) | self.assembly.scheduled(step)
         self.metrics.write(step, row)
         speed = self._clock.speed
-        shown = ("loss", "accuracy", "lr", "batch_size", "length", "grad_norm", speed, "mfu")
-        shown = (*shown, *["skipped"] * (progress.skipped > 0))
+        shown = (
+            "loss",
+            "accuracy",
+            "rewards/accuracies",
+            "rewards/margins",
+            "lr",
+            "batch_size",
+            "length",
+            "grad_norm",
+            speed,
+            "mfu",
+            *["skipped"] * (progress.skipped > 0),
+        )
         self.display.log(step, {name: row[name] for name in shown if name in row})
         self._clock.restart(step, self._feed)
 

@@ -32,7 +32,7 @@ def test_the_commands_that_come_next_work(here, capsys):
     assert (here / "runs" / "mine" / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "sft_chat"}))
+@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "sft_chat", "dpo"}))
 def test_every_shipped_experiment_can_be_started_from(here, start):
     """As it is, but for the name: paths too, which start at the same folder."""
     assert cli.main(["new", "mine", "--from", start]) == 0
@@ -48,7 +48,7 @@ def test_a_model_to_download_is_looked_for_beside_the_file():
 @pytest.mark.parametrize("start", shipped())
 def test_every_key_stands_below_the_first_words_of_its_description(start):
     text, table = template(start, "mine")
-    lines = text.splitlines()
+    lines = text.partition("\n\n")[2].splitlines()  # below what the shipped file says
     assert max(map(len, lines)) <= 120
     described = {key.name: key.description for _, keys in reversed(describe()) for key in keys}
     for name, inner in table.items():
@@ -61,6 +61,13 @@ def test_every_key_stands_below_the_first_words_of_its_description(start):
     for free in {"mesh", "rules"} & table.keys():
         assert lines[lines.index(f"[{free}]") - 1].startswith("# ")
     assert 'strategy = "' not in text or "  # ddp|zero1|zero2|zero3" in text  # what else it can be
+
+
+@pytest.mark.parametrize("start", ["sft_chat", "dpo", "finetune_lora"])
+def test_what_a_shipped_experiment_says_at_its_top_is_kept(start):
+    """Such as how to fetch the model, and what a row has; commands name the new file."""
+    top = shipped()[start].read_text().partition("\n\n")[0].replace(f"experiments/{start}.toml", "mine.toml")
+    assert top.startswith("# ") and f"\n#\n{top}\n\n" in template(start, "mine")[0]
 
 
 def test_an_experiment_for_gpus_is_planned_for_as_many_as_its_mesh_has(capsys):

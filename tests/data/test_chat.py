@@ -9,48 +9,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
+from chat_words import HI, ID, LONG, MARKED, PLAIN, WORDS, marked, said, write_template, write_words
 
 from jdp.data import mixture, open_tokenizer, text_data
 from jdp.data.text.chat import with_template
 
-WORDS = ["<s>", "<u>", "<a>", "<e>", "hi", "there", "bye", "why", "so", "?"]
-ID = {word: number for number, word in enumerate(WORDS)}
-PLAIN = (
-    "{{ bos_token }}{% for m in messages %}{{ '<a>' if m.role == 'assistant' else '<u>' }}{{ m.content }}<e>\n"
-    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
-MARKED = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<a>{% generation %}{{ m.content }}<e>"
-    "{% endgeneration %}{% else %}<u>{{ m.content }}<e>{% endif %}\n{% endfor %}"
-)
-
-
-def said(role, content):
-    return {"role": role, "content": content}
-
-
-HI = [said("user", "hi"), said("assistant", "there bye")]
-LONG = [said("user", "so"), said("assistant", "there"), said("user", "why why"), said("assistant", "bye")]
-"""As `PLAIN` writes them:  <s> <u> hi <e> <a> there bye <e>  and
-<s> <u> so <e> <a> there <e> <u> why why <e> <a> bye <e>: line breaks are no tokens here."""
-
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tokenizer of ten words, with `PLAIN` in its tokenizer_config.json."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(ID, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.add_special_tokens(WORDS[:4])
-    path = tmp_path / "model"
-    path.mkdir()
-    words.save(str(path / "tokenizer.json"))
-    write_template(path, PLAIN)
-    return path
-
-
-def write_template(folder, template):
-    settings = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "<e>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return write_words(tmp_path / "model")
 
 
 def write_rows(folder, *conversations, column="messages", name="chats.jsonl"):
@@ -69,11 +36,6 @@ def tokens_of(folder, conversation, **options):
     chat = with_template(open_tokenizer(str(folder)), options.get("template"), None)
     stored = chat.tokenize([json.dumps(conversation).encode()], lambda number: "row").ids
     return [(WORDS[token >> 1], bool(token & 1)) for token in stored.tolist()]
-
-
-def marked(text):
-    """Return "<s> hi* <e>*" as tokens, each with whether it has a star."""
-    return [(word.rstrip("*"), word.endswith("*")) for word in text.split()]
 
 
 BY_HAND = [
@@ -301,7 +263,7 @@ ROWS = {
     "null": (None, "given None in .*line 2"),
     "no message": ([1], "given 1 in .*line 2"),
     "no content": ([{"role": "user"}], "given {'role': 'user'} in .*line 2"),
-    "tool call": ([said("assistant", None) | {"tool_calls": [{}]}], "all text; given .* in .*line 2"),
+    "no call": ([said("assistant", None) | {"tool_calls": []}], "all text; given .* in .*line 2"),
     "parts": ([{"role": "user", "content": [{"type": "text"}]}], "all text; given .* in .*line 2"),
     "unknown role": (
         [said("User", "hi")],
@@ -324,6 +286,67 @@ def test_jinja2_is_asked_for(folder, monkeypatch):
         opened(folder, HI, LONG)
 
 
+CALLS = (
+    "{{ tools | length if tools else '?' }}{% for m in messages %}{{ '<a>' if m.role == 'assistant' else '<u>' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments | length }}{% endfor %}"
+    "{{ m.content if m.content is not none }}<e>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+CALL = said("assistant", None) | {"tool_calls": [{"function": {"name": "why", "arguments": {"so": "bye"}}}]}
+TOOLS = [{"type": "function", "function": {"name": "why", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_template_gets_tools_and_the_calls_of_them(folder, tools, kind):
+    """A call without content is an answer as any other; nulls of Arrow's tables are left out of its arguments."""
+    write_template(folder, CALLS)
+    rows = [{"messages": [HI[0], CALL, said("tool", "bye"), HI[1]], "tools": tools}, {"messages": HI, "tools": None}]
+    rows[1]["messages"] = [said("user", "why"), CALL | {"tool_calls": [{"function": {"arguments": {"hi": "so"}}}]}]
+    rows[1]["messages"][1]["tool_calls"][0]["function"]["name"] = "there"
+    path = folder.parent / f"calls.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    data = text_data(path, length=24, tokenizer=str(folder), format="chat", heldout_fraction=0.5)
+    learnt = sorted(
+        " ".join(WORDS[t] for t in side[0]["targets"][side[0]["weights"] == 1]) for side in (data.train, data.heldout)
+    )
+    assert learnt == ["there ? <e>", "why ? <e> there bye <e>"]
+
+
+def test_tools_that_are_no_list_are_named(folder):
+    path = folder.parent / "calls.jsonl"
+    path.write_text(json.dumps({"messages": HI, "tools": "{"}) + "\n")
+    with pytest.raises(ValueError, match=r"tools must be a list, or its JSON; given '{' in .*calls.jsonl, line 1"):
+        text_data(path, length=24, tokenizer=str(folder), format="chat")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_that_is_null_leaves_room_for_the_other(folder, kind):
+    rows = [{"messages": None, "conversations": HI}, {"messages": LONG, "conversations": None}]
+    path = folder.parent / f"both.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    data = text_data(path, length=24, tokenizer=str(folder), format="chat", heldout_fraction=0.5)
+    plain = text_data(
+        write_rows(folder, HI, LONG), length=24, tokenizer=str(folder), format="chat", heldout_fraction=0.5
+    )
+    assert data.fingerprint == plain.fingerprint
+
+
+def test_a_tokenizer_without_an_end_says_what_to_set(folder):
+    """The other file of special tokens is read too."""
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": PLAIN}))
+    with pytest.raises(ValueError, match=r'added tokens, which are <s>, <u>, <a>, <e>, as "eos_token" in .*of a chat'):
+        opened(folder, HI, LONG)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<e>"}}))
+    assert opened(folder, HI, LONG, heldout_fraction=0.5).answer_end == ID["<e>"]
+
+
 def test_what_a_chat_needs(folder, tmp_path):
     rows = write_rows(folder, HI, LONG)
     (tmp_path / "a.txt").write_text("hi")
@@ -340,5 +363,5 @@ def test_what_a_chat_needs(folder, tmp_path):
     for message, options in calls.items():
         with pytest.raises(ValueError, match=message):
             text_data(options.pop("source", rows), length=8, format="chat", **options)
-    with pytest.raises(ValueError, match=r'format must be "text" or "chat"; given "chats"'):
+    with pytest.raises(ValueError, match=r'format must be "text", "chat" or "preferences"; given "chats"'):
         text_data(rows, length=8, format="chats")

@@ -129,6 +129,9 @@ def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():
         False,
     ]
     assert (accuracy.mode, accuracy.waiting) == ("max", 1)
+    preferences = {"eval_rewards/accuracies": "max", "eval_rewards/margins": "max", "eval_logps/chosen": "max"}
+    preferences |= {"eval_rewards/rejected": "min"}
+    assert {metric: Best(metric).mode for metric in preferences} == preferences
 
 
 def test_an_improvement_is_one_of_more_than_min_delta():

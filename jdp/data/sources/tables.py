@@ -48,7 +48,7 @@ class Table:
     name: str  # of the file or data set
     unit: str  # of the numbers: "row", counted from 0, or "line", counted from 1
     numbers: Sequence[int]  # the number of each row in the file
-    columns: Mapping[Field, Any]  # field -> a list of Python values, or a `pyarrow.ChunkedArray`
+    columns: Mapping[Field, Any]  # field -> a list of Python values, or a `pyarrow.ChunkedArray`; None: not there
 
     def name_of(self, row: int) -> str:
         """Return a row's name for errors: "data.jsonl, line 7"."""
@@ -71,6 +71,8 @@ class Table:
     def values(self, field: Field) -> list[Any]:
         """Return a column as Python values."""
         column = self.columns[field]
+        if column is None:
+            return [None] * len(self.numbers)
         return cast("list[Any]", column if isinstance(column, list) else column.to_pylist())
 
     def integer_lists(self, field: str) -> list[NDArray[Any]]:
@@ -125,29 +127,36 @@ def is_table(path: str | os.PathLike[str]) -> bool:
     return plain_name(path).endswith((*ARROW_SUFFIXES, *JSON_SUFFIXES))
 
 
-def table_pieces(path: Path, fields: Sequence[Field]) -> Iterator[Table]:
+def table_pieces(path: Path, fields: Sequence[Field], maybe: Sequence[str] = ()) -> Iterator[Table]:
     """Yield columns of a parquet, Arrow or JSON file, which may be compressed (.gz, .zst), some rows at a time.
+
+    The columns in `maybe` need not be there: their values are then None.
 
     JSON is one object a line; a .json file may also be one array of objects, its rows. Such an array is read at once,
     and so is a compressed file of parquet or Arrow.
     """
     if plain_name(path).endswith(JSON_SUFFIXES):
-        yield from _json_pieces(path, fields)
+        yield from _json_pieces(path, fields, maybe)
         return
     file, schema = _opened(path)
-    names = _chosen(schema, [present_field(field, schema.names, str(path)) for field in fields], path)
-    yield from arrow_pieces(_pieces(file, names, path), fields, str(path))
+    there = [field for field in maybe if field in schema.names]
+    names = _chosen(schema, [*(present_field(field, schema.names, str(path)) for field in fields), *there], path)
+    yield from arrow_pieces(_pieces(file, names, path), fields, str(path), maybe)
 
 
-def arrow_pieces(tables: Iterable[Any], fields: Sequence[Field], name: str) -> Iterator[Table]:
+def arrow_pieces(
+    tables: Iterable[Any], fields: Sequence[Field], name: str, maybe: Sequence[str] = ()
+) -> Iterator[Table]:
     """Yield columns of `pyarrow.Table`s that follow one another in `name`, some rows at a time."""
     row = 0
     for table in tables:
-        names = {field: present_field(field, table.column_names, name) for field in fields}
+        names: dict[Field, str | None] = {field: field if field in table.column_names else None for field in maybe}
+        names |= {field: present_field(field, table.column_names, name) for field in fields}
         for start in range(0, table.num_rows, _PIECE_ROWS):
             piece = table.slice(start, _PIECE_ROWS)
             numbers = range(row + start, row + start + piece.num_rows)
-            yield Table(name, "row", numbers, {field: piece.column(column) for field, column in names.items()})
+            columns = {field: column and piece.column(column) for field, column in names.items()}
+            yield Table(name, "row", numbers, columns)
         row += table.num_rows
 
 
@@ -303,16 +312,16 @@ def _incomplete(path: Path, error: Exception) -> str:
     return f"a data file must be complete; given {path}: {words}; fetch or write it again"
 
 
-def _json_pieces(path: Path, fields: Sequence[Field]) -> Iterator[Table]:
+def _json_pieces(path: Path, fields: Sequence[Field], maybe: Sequence[str]) -> Iterator[Table]:
     pieces = stream_bytes(path)
     first = next(pieces, b"").removeprefix(codecs.BOM_UTF8)
     if plain_name(path).endswith(".json") and first.lstrip()[:1] == b"[":
         rows = _parse(b"".join((first, *pieces)), str(path))
-        yield _json_table(path, "row", list(range(len(rows))), rows, fields)
+        yield _json_table(path, "row", list(range(len(rows))), rows, fields, maybe)
         return
     for lines in _lines(itertools.chain((first,), pieces)):
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines]
-        yield _json_table(path, "line", [number for number, _ in lines], rows, fields)
+        yield _json_table(path, "line", [number for number, _ in lines], rows, fields, maybe)
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
@@ -336,8 +345,10 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
     yield lines
 
 
-def _json_table(path: Path, unit: str, numbers: list[int], rows: list[Any], fields: Sequence[Field]) -> Table:
-    columns: dict[Field, list[Any]] = {field: [] for field in fields}
+def _json_table(
+    path: Path, unit: str, numbers: list[int], rows: list[Any], fields: Sequence[Field], maybe: Sequence[str]
+) -> Table:
+    columns: dict[Field, list[Any]] = {field: [] for field in (*fields, *maybe)}
     table = Table(str(path), unit, numbers, columns)
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -346,8 +357,10 @@ def _json_table(path: Path, unit: str, numbers: list[int], rows: list[Any], fiel
                 f"{table.name_of(index)}: fix it"
             )
         values = cast("dict[str, Any]", row)
-        for field, column in columns.items():
-            column.append(values[present_field(field, list(values), table.name_of(index))])
+        for field in fields:
+            columns[field].append(values[present_field(field, list(values), table.name_of(index))])
+        for field in maybe:
+            columns[field].append(values.get(field))
     return table
 
 

@@ -8,14 +8,14 @@ stored as 2·id, and 2·id + 1 where it is learnt. Splits, files and fingerprint
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jdp.data.sources.in_bucket import local_path
 from jdp.data.sources.optional_packages import optional
-from jdp.data.text.conversations import messages_of
+from jdp.data.text.conversations import Conversation, conversation_of
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 from jdp.data.text.tokenizers import FileTokenizer, Tokenizer
 
@@ -25,18 +25,22 @@ if TYPE_CHECKING:
 _BATCH_CHARACTERS = 2**20  # of text that is tokenised at a time: offsets take more memory than ids
 
 
-def with_template(tokenizer: Tokenizer, template: str | None, day: date | None) -> "ChatTokenizer":
+def with_template(
+    tokenizer: Tokenizer, template: str | None, day: date | None, *, kind: "type[ChatTokenizer] | None" = None
+) -> "ChatTokenizer":
     """Return a tokenizer of conversations.
 
     Args:
         tokenizer: of text.
         template: the file of a chat template; None: the tokenizer's own.
         day: that a template's `strftime_now` writes; None: today.
+        kind: of the tokenizer; None: that of conversations.
     """
+    kind = kind or ChatTokenizer
     if not isinstance(tokenizer, FileTokenizer):
         raise ValueError(
-            f'data.format = "chat" needs a tokenizer with a chat template; given "{tokenizer.name}": name the folder '
-            "of a model of Hugging Face, or its tokenizer.json, in data.tokenizer"
+            f'data.format = "{kind.format}" needs a tokenizer with a chat template; given "{tokenizer.name}": name the '
+            "folder of a model of Hugging Face, or its tokenizer.json, in data.tokenizer"
         )
     optional("jinja2", str(tokenizer.file))
     from jdp.data.text.chat_template import open_template  # late: jinja2 is of an extra
@@ -44,9 +48,9 @@ def with_template(tokenizer: Tokenizer, template: str | None, day: date | None) 
     opened = open_template(tokenizer.file, None if template is None else local_path(template), day)
     special = np.zeros(tokenizer.vocab_size, bool)
     special[list(tokenizer.tokenizer.get_added_tokens_decoder())] = True
-    return ChatTokenizer(
+    return kind(
         name=f"{tokenizer.file} and the chat template in {opened.name}",
-        identity=f"chat {tokenizer.identity} {opened.identity}",
+        identity=f"{kind.format} 2 {tokenizer.identity} {opened.identity}",
         vocab_size=tokenizer.vocab_size,
         separator=None,
         text=tokenizer,
@@ -62,6 +66,7 @@ class ChatTokenizer(Tokenizer):
     text: FileTokenizer
     template: "ChatTemplate"
     special: NDArray[np.bool_]  # bool [vocab_size], of the tokens that were added to the vocabulary, such as ends
+    format: ClassVar[str] = "chat"  # as in data.format
 
     @property
     def stored(self) -> int:
@@ -90,8 +95,17 @@ class ChatTokenizer(Tokenizer):
         rows: list[NDArray[Any]] = [np.zeros(0, dtype)]
         for texts, spans in self._batches(documents, name_of):
             encodings = self.text.tokenizer.encode_batch(texts, add_special_tokens=False)
-            rows += [self._stored(*row).astype(dtype) for row in zip(encodings, texts, spans, strict=True)]
+            encoded = [self._stored(*row) for row in zip(encodings, texts, spans, strict=True)]
+            rows += [row.astype(dtype) for row in self._documents(encoded)]
         return TokenArray(np.concatenate(rows), bounds_of(rows[1:]))
+
+    def _conversations(self, document: bytes) -> Iterator[tuple[Conversation, int]]:
+        """Yield the conversations of a document, each with the message from which on answers are learnt."""
+        yield conversation_of(document), 0
+
+    def _documents(self, encoded: list[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Return the tokens of documents from those of their conversations."""
+        return encoded
 
     def _batches(
         self, documents: Sequence[bytes], name_of: Callable[[int], str]
@@ -99,10 +113,11 @@ class ChatTokenizer(Tokenizer):
         """Yield conversations as text, and the spans of their answers, some at a time."""
         texts, spans, size = list[str](), list[list["Span"]](), 0
         for number, document in enumerate(documents):
-            text, found = self.template.answers(messages_of(document), name_of(number))
-            texts.append(text)
-            spans.append(found)
-            size += len(text)
+            for (messages, tools), since in self._conversations(document):
+                text, found = self.template.answers(messages, name_of(number), tools=tools, since=since)
+                texts.append(text)
+                spans.append(found)
+                size += len(text)
             if size >= _BATCH_CHARACTERS:
                 yield texts, spans
                 texts, spans, size = [], [], 0

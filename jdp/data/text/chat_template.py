@@ -32,6 +32,7 @@ _OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(16)}{end}" for end in "[]")
 """What stands around an answer until it is found. No text has them: they are drawn anew in every process."""
 _MARKS = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 
+Tools = list[Any] | None
 Span = tuple[int, int]
 """Characters of a text, from and up to."""
 
@@ -46,38 +47,48 @@ class ChatTemplate:
     template: Template
     tokens: Mapping[str, Any]  # the names and texts of special tokens
 
-    def render(self, messages: Messages, row: str, *, prompt: bool = False) -> str:
+    def render(self, messages: Messages, row: str, *, tools: Tools = None, prompt: bool = False) -> str:
         """Return messages as text; `prompt`: ready for an answer. `row` is the conversation's name for errors."""
         try:
-            return _MARKS.sub("", self._render(messages, prompt))
+            return _MARKS.sub("", self._render(messages, tools, prompt))
         except Exception as error:  # a template raises what it likes
             raise self._failed(error, row) from error
 
-    def answers(self, messages: Messages, row: str) -> tuple[str, list[Span]]:
-        """Return messages as text, and the spans of the assistant's answers in it."""
+    def answers(self, messages: Messages, row: str, *, tools: Tools = None, since: int = 0) -> tuple[str, list[Span]]:
+        """Return messages as text, and the spans of the assistant's answers in it, from message `since` on."""
+
+        def up_to(end: int, *, prompt: bool = False) -> str:
+            return self.render(messages[:end], row, tools=tools, prompt=prompt)
+
         if self.marks:
             try:
-                return _unmarked(self._render(messages, False))
+                text, spans = _unmarked(self._render(messages, tools, False))
             except Exception as error:
                 raise self._failed(error, row) from error
-        text, spans = self.render(messages, row), list[Span]()
+            before = up_to(since) if since else ""
+            if not text.startswith(before):
+                raise self._differs(since, row)
+            return text, [span for span in spans if span[0] >= len(before)]
+        text, spans = up_to(len(messages)), list[Span]()
         for index, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                before = self.render(messages[:index], row, prompt=True)
-                after = self.render(messages[: index + 1], row)
+            if index >= since and message["role"] == ASSISTANT:
+                before, after = up_to(index, prompt=True), up_to(index + 1)
                 if not after.startswith(before) or not text.startswith(after):
-                    raise ValueError(
-                        "where an answer begins and ends must show by what its template writes before and after it; "
-                        f"given {self.name}, which writes message {index + 1} of {row} in another way when others "
-                        "follow, or without its prompt: put {% generation %} and {% endgeneration %} around the "
-                        "answers in a copy of it, and name that in data.chat_template"
-                    )
+                    raise self._differs(index + 1, row)
                 spans.append((len(before), len(after)))
         return text, spans
 
-    def _render(self, messages: Messages, prompt: bool) -> str:
+    def _render(self, messages: Messages, tools: Tools, prompt: bool) -> str:
         return self.template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.tokens
+            messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
+        )
+
+    def _differs(self, message: int, row: str) -> ValueError:
+        return ValueError(
+            "where an answer begins and ends must show by what its template writes before and after it; given "
+            f"{self.name}, which writes message {message} of {row} in another way when others follow, or without its "
+            "prompt: put {% generation %} and {% endgeneration %} around the answers in a copy of it, and name that in "
+            "data.chat_template"
         )
 
     def _failed(self, error: Exception, row: str) -> ValueError:
@@ -182,7 +193,7 @@ def _own(tokenizer: Path) -> tuple[Path, str]:
         template = named.get("default")
     if not isinstance(template, str):
         raise ValueError(
-            f'data.format = "chat" needs a chat template; given {tokenizer}, and beside it neither a {TEMPLATE} nor a '
+            f"a chat needs a chat template; given {tokenizer}, and beside it neither a {TEMPLATE} nor a "
             f'"chat_template" in {SETTINGS}: take the folder of an instruction-tuned model, or name a file in '
             "data.chat_template"
         )

@@ -3,7 +3,7 @@
 1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…", "hf-stream:…"), in
    the order given.
 2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set. A row of
-   messages is a conversation (`conversations.py`).
+   messages is a conversation (`conversations.py`), one of two answers a preference (`preferences.py`).
 3. Read their contents, some documents at a time: bytes, so nothing is decoded and no encoding can be wrong; or token
    ids, if text was tokenised before. The file and row of each are known for errors.
 """
@@ -20,12 +20,14 @@ from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
+from jdp.base.notices import notice
 from jdp.data.sources.array_files import load_arrays
 from jdp.data.sources.compressed import read_bytes
 from jdp.data.sources.files import STDLIB, Kinds, PathLike, find_files
 from jdp.data.sources.hub import HF, STREAM, HubRows, hub_rows
 from jdp.data.sources.tables import ARROW_SUFFIXES, Field, Table, arrow_pieces, is_table, present_field, table_pieces
-from jdp.data.text.conversations import FIELDS, conversations
+from jdp.data.text.conversations import TOOLS, columns_of, conversations
+from jdp.data.text.preferences import CHOSEN, PROMPT, REJECTED, preferences
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 # Of a directory: a plain .json is more often a setting than data, so it must be named; .json.gz is how data is shipped.
@@ -111,8 +113,28 @@ def text_parts(found: Found, field: str = "text") -> Iterator[Part[bytes]]:
 
 def conversation_parts(found: Found, field: str | None = None) -> Iterator[Part[bytes]]:
     """Yield all conversations, some at a time: JSON lists of messages."""
-    read = FIELDS if field is None else field
-    return _parts(found, read, of_rows=lambda table: conversations(table, read), of_file=_not_rows)
+    must, maybe = columns_of(field)
+    return _parts(found, must, maybe=maybe, of_rows=lambda table: conversations(table, field), of_file=_not_rows)
+
+
+def preference_parts(found: Found) -> Iterator[Part[bytes]]:
+    """Yield all pairs of answers, some at a time: JSON. Those that are alike are left out, which is reported."""
+    alike: list[str] = []
+    try:
+        yield from _parts(
+            found,
+            CHOSEN,
+            REJECTED,
+            maybe=(PROMPT, TOOLS),
+            of_rows=lambda table: preferences(table, alike.append),
+            of_file=_not_rows,
+        )
+    finally:
+        if alike:
+            notice(
+                f"{found.name}: {len(alike):,} pairs are left out, as {CHOSEN} and {REJECTED} are the same; the first "
+                f"is {alike[0]}"
+            )
 
 
 def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDArray[Any]]]:
@@ -143,22 +165,22 @@ def _find(source: PathLike | Sequence[PathLike], kinds: Kinds) -> Found:
 
 def _parts(
     found: Found,
-    field: Field,
-    *,
+    *fields: Field,
+    maybe: Sequence[str] = (),
     of_rows: Callable[[Table], list[Document]],
     of_file: Callable[[Path], Document | list[Document]],
 ) -> Iterator[Part[Document]]:
     def all_parts() -> Iterator[Part[Document]]:
         for path in found.files:
             if is_table(path):
-                tables = table_pieces(path, [field])
+                tables = table_pieces(path, fields, maybe)
                 yield from (Part(of_rows(table), table.name, table.unit, table.numbers) for table in tables)
             elif isinstance(content := of_file(path), list):
                 yield Part(content, str(path), "row", range(len(content)))
             else:
                 yield Part([content], str(path))
         for rows in found.data_sets:
-            tables = arrow_pieces(rows.tables, [field], rows.name)
+            tables = arrow_pieces(rows.tables, fields, rows.name, maybe)
             yield from (Part(of_rows(table), table.name, table.unit, table.numbers) for table in tables)
 
     held = empty = 0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,16 +27,16 @@ from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import check_fraction
 from jdp.data.text.chat import ChatTokenizer, with_template
-from jdp.data.text.documents import Found, PathLike, find_conversations, find_text, find_token_ids
+from jdp.data.text.documents import Found, PathLike
+from jdp.data.text.formats import TEMPLATED, Format, Packing, check_format, find, packed_samples, report_cut
 from jdp.data.text.packing import PackedSamples
+from jdp.data.text.preference_samples import PreferenceSamples
 from jdp.data.text.token_array import MappedTokens, TokenArray, smallest_uint
 from jdp.data.text.token_files import VERSION, TokenFiles, can_be_written, once
 from jdp.data.text.tokenizers import BYTES, NONE, Bytes, Tokenizer, open_tokenizer
 from jdp.data.text.tokens import TextSides, sides_in_memory, tokenised_parts
 
 _BYTES = Bytes()
-Packing = Literal["stream", "documents"]
-Format = Literal["text", "chat"]
 IN_FILES_BYTES = 2**26  # of a source: less is read in a second or two
 _HASHED = 2**22  # tokens at a time
 
@@ -110,8 +110,8 @@ class TextData:
 
     name: str
     documents: int
-    train: TextSamples | PackedSamples
-    heldout: TextSamples | PackedSamples
+    train: TextSamples | PackedSamples | PreferenceSamples
+    heldout: TextSamples | PackedSamples | PreferenceSamples
     whole: bool
     vocab_size: int = _BYTES.vocab_size
     tokenizer: Tokenizer | None = _BYTES
@@ -124,12 +124,13 @@ class TextData:
         size, place = train.tokens.nbytes + heldout.tokens.nbytes, "memory" if self.folder is None else "files"
         kept = f" ({format_bytes(size)} in {place})" if unit == "tokens" or self.folder else ""
         by = f" by {self.tokenizer.name}" if unit == "tokens" and self.tokenizer else ""
-        packed = f", {format_percent(train.waste)} of them empty" if isinstance(train, PackedSamples) else ""
-        if isinstance(train, PackedSamples) and train.chat:
+        pairs = isinstance(train, PreferenceSamples)
+        packed = "" if isinstance(train, TextSamples) else f", {format_percent(train.waste)} of them empty"
+        if pairs or (isinstance(train, PackedSamples) and train.chat):
             packed += f", {format_percent(train.learnt)} of the others learnt"
         return (
             f"{self.name}: {self.documents:,} documents, {len(train.tokens) + len(heldout.tokens):,} {unit}{by}{kept}; "
-            f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {train.length}{packed}, "
+            f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {'2 x ' * pairs}{train.length}{packed}, "
             f"held out {len(heldout.tokens):,} {unit} in {len(heldout):,} ({rule})"
         )
 
@@ -141,7 +142,7 @@ class TextData:
         """
         if self.folder is None:
             return self._fingerprint()
-        packing = "documents" if isinstance(self.train, PackedSamples) else "stream"
+        packing = "stream" if isinstance(self.train, TextSamples) else "documents"
         return once(self.folder / f"fingerprint-{packing}-{self.train.length}", self._fingerprint)
 
     def _fingerprint(self) -> str:
@@ -149,7 +150,7 @@ class TextData:
         for side in (self.train, self.heldout):
             for start in range(0, len(side.tokens), _HASHED):
                 digest.update(side.tokens[start : start + _HASHED].data)
-            if isinstance(side, PackedSamples):
+            if not isinstance(side, TextSamples):
                 digest.update(side.bounds.data)
         return digest.hexdigest()
 
@@ -229,9 +230,10 @@ def text_data(
             source that holds lists of token ids, which are joined end to end without a separator.
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
             "segments" in each sample. None: "stream", and "documents" for a chat, which has no other.
-        format: "chat" reads rows of messages (lists of role and content, or from and value), by default of the column
-            "messages" or "conversations". The chat template makes text of them, and only the assistant's answers have
-            weight 1. Conversations without an answer are left out.
+        format: "preferences" reads rows of "prompt", "chosen" and "rejected", text or messages each: a sample is a pair
+            of answers. "chat" reads rows of messages (lists of role and content, or from and value), by default of the
+            column "messages" or "conversations". The chat template makes text of them, and only the assistant's answers
+            have weight 1. Conversations without an answer are left out.
         chat_template: a file with the template; None: that of the tokenizer's folder.
         chat_date: the day that a template's `strftime_now` writes; None: today.
         vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
@@ -255,29 +257,22 @@ def text_data(
     """
     if length < 1:
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
-    if packing not in (None, "stream", "documents"):
-        raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
-    if format not in ("text", "chat"):
-        raise ValueError(f'format must be "text" or "chat"; given "{format}": give one of them')
-    if format == "chat" and (tokenizer == NONE or packing == "stream"):
-        given = 'tokenizer "none"' if tokenizer == NONE else 'packing "stream"'
-        raise ValueError(f'a chat has a tokenizer with a chat template, and packing "documents"; given {given}')
+    check_format(format, tokenizer, packing, field)
     opened = None if tokenizer == NONE else _fitting(open_tokenizer(tokenizer), vocab_size)
-    if opened is not None and format == "chat":
-        opened = with_template(opened, chat_template, chat_date)
-    packing = packing or ("documents" if format == "chat" else "stream")
-    find = find_token_ids if opened is None else find_conversations if format == "chat" else find_text
+    if opened is not None and format in TEMPLATED:
+        opened = with_template(opened, chat_template, chat_date, kind=TEMPLATED[format])
+    packing = packing or ("documents" if format in TEMPLATED else "stream")
     sides = _sides(
-        find(source, suffixes=suffixes),
+        find(source, format, tokenizer, suffixes),
         opened,
-        field=field or ("input_ids" if opened is None else None if format == "chat" else "text"),
+        field=field or ("input_ids" if opened is None else None if format in TEMPLATED else "text"),
         vocab_size=vocab_size if opened is None else opened.stored,
         heldout_fraction=heldout_fraction,
         in_files=in_files,
     )
     if packing == "stream":
         _check_fills(sides, length, "bytes" if opened == _BYTES else "tokens")
-    if not sides.whole and format == "chat":
+    if not sides.whole and format in TEMPLATED:
         raise ValueError(
             f"heldout_fraction must leave conversations on both sides; given {heldout_fraction} with "
             f"{sides.documents:,} in {sides.name}: give a larger one"
@@ -294,19 +289,9 @@ def text_data(
         tokenizer=opened,
         folder=sides.folder,
     )
-    if format == "chat":
-        _report_cut(data)
+    if format in TEMPLATED:
+        report_cut(data.name, data.documents, (data.train, data.heldout))
     return data
-
-
-def _report_cut(data: TextData) -> None:
-    """Report conversations that are longer than a row: what follows the cut does not see what was before it."""
-    cut = sum(side.too_long for side in (data.train, data.heldout) if isinstance(side, PackedSamples))
-    if cut:
-        notice(
-            f"{data.name}: {cut:,} of {data.documents:,} conversations have more than {data.train.length:,} tokens and "
-            "are cut; pieces without an answer are left out"
-        )
 
 
 def _fitting(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
@@ -388,7 +373,11 @@ def decode(tokens: ArrayLike) -> str:
     return _BYTES.decode(tokens)
 
 
-def _samples(tokens: TokenArray, length: int, packing: Packing, format: Format) -> TextSamples | PackedSamples:
-    if packing == "stream":
-        return TextSamples(tokens.ids, length, tokens.bounds)
-    return PackedSamples(tokens.ids, tokens.bounds, length, chat=format == "chat")
+def _samples(
+    tokens: TokenArray, length: int, packing: Packing, format: Format
+) -> TextSamples | PackedSamples | PreferenceSamples:
+    return (
+        TextSamples(tokens.ids, length, tokens.bounds)
+        if packing == "stream"
+        else packed_samples(tokens, length, format)
+    )

@@ -251,7 +251,7 @@ def _open_file(path: Path) -> FileTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    separator = _separator(vocabulary, file)
+    separator = _separator(vocabulary, file, [str(each) for each in tokenizer.get_added_tokens_decoder().values()])
     return FileTokenizer(
         tokenizer=tokenizer,
         file=file,
@@ -262,18 +262,20 @@ def _open_file(path: Path) -> FileTokenizer:
     )
 
 
-def _separator(vocabulary: dict[str, int], file: Path) -> str:
-    """Return the eos_token of the tokenizer_config.json beside the file, else one of the usual names."""
-    config = file.with_name(SETTINGS)
-    named = _eos_token(config) if config.is_file() else None
+def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> str:
+    """Return the eos_token that the files beside a tokenizer name, else one of the usual names that it has."""
+    beside = [file.with_name(each) for each in (SETTINGS, TOKENS) if file.with_name(each).is_file()]
+    config, named = next(((each, token) for each in beside if (token := _eos_token(each))), (file, None))
     names = _SEPARATORS if named is None else (named,)
     for name in names:
         if name in vocabulary:
             return name
     problem = f"{config} names {named}, which is not in" if named else f"none of {', '.join(names)} is in"
+    special = f", which are {', '.join(added[:10])}{', …' * (len(added) > 10)}," if added else ""
     raise ValueError(
-        f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; add one to its "
-        'added_tokens, and to the model, or name one as "eos_token" in tokenizer_config.json beside it'
+        f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; name one of its "
+        f'added tokens{special} as "eos_token" in tokenizer_config.json beside it: of a chat the one that ends an '
+        "answer; or add one, and to the model"
     )
 
 

@@ -16,7 +16,16 @@ from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.notices import notice
 from jdp.data.held_out import Spans, content_score, split_documents, split_samples
 from jdp.data.text.chat import ChatTokenizer
-from jdp.data.text.documents import Found, Part, conversation_parts, corpus_of, text_parts, token_id_parts
+from jdp.data.text.documents import (
+    Found,
+    Part,
+    conversation_parts,
+    corpus_of,
+    preference_parts,
+    text_parts,
+    token_id_parts,
+)
+from jdp.data.text.preference_samples import PreferenceTokenizer
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 from jdp.data.text.tokenizers import BYTES, Tokenizer
 
@@ -96,6 +105,8 @@ def tokenised_parts(
 
 
 def _documents(found: Found, tokenizer: Tokenizer, field: str | None) -> Iterator[Part[bytes]]:
+    if isinstance(tokenizer, PreferenceTokenizer):
+        return preference_parts(found)
     if isinstance(tokenizer, ChatTokenizer):
         return conversation_parts(found, field)
     return text_parts(found, field or "text")
@@ -160,13 +171,14 @@ def _report(name: str, doubtful: int, documents: int, tokenizer: Tokenizer) -> N
     if not doubtful:
         return
     if isinstance(tokenizer, ChatTokenizer):
-        why = "there is no answer of the assistant in them"
+        pairs = isinstance(tokenizer, PreferenceTokenizer)
+        units, why = "pairs" if pairs else "conversations", "there is no answer of the assistant in them"
         if doubtful == documents:
             raise ValueError(
-                f"chat must have answers to learn; given {name}, {documents:,} conversations: {why}, as "
+                f"{tokenizer.format} must have answers to learn; given {name}, {documents:,} {units}: {why}, as "
                 f"{tokenizer.template.name} writes them; give others, or another template in data.chat_template"
             )
-        notice(f"{name}: {doubtful:,} of {documents:,} conversations are left out: {why}")
+        notice(f"{name}: {doubtful:,} of {documents:,} {units} are left out: {why}")
         return
     unit = "byte" if tokenizer.name == BYTES else "token"
     notice(f"{name}: {unit} {tokenizer.separator}, which closes a document, is in {doubtful} of them; are they text?")

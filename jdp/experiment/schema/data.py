@@ -61,10 +61,10 @@ class Data(Section):
     """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source, or an
     address of these; or "none" where the rows of the source are lists of token ids. Not given: that of the folder of a
     model "hf:FOLDER", else bytes."""
-    format: Literal["text", "chat"] = "text"
+    format: Literal["text", "chat", "preferences"] = "text"
     """Text; or conversations, rows of messages ({role, content}, or {from, value}), in the column "messages" or
     "conversations" unless field names another. The tokenizer's chat template makes text of them, and the loss is that
-    of the assistant's answers alone."""
+    of the assistant's answers alone. preferences: rows of prompt, chosen and rejected, for loss.name = "dpo"."""
     chat_template: PathText | None = None
     """File with the chat template (jinja2), relative as in source; none = the tokenizer's own: chat_template.jinja, or
     in tokenizer_config.json."""
@@ -104,7 +104,7 @@ class Data(Section):
     @classmethod
     def _packed(cls, table: Any) -> Any:
         """Pack conversations, unless the table says otherwise, which is refused."""
-        if isinstance(table, Mapping) and table.get("format") == "chat" and "packing" not in table:
+        if isinstance(table, Mapping) and table.get("format") in TEMPLATED and "packing" not in table:
             return {**table, "packing": "documents"}
         return table
 
@@ -131,9 +131,12 @@ class Data(Section):
         return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
 
 
-def text_problems(data: Data, model: str, context: float) -> Iterator[str]:
-    """Yield what is wrong between the keys of a text, and the model's name and context."""
-    yield from _chat_problems(data, model)
+TEMPLATED = ("chat", "preferences")
+"""The formats of messages."""
+
+
+def length_problems(data: Data, context: float) -> Iterator[str]:
+    """Yield what is wrong between the lengths of a text, and the model's context."""
     longest, lengths = data.longest, data.lengths
     if longest > context:
         rule = f"data.length must be at most model.context = {context}"
@@ -143,27 +146,40 @@ def text_problems(data: Data, model: str, context: float) -> Iterator[str]:
             f"data.length must change between lengths that divide the longest, {longest}, as samples are cut; given "
             f"{length}: take {math.gcd(length, longest)}"
         )
-    if lengths.changes and data.format == "chat":
+    if lengths.changes and data.format in TEMPLATED:
         yield (
-            'data.length must be one number for data.format = "chat", as a cut parts answers from their questions; '
-            f"given {len(lengths.values)}: give {longest}"
+            f'data.length must be one number for data.format = "{data.format}", as a cut parts answers from their '
+            f"questions; given {len(lengths.values)}: give {longest}"
         )
 
 
-def _chat_problems(data: Data, model: str) -> Iterator[str]:
-    """Yield what is wrong between the keys of a chat."""
-    if data.format != "chat":
+def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterator[str]:
+    """Yield what is wrong between the keys of a chat, or of preferences and their loss."""
+    if kind != "text":
+        if loss == "dpo":
+            data_set = f" and data.name = {data.name!r}" if data.name else ""
+            yield f'loss.name = "dpo" learns text by a GPT; given model.name = {model!r}{data_set}: remove [loss]'
+        return
+    if (data.format == "preferences") != (loss == "dpo"):
+        given = f'data.format = "{data.format}" and {"no loss.name" if loss is None else f"loss.name = {loss!r}"}'
+        yield f'data.format = "preferences" and loss.name = "dpo" need each other; given {given}: change one of them'
+    if data.format == "preferences" and data.field is not None:
+        yield 'data.field is not read, as preferences are the columns "prompt", "chosen" and "rejected": remove it'
+    if data.format not in TEMPLATED:
         for key in ("chat_template", "chat_date"):
             if getattr(data, key) is not None:
                 yield f'data.{key} is of data.format = "chat"; given "{data.format}": give that, or remove the key'
         return
     if data.tokenizer == NONE or (data.tokenizer == "bytes" and not model.startswith("hf:")):
         yield (
-            f'data.format = "chat" needs a tokenizer with a chat template; given data.tokenizer = "{data.tokenizer}": '
-            "name the folder of a model of Hugging Face, or its tokenizer.json"
+            f'data.format = "{data.format}" needs a tokenizer with a chat template; given data.tokenizer = '
+            f'"{data.tokenizer}": name the folder of a model of Hugging Face, or its tokenizer.json'
         )
+    if arrays := next((source for source in data.sources if source.endswith(".npz")), None):
+        yield f'data.format = "{data.format}" is of rows of messages; given data.source = "{arrays}": name a table'
     if data.packing != "documents":
-        yield f'data.format = "chat" keeps conversations apart; given data.packing = "{data.packing}": remove that key'
+        given = f'data.packing = "{data.packing}"'
+        yield f'data.format = "{data.format}" keeps conversations apart; given {given}: remove that key'
 
 
 OF_EVERY = ("name", "heldout_fraction", "shuffle")

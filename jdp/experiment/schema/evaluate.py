@@ -105,7 +105,8 @@ def _evaluate(experiment: File) -> Iterator[str]:
     if given == Evaluate():
         return
     if kind == "own" or experiment.loss.name is not None:
-        yield "[evaluate] is measured by jdp's own losses on jdp's own data; given a plug-in's: its loss has metrics"
+        of = "a plug-in's data" if kind == "own" else f"loss.name = {experiment.loss.name!r}"
+        yield f"[evaluate] is measured beside jdp's cross-entropies; given {of}, which has its own metrics: remove it"
         return
     name, is_text = experiment.model.name, kind == "text"
     for metric in (PERPLEXITY, BITS_PER_BYTE):

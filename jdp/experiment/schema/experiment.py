@@ -5,8 +5,7 @@ model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
 evaluate.py   [evaluate]
-train.py      [train], [sample], [track], [guard]
-wire.py       [wire], [local_steps]
+train.py      [train], [sample], [track], [guard]; wire.py [wire], [local_steps]
 registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
@@ -24,7 +23,16 @@ from jdp.base.shorten import cut
 from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
-from jdp.experiment.schema.data import DATASETS, OF_EVERY, OF_TEXT, Data, EvalSet, Ingredient, text_problems
+from jdp.experiment.schema.data import (
+    DATASETS,
+    OF_EVERY,
+    OF_TEXT,
+    Data,
+    EvalSet,
+    Ingredient,
+    chat_problems,
+    length_problems,
+)
 from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import AnyModel, Model, model_table
@@ -200,6 +208,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
     yield from (_own_data if experiment.kind == "own" else _data)(experiment)
+    yield from chat_problems(experiment.data, experiment.model.name, experiment.loss.name, experiment.kind)
     yield from metric_problems(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)
@@ -234,7 +243,8 @@ def _plugin(experiment: Experiment) -> Iterator[str]:
 
 
 def _names(table: Table) -> str:
-    return f" = {' or '.join(repr(name) for name in table.entries)}" if table.entries else ""
+    names = [repr(name) for name, entry in table.entries.items() if entry.by]
+    return f" = {' or '.join(names)}" if names else ""
 
 
 def _size(experiment: Experiment) -> Iterator[str]:
@@ -331,7 +341,7 @@ def _data(experiment: Experiment) -> Iterator[str]:
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
     if kind == "text":
-        yield from text_problems(data, name, getattr(experiment.model, "context", math.inf))
+        yield from length_problems(data, getattr(experiment.model, "context", math.inf))
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]

@@ -12,6 +12,7 @@ from typing import Any
 
 from jdp.base.formatting import format_rate
 from jdp.experiment.file import ExperimentError
+from jdp.run.evaluation import Best
 from jdp.run.sweep.walk import DONE, FAILED, Result
 
 
@@ -36,7 +37,7 @@ def score(result: Result) -> float | None:
     value = summary.get(f"final_{metric}", summary.get("eval_sets", {}).get(metric))
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
-    return value if metric.endswith("accuracy") else -value
+    return value if Best(metric).mode == "max" else -value
 
 
 def as_json(name: str, results: Sequence[Result]) -> dict[str, Any]:
