@@ -98,7 +98,7 @@ def test_pre_training_goes_on_with_a_models_own_tokenizer_and_leaves_an_export(t
     held_out, rates = rows(run, "eval_loss"), rows(run, "lr")
     assert held_out[30] < rows(run, "loss")[1] - 1
     assert rates[1] == pytest.approx(1e-3) and rates[10] == pytest.approx(1e-2) and rates[30] < 2e-3
-    assert "300 tokens" in out or "tokens" in out
+    assert "llama/tokenizer.json (300 tokens, <|end_of_text|> closes a document)" in out
     assert json.loads((run / "export" / "jdp.json").read_text())["step"] == min(held_out, key=held_out.__getitem__)
     same = [(tmp_path / "llama" / "tokenizer.json").read_bytes(), (run / "export" / "tokenizer.json").read_bytes()]
     assert same[0] == same[1]
@@ -151,9 +151,9 @@ def logits_of_export(folder):
     return logits(model)
 
 
-ATOL = 2e-4
-"""Logits of some tens, in float32: LoRA's update is rounded into the weights, and other libraries sum in other orders.
-2e-5 was measured."""
+ATOL = 5e-5
+"""Logits up to 5, in float32: LoRA's update is rounded into the weights, and other libraries sum in other orders. 6.3e-6
+was measured of the export, 4.3e-6 of transformers."""
 
 
 @pytest.mark.parametrize("form", FORMS)
