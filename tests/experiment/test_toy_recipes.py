@@ -152,8 +152,8 @@ def logits_of_export(folder):
 
 
 ATOL = 5e-5
-"""Logits up to 5, in float32: LoRA's update is rounded into the weights, and other libraries sum in other orders. 6.3e-6
-was measured of the export, 4.3e-6 of transformers."""
+"""Logits up to 5, in float32: LoRA's update is rounded into the weights, and other libraries sum in other orders.
+6.3e-6 was measured of the export, 4.3e-6 of transformers."""
 
 
 @pytest.mark.parametrize("form", FORMS)
