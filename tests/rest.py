@@ -148,6 +148,8 @@ REST = {
     "experiment/test_toy_recipes.py::test_an_image_folder_is_learnt_from_resized_crops": "imagenet_vit",
     "experiment/test_toy_recipes.py::test_pre_training_reads_text_with_its_tokenizer": "",
     "experiment/test_toy_recipes.py::test_pre_training_goes_on_with_a_models_own_tokenizer_and_leaves_an_export": "",
+    "experiment/test_toy_recipes.py::test_lora_starts_from_a_run_and_watches_what_is_forgotten": "",
+    "experiment/test_toy_recipes.py::test_digits_are_learnt": "",
     "experiment/test_toy_recipes.py::test_a_plug_in_is_found_by_its_package": "",
     "experiment/test_toy_recipes.py::test_a_model_of_1b_fits_one_host": "",
     "experiment/test_wire_keys.py::test_resumed_without_wire_it_goes_on_and_says_what_it_leaves": "",
