@@ -225,7 +225,7 @@ def test_an_image_folder_is_learnt_from_resized_crops(name, textures, tmp_path, 
 def test_digits_are_learnt(tmp_path):
     small = {"model.blocks": "[1, 1]", "model.width": 16, "train.steps": 100, "optimizer.warmup_steps": 5}
     run = trained("digits_resnet", tmp_path, **small, **{"train.eval_every": 20, "devices": "none"})
-    assert rows(run, "eval_accuracy")[100] > 0.3  # chance is a tenth; 0.42 was seen: averaged weights lag in a short run
+    assert rows(run, "eval_accuracy")[100] > 0.3  # chance is a tenth; averaged weights lag in a short run
 
 
 # --- a plug-in ------------------------------------------------------------------------------------------------------

@@ -96,8 +96,9 @@ class Frame:
         return values if have == self.channels else np.repeat(values, self.channels, axis=2)
 
     def _drafted(self, image: Any, part: Part | None) -> Box:
-        """Have a JPEG decoded at a half, a quarter or an eighth of its size, where the part is still twice as large as
-        ours; return the part in its pixels.
+        """Return the part in the pixels of the picture as it will be decoded.
+
+        That is a half, a quarter or an eighth of a JPEG, where the part is still twice our size.
         """
         wide, high = (self.size or (1, 1))[::-1]
         if part is None:
