@@ -1,4 +1,7 @@
-"""The text of a new experiment: the keys of one that jdp ships, each below what `jdp train --help` says of it."""
+"""The text of a new experiment: the keys of one that jdp ships, each below what `jdp train --help` says of it.
+
+The shipped one's note comes first: data and how to get it, hardware, cost, what to expect.
+"""
 
 import re
 import textwrap
@@ -26,9 +29,11 @@ def template(start: str, name: str) -> tuple[str, dict[str, Any]]:
         start: name of the shipped experiment.
         name: of the new run.
     """
-    table = beside_clone(tomllib.loads(shipped()[start].read_text(encoding="utf-8"))) | {"name": name}
+    text = shipped()[start].read_text(encoding="utf-8")
+    table = beside_clone(tomllib.loads(text)) | {"name": name}
     head = f"# Made by `jdp new` from jdp's {start}. Every key, with its type and default: jdp train --help"
-    return "\n".join([head, "", *_Commented(table).lines(table, ())]) + "\n", table
+    note = text.partition("\n\n")[0].replace(f"experiments/{start}.toml", f"{name}.toml")
+    return "\n".join([head, "", note, "", *_Commented(table).lines(table, ())]) + "\n", table
 
 
 class _Commented:
