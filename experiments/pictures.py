@@ -1,16 +1,26 @@
-"""The picture of the README, made from what `jdp plan` reads off compiled programs: memory by strategy.
+"""Pictures that are made here: the README's, and photographs of a toy, to try recipes for image folders on.
 
     python experiments/pictures.py [FOLDER]
+    python experiments/pictures.py --textures FOLDER
 
-Needs `pip install '.[aot]'`, no GPU, and some 60 s of processor time. FOLDER: where the SVG goes, `.github/pictures`
-unless given. The file follows the reader's setting, light or dark.
+The first draws memory by strategy, from what `jdp plan` reads off compiled programs. It needs `pip install '.[aot]'`,
+no GPU, and some 60 s of processor time. FOLDER: where the SVG goes, `.github/pictures` unless given. The file follows
+the reader's setting, light or dark.
+
+The second writes FOLDER/train and FOLDER/val, each with a folder for each of four classes of JPEG files: stripes that
+lie or stand, a chessboard, noise; of random colours, sizes and periods. Train as ImageNet:
+
+    jdp train experiments/imagenet_vit.toml --data.source FOLDER --model.classes 4
 """
 
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jdp.report.charts import INK, SERIES, chart, write
 
@@ -63,5 +73,38 @@ def described(candidates: list[dict[str, Any]]) -> str:
     return f"Memory of each of 64 H100s while Llama 3 8B trains: {sizes}. A GPU has 77 GiB."
 
 
+def textures(folder: Path, train: int = 400, val: int = 100, side: int = 48) -> None:
+    """Write pictures of four classes, this many of them in all."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for part, count in (("train", train), ("val", val)):
+        for number in range(count):
+            name = ("board", "lying", "noise", "standing")[number % 4]
+            (folder / part / name).mkdir(parents=True, exist_ok=True)
+            height, width = random.integers(side, 2 * side, 2)
+            y, x = (np.floor(np.arange(n) / random.uniform(3, 8)) % 2 for n in (height, width))
+            grid = np.ones((height, width))
+            shape = {
+                "board": np.logical_xor(y[:, None], x) * grid,
+                "lying": y[:, None] * grid,
+                "standing": x * grid,
+                "noise": random.integers(0, 2, (height, width)),
+            }[name]
+            dark, light = random.integers(0, 100, 3), random.integers(150, 256, 3)
+            values = np.where(shape[..., None] > 0, light, dark) + random.normal(0, 20, (height, width, 3))
+            picture = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+            picture.save(folder / part / name / f"{number:04d}.jpg", quality=90)
+
+
 if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER")
+    parser.add_argument("--textures", action="store_true", help="write class folders of pictures")
+    given = parser.parse_args()
+    if given.textures and given.folder is None:
+        parser.error("--textures needs a folder to write to: give one")
+    if given.textures:
+        textures(given.folder)
+    else:
+        main(*filter(None, [given.folder]))

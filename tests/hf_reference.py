@@ -96,13 +96,23 @@ def logits_of(model):
         return model.eval()(torch.from_numpy(TOKENS)).logits[0, list(POSITIONS)].numpy().astype(float)
 
 
+def loss_of(model):
+    """The mean cross-entropy of the 31 next tokens."""
+    import torch
+
+    tokens = torch.from_numpy(TOKENS)
+    with torch.no_grad():
+        return float(model.eval()(tokens, labels=tokens).loss)
+
+
 def computed(case):
-    """The config.json, the shapes and the logits of a case, by transformers."""
+    """The config.json, the shapes, the loss and the logits of a case, by transformers."""
     model, shapes = made_by_transformers(case)
     # As the library writes it beside weights: what is not its default, less what it says of itself.
     written = json.loads(model.config.to_json_string())
     kept = {key: value for key, value in written.items() if key not in ("transformers_version", "_name_or_path")}
-    return {"config": kept, "shapes": shapes, "logits": np.round(logits_of(model), 6).tolist()}
+    loss, logits = round(loss_of(model), 6), np.round(logits_of(model), 6).tolist()
+    return {"config": kept, "shapes": shapes, "loss": loss, "logits": logits}
 
 
 def adapted():
@@ -161,6 +171,7 @@ def main():
     for case, found in made.items():
         assert stored[case]["shapes"] == found["shapes"], case
         np.testing.assert_allclose(stored[case]["logits"], found["logits"], atol=1e-4, err_msg=case)
+        assert abs(stored[case].get("loss", 0) - found.get("loss", 0)) < 1e-5, case
 
 
 if __name__ == "__main__":

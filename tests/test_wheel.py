@@ -70,7 +70,7 @@ def test_a_name_is_read_from_the_wheel(unpacked, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "gpt2-124m" in (tmp_path / "mine.toml").read_text()
     done = in_folder(tmp_path, unpacked, "-m", "jdp", "plan", "quick")
-    assert done.returncode == 2 and "did you mean quickstart? jdp ships digits_resnet" in done.stderr
+    assert done.returncode == 2 and "did you mean quickstart? jdp ships continue_pretraining" in done.stderr
 
 
 def test_the_quickstart_trains_in_another_folder(unpacked, tmp_path):

@@ -23,6 +23,8 @@ from jdp.foresight.timing.parts import COPIES
 
 OWN_GPUS = {"gpt2_124m": 8, "gpt_1b": 8, "llama_8b_zero3": 64, "hsdp": 64, "tensor_parallel": 64}
 """Experiment -> the GPUs that its file is written for."""
+ROWS, CHANGES = {"gpt2_124m": 128}, {"gpt2_124m": {"model.bias": "true", "model.activation": "gelu"}}
+"""The batch and the form (OpenAI's) that results of 2026-11 have."""
 HOSTS_ALONG = {"hsdp": "replica", "tensor_parallel": "data"}
 TARGETS = ("h100:1x8", "h100:8x8", "h100:64x8")
 MOST_COPIES = 0.05
@@ -32,7 +34,9 @@ def foreseen(name: str, on: str) -> dict[str, Any]:
     """Compile an experiment's step for a target; return its numbers."""
     devices, path = target(on), str(EXPERIMENTS / f"{name}.toml")
     own, count = load(path), len(devices.devices)
-    changes = {"train.batch_size": str(own.train.batch_size * count // OWN_GPUS[name])}
+    changes = CHANGES.get(name, {}) | {
+        "train.batch_size": str(ROWS.get(name, own.train.batch_size) * count // OWN_GPUS[name])
+    }
     if axis := HOSTS_ALONG.get(name):
         changes[f"mesh.{axis}"] = str(count // 8)
     experiment = load(path, changes)

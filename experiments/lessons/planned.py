@@ -31,6 +31,7 @@ def foreseen(way: str, hosts: int) -> tuple[float, float, float]:
     """Return `FORESEEN` of an experiment's step on `hosts` times 8 H100s, as `jdp plan` does."""
     file, sequences, strategy, replicas = WAYS[way]
     target, keys = target_of(f"h100:{hosts}x8"), {"train.batch_size": str(sequences * 8 * hosts)}
+    keys |= {"model.bias": "true", "model.activation": "gelu"} if file == "gpt2_124m" else {}  # OpenAI's, as recorded
     experiment = load(FILES / f"{file}.toml", keys | ({"mesh.replica": str(hosts)} if replicas else {}))
     options = {"strategies": [strategy], "accumulate": [experiment.train.accumulate]}
     (found,) = make_plan_report(candidates_of(experiment, target, **options), target).estimates

@@ -73,11 +73,14 @@ class Sides:
 def _augmented(images: Any, experiment: Experiment) -> Any:
     """Return a data set of images whose training side is cropped and flipped anew in every epoch, as [data] asks."""
     padding, flip, seed = experiment.data.crop_padding, experiment.data.flip, experiment.seed
-    if not padding and not flip:
+    share = experiment.data.resized_crop
+    if not padding and not flip and not share:
         return images
     changes = [f"cropped after padding by {padding}"] * bool(padding) + ["flipped half the time"] * flip
-    train = augmented(images.train, crop_padding=padding, flip=flip, seed=seed)
-    return Sides(images, train, images.heldout, f"to train on, {', '.join(changes)}", f"{padding} {flip} {seed}")
+    changes = [f"crops of {share:g} of the area or more, resized"] * bool(share) + changes
+    train = augmented(images.train, crop_padding=padding, flip=flip, resized_crop=share, seed=seed)
+    drawn = f"{padding} {flip} {seed}" + (f" {share}" if share else "")
+    return Sides(images, train, images.heldout, f"to train on, {', '.join(changes)}", drawn)
 
 
 def open_data(experiment: Experiment) -> Any:

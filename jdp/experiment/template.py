@@ -1,10 +1,12 @@
-"""The text of a new experiment: the keys of one that jdp ships, each below what `jdp train --help` says of it."""
+"""The text of a new experiment: the keys of one that jdp ships, each below what `jdp train --help` says of it.
+
+The shipped one's note comes first: data and how to get it, hardware, cost, what to expect.
+"""
 
 import re
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
 from typing import Any
 
 from jdp.base.toml import toml_key, toml_value
@@ -30,14 +32,8 @@ def template(start: str, name: str) -> tuple[str, dict[str, Any]]:
     text = shipped()[start].read_text(encoding="utf-8")
     table = beside_clone(tomllib.loads(text)) | {"name": name}
     head = f"# Made by `jdp new` from jdp's {start}. Every key, with its type and default: jdp train --help"
-    about = [line.replace(f"experiments/{start}.toml", f"{name}.toml") for line in _header(text)]
-    return "\n".join([head, *about, "", *_Commented(table).lines(table, ())]) + "\n", table
-
-
-def _header(text: str) -> list[str]:
-    """Return the comments at the top of a file, such as how to fetch what it trains on, below an empty one."""
-    lines = list(takewhile(lambda line: line.startswith("#"), text.splitlines()))
-    return ["#", *lines] if lines else []
+    note = text.partition("\n\n")[0].replace(f"experiments/{start}.toml", f"{name}.toml")
+    return "\n".join([head, "", note, "", *_Commented(table).lines(table, ())]) + "\n", table
 
 
 class _Commented:

@@ -34,6 +34,7 @@ from jdp.foresight.candidates.smallest_cluster import foreseen, sizes_of, verifi
 from jdp.foresight.forecast import Estimate, PlanReport, Settings
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
+from jdp.foresight.step_report import CPU_PROGRAM
 from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, state_bytes
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of
@@ -250,6 +251,8 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
         )
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
+    if any(e.report is not None and not e.report.kept and CPU_PROGRAM in e.report.notes for e in estimates):
+        notes.append(CPU_PROGRAM)
     notes += _float8(estimates)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]
     return tuple(dict.fromkeys(notes))

@@ -8,8 +8,8 @@ Dtypes: the embedding table's dtype is the dtype of the activations and of the m
 angles and logits are float32, as is the sum of a token's gradients over its occurrences.
 
 Initial values (Radford et al. 2019, section 2.3, and openai/gpt-2 `src/model.py`): normal with standard deviation 0.02,
-0.01 for learned positions. The two projections that write to the residual stream are divided by sqrt(2 * layers), the
-number of such writes. So its variance does not grow with depth.
+`position_std` for learned positions. The two projections that write to the residual stream are divided by
+sqrt(2 * layers), the number of such writes. So its variance does not grow with depth.
 """
 
 import math
@@ -32,7 +32,6 @@ from jdp.models.transformer import (
 )
 
 INIT_STD = 0.02
-POSITION_STD = 0.01
 
 
 class GPT(nnx.Module):
@@ -201,7 +200,7 @@ class Embedding(nnx.Module):
             return nnx.Param(std * jax.random.normal(rngs.params(), (rows, config.width)))
 
         self.tokens = table(config.vocab_size, INIT_STD)
-        self.positions = table(config.context, POSITION_STD) if config.positions == "learned" else None
+        self.positions = table(config.context, config.position_std) if config.positions == "learned" else None
         self.factor = math.sqrt(config.width) if config.scale_embedding else None
 
     def __call__(self, tokens: jax.Array, position: jax.Array | None = None) -> jax.Array:

@@ -20,7 +20,7 @@ from jdp.cli import main as cli
 from jdp.cli import manifest
 
 ROOT = Path(__file__).parents[2]
-GPT2 = str(ROOT / "experiments" / "gpt2_124m.toml")
+LLAMA = str(ROOT / "experiments" / "llama_8b_zero3.toml")
 SIZE = ["--nodes", "4", "--per-node", "8"]
 IMAGE = ["--image", "registry.local/team/jdp:1.0"]
 
@@ -38,7 +38,7 @@ def kubernetes(capfd, *words):
 
 def all_of(capfd, *words):
     """The ConfigMap, the Secret and the JobSet."""
-    return list(yaml.safe_load_all(written(capfd, "kubernetes", GPT2, *SIZE, *IMAGE, *words)))
+    return list(yaml.safe_load_all(written(capfd, "kubernetes", LLAMA, *SIZE, *IMAGE, *words)))
 
 
 def job_of(job_set):
@@ -85,8 +85,8 @@ def test_pods_find_pod_0_by_the_name_that_the_job_set_gives_it(capfd):
     environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     assert environment["JDP_NUM_PROCESSES"] == "4"
     assert any(entry["name"] == "JDP_NODE_NAME" for entry in container["env"]), "kubectl cordon takes it"
-    assert environment["JDP_COORDINATOR"] == "gpt2-124m-workers-0-0.gpt2-124m:8476"
-    assert job_set["spec"]["network"]["subdomain"] == "gpt2-124m"
+    assert environment["JDP_COORDINATOR"] == "llama-8b-zero3-workers-0-0.llama-8b-zero3:8476"
+    assert job_set["spec"]["network"]["subdomain"] == "llama-8b-zero3"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
     assert "labels" not in job_set["metadata"] and "suspend" not in job_set["spec"], "without Kueue it would wait"
@@ -107,25 +107,25 @@ def test_the_experiment_in_the_config_map_is_the_experiment(capfd, tmp_path):
     (tmp_path / "experiment.toml").write_text(config["data"]["experiment.toml"])
     from jdp.experiment.file import load
 
-    assert load(tmp_path / "experiment.toml") == load(GPT2, {"strategy": "zero3", "data.source": "/data/text.txt"})
+    assert load(tmp_path / "experiment.toml") == load(LLAMA, {"strategy": "zero3", "data.source": "/data/text.txt"})
 
 
 def test_the_pods_share_a_secret_that_is_new_in_each_manifest(tmp_path, capfd):
     made = [all_of(capfd, "--namespace", "ml") for _ in range(2)]
     (_, secret, job_set), (_, other, _) = made
-    assert secret["metadata"] == {"name": "gpt2-124m-secret", "namespace": "ml"}
+    assert secret["metadata"] == {"name": "llama-8b-zero3-secret", "namespace": "ml"}
     assert len(secret["stringData"]["JDP_SECRET"]) == 64 and secret["stringData"] != other["stringData"]
     (container,) = job_of(job_set)["template"]["spec"]["containers"]
     (entry,) = [entry for entry in container["env"] if entry["name"] == "JDP_SECRET"]
-    assert entry["valueFrom"] == {"secretKeyRef": {"name": "gpt2-124m-secret", "key": "JDP_SECRET"}}
+    assert entry["valueFrom"] == {"secretKeyRef": {"name": "llama-8b-zero3-secret", "key": "JDP_SECRET"}}
     path = tmp_path / "job.yaml"
     path.write_text("an older one")
-    written(capfd, "kubernetes", GPT2, *SIZE, *IMAGE, "-o", str(path))
+    written(capfd, "kubernetes", LLAMA, *SIZE, *IMAGE, "-o", str(path))
     assert stat.filemode(path.stat().st_mode) == "-rw-------", "the secret is in it"
 
 
 def test_the_tasks_of_a_batch_script_share_a_secret_that_is_new_at_each_start(tmp_path, capfd):
-    script = written(capfd, "slurm", GPT2, *SIZE).replace(f"cd {shlex.quote(str(Path.cwd()))} ", f"cd {tmp_path} ")
+    script = written(capfd, "slurm", LLAMA, *SIZE).replace(f"cd {shlex.quote(str(Path.cwd()))} ", f"cd {tmp_path} ")
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$JDP_SECRET,$JDP_SECRET_FILE"\n')
     (tmp_path / "srun").chmod(0o755)
     plain = {name: value for name, value in os.environ.items() if not name.startswith("JDP_SECRET")}
@@ -141,7 +141,7 @@ def test_the_tasks_of_a_batch_script_share_a_secret_that_is_new_at_each_start(tm
 
 
 def test_runs_that_nothing_keeps_are_reported(capfd):
-    cli.main(["manifest", "kubernetes", GPT2, *SIZE, *IMAGE])
+    cli.main(["manifest", "kubernetes", LLAMA, *SIZE, *IMAGE])
     assert "without --claim the runs end with their pods" in capfd.readouterr().err
 
 
@@ -158,19 +158,19 @@ def test_a_batch_script_is_what_sbatch_takes(tmp_path, capfd):
         "--run-dir",
         "/big runs",
     ]
-    assert written(capfd, "slurm", GPT2, *SIZE, *more, "--name", "a", "-o", str(path)) == ""
+    assert written(capfd, "slurm", LLAMA, *SIZE, *more, "--name", "a", "-o", str(path)) == ""
     text = path.read_text()
     options = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     expected = {"nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "requeue", "signal=TERM@300", "time=2-00:00:00"}
     assert expected | {"partition=gpu", "account=physics", "job-name=a"} <= options
-    assert f"-m jdp train {GPT2} '--run-dir=/big runs' --name=a\n" in text
+    assert f"-m jdp train {LLAMA} '--run-dir=/big runs' --name=a\n" in text
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
 
 
 def test_a_job_that_comes_no_further_is_queued_again_so_often(tmp_path, capfd):
     """The script's own decision, between Slurm's commands; `tests/launch/test_slurm.py` has the real ones."""
     script, calls = tmp_path / "job.sh", tmp_path / "calls"
-    written(capfd, "slurm", GPT2, *SIZE, "--run-dir", str(tmp_path), "--max-restarts", "2", "-o", str(script))
+    written(capfd, "slurm", LLAMA, *SIZE, "--run-dir", str(tmp_path), "--max-restarts", "2", "-o", str(script))
     text = script.read_text().replace(f"cd {shlex.quote(str(Path.cwd()))} ", f"cd {tmp_path} ")
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     save = 'date +%s%N > "$JDP_PROGRESS_FILE"; '
@@ -206,39 +206,39 @@ def test_virtual_devices_ask_for_no_gpus(tmp_path, capfd):
 
 
 MISTAKES = {
-    "nodes that do not multiply": (["slurm", GPT2, "--nodes", "3", "--per-node", "8"], "3 nodes × 8 devices = 24: "),
-    "a mesh that does not": (["slurm", GPT2, *SIZE, "--mesh.data", "8"], "4 nodes × 8 devices = 32: [mesh]: "),
-    "no nodes": (["slurm", GPT2, "--nodes", "0", "--per-node", "8"], "--nodes must be from 1 to 100,000; given 0"),
+    "nodes that do not multiply": (["slurm", LLAMA, "--nodes", "3", "--per-node", "8"], "3 nodes × 8 devices = 24: "),
+    "a mesh that does not": (["slurm", LLAMA, *SIZE, "--mesh.data", "8"], "4 nodes × 8 devices = 32: [mesh]: "),
+    "no nodes": (["slurm", LLAMA, "--nodes", "0", "--per-node", "8"], "--nodes must be from 1 to 100,000; given 0"),
     "other virtual devices": (
-        ["slurm", GPT2, *SIZE, "--devices", "4"],
+        ["slurm", LLAMA, *SIZE, "--devices", "4"],
         "--per-node must be the experiment's devices, its virtual CPU devices in each process; given 8 and devices = 4",
     ),
-    "no image": (["kubernetes", GPT2, *SIZE], "needs an image with jdp in it; given none: --image"),
+    "no image": (["kubernetes", LLAMA, *SIZE], "needs an image with jdp in it; given none: --image"),
     "an image with spaces": (
-        ["kubernetes", GPT2, *SIZE, "--image", "a b"],
+        ["kubernetes", LLAMA, *SIZE, "--image", "a b"],
         '--image is REGISTRY/NAME:TAG; given "a b"',
     ),
-    "an image for Slurm": (["slurm", GPT2, *SIZE, *IMAGE], "--image is for jdp manifest kubernetes; given slurm"),
+    "an image for Slurm": (["slurm", LLAMA, *SIZE, *IMAGE], "--image is for jdp manifest kubernetes; given slurm"),
     "a partition for Kubernetes": (
-        ["kubernetes", GPT2, *SIZE, *IMAGE, "--sbatch", "partition=gpu"],
+        ["kubernetes", LLAMA, *SIZE, *IMAGE, "--sbatch", "partition=gpu"],
         "--sbatch is for jdp manifest slurm; given kubernetes",
     ),
     "a name that is none": (
-        ["kubernetes", GPT2, *SIZE, *IMAGE, "--name", "2024"],
+        ["kubernetes", LLAMA, *SIZE, *IMAGE, "--name", "2024"],
         "a JobSet's name begins with a letter",
     ),
-    "a queue that is none": (["kubernetes", GPT2, *SIZE, *IMAGE, "--queue", "A b"], "--queue is a name of Kubernetes"),
+    "a queue that is none": (["kubernetes", LLAMA, *SIZE, *IMAGE, "--queue", "A b"], "--queue is a name of Kubernetes"),
     "a script in an option": (
-        ["slurm", GPT2, *SIZE, "--sbatch", "x=1\nrm -rf /"],
+        ["slurm", LLAMA, *SIZE, "--sbatch", "x=1\nrm -rf /"],
         "--sbatch takes one option of sbatch",
     ),
-    "nodes that are not checked": (["slurm", GPT2, *SIZE, "--sbatch", "nodes=3"], "is checked for --nodes; given"),
-    "a time that ends at once": (["slurm", GPT2, *SIZE, "--time", "5"], "longer than the 300 seconds before its end"),
-    "as many seconds": (["slurm", GPT2, *SIZE, "--time", "0:05:00"], "longer than the 300 seconds before its end"),
-    "a time that is none": (["slurm", GPT2, *SIZE, "--time", "soon"], "--time is minutes, HOURS:MINUTES:SECONDS or"),
+    "nodes that are not checked": (["slurm", LLAMA, *SIZE, "--sbatch", "nodes=3"], "is checked for --nodes; given"),
+    "a time that ends at once": (["slurm", LLAMA, *SIZE, "--time", "5"], "longer than the 300 seconds before its end"),
+    "as many seconds": (["slurm", LLAMA, *SIZE, "--time", "0:05:00"], "longer than the 300 seconds before its end"),
+    "a time that is none": (["slurm", LLAMA, *SIZE, "--time", "soon"], "--time is minutes, HOURS:MINUTES:SECONDS or"),
     "no such file": (["slurm", "nothing.toml", *SIZE], "there is no such file"),
-    "no such folder": (["slurm", GPT2, *SIZE, "-o", "/no/such/job.sh"], "there is no folder /no/such"),
-    "restarts below none": (["slurm", GPT2, *SIZE, "--max-restarts", "-1"], "--max-restarts must be from 0 to"),
+    "no such folder": (["slurm", LLAMA, *SIZE, "-o", "/no/such/job.sh"], "there is no folder /no/such"),
+    "restarts below none": (["slurm", LLAMA, *SIZE, "--max-restarts", "-1"], "--max-restarts must be from 0 to"),
 }
 
 
@@ -260,7 +260,7 @@ def test_data_beside_the_experiment_is_not_in_the_pods(tmp_path, capfd):
 
 
 def test_no_scheduler_and_unknown_ones_are_refused(capfd):
-    for words in (["lsf", GPT2, *SIZE], [GPT2, *SIZE], ["slurm", GPT2]):
+    for words in (["lsf", LLAMA, *SIZE], [LLAMA, *SIZE], ["slurm", LLAMA]):
         with pytest.raises(SystemExit) as exiting:
             manifest.run(words)
         assert exiting.value.code == 2
@@ -268,7 +268,7 @@ def test_no_scheduler_and_unknown_ones_are_refused(capfd):
 
 
 def test_the_script_names_the_python_that_wrote_it(capfd):
-    assert f"\n  {sys.executable} -m jdp train " in written(capfd, "slurm", GPT2, *SIZE)
+    assert f"\n  {sys.executable} -m jdp train " in written(capfd, "slurm", LLAMA, *SIZE)
 
 
 def test_time_limits_are_read_as_slurm_reads_them():

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from picture_files import encoded, pixels_of, write_pictures
 from tiny_runs import refused
 
 from jdp.data import augmented, global_batches, image_data, mixture
@@ -101,6 +102,62 @@ def test_half_of_the_images_are_flipped():
     assert abs(flipped - draws / 2) < 4 * (draws / 4) ** 0.5  # four deviations of a binomial
 
 
+GRADIENT = np.stack(np.broadcast_arrays(np.arange(90)[:, None], np.arange(0, 240, 2)[None], 7), -1).astype(np.uint8)
+"""A picture [90, 120, 3] whose pixels tell where they are: red is the row, green twice the column."""
+
+
+@pytest.fixture
+def gradients(tmp_path):
+    return image_data(write_pictures(tmp_path, [GRADIENT] * 6 + [255 - GRADIENT] * 6), size=24)
+
+
+def shown(sample):
+    """The first and last row and column that a crop of the gradient shows, to half a pixel."""
+    values = (sample["images"] * 0.5 + 0.5) * 255
+    rows, columns = values[:, 12, 0], values[12, :, 1] / 2
+    ends = [(axis[0] - step, axis[-1] + step) for axis in (rows, columns) for step in [(axis[2] - axis[1]) / 2]]
+    return [edge for pair in ends for edge in pair]
+
+
+def test_a_resized_crop_has_the_area_and_proportions_of_torchvisions(gradients):
+    """`RandomResizedCrop`: area even from 8 to 100 %, proportions 3:4 to 4:3; what does not fit is drawn again."""
+    source, seen = augmented(gradients.train, resized_crop=0.08, seed=SEED), []
+    index = next(i for i in range(len(source)) if gradients.train[i]["images"][0, 0, 0] < 0)
+    for epoch in range(600):
+        top, bottom, left, right = shown(source.sample_in_epoch(index, epoch))
+        assert -2 < top < bottom < 92 and -2 < left < right < 122  # one pixel, and the rounding of ends
+        seen.append(((bottom - top) * (right - left) / GRADIENT[..., 0].size, (right - left) / (bottom - top)))
+    areas, proportions = np.array(seen).T
+    assert 0.07 < areas.min() < 0.12 and 0.85 < areas.max() < 1.1
+    assert 0.7 < proportions.min() < 0.8 and 1.25 < proportions.max() < 1.45
+    # Large parts fit less often, so the means are not (0.08 + 1) / 2 and 0. Those of torchvision's rule, by 100,000
+    # draws with Python's `random`: 0.435, with standard deviation 0.218, and 0.031 with 0.16. Four deviations:
+    assert areas.mean() == pytest.approx(0.435, abs=4 * 0.218 / 600**0.5)
+    assert np.log(proportions).mean() == pytest.approx(0.031, abs=4 * 0.16 / 600**0.5)
+
+
+def test_a_resized_crop_of_nearly_all_is_the_picture(gradients):
+    """None of ten shapes fits into a picture of 4:3 with all of its area, but that itself."""
+    source = augmented(gradients.train, resized_crop=0.999999)
+    top, bottom, left, right = shown(source[0] if gradients.train[0]["images"][0, 0, 0] < 0 else source[1])
+    assert (top, left) == pytest.approx((0, 0), abs=2) and (bottom, right) == pytest.approx((90, 120), abs=2)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_part_is_decoded_as_it_is_in_the_whole_picture(tmp_path, kind):
+    """A JPEG is decoded at a part of its size where that is enough: never below twice the crop's."""
+    y, x = np.mgrid[:800, :1200]
+    values = np.stack([x // 5, y // 4, (x + y) // 8], -1).astype(np.uint8)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1").with_suffix(f".{kind.lower()}").write_bytes(encoded(values - (name == "b"), kind))
+    data = image_data(tmp_path, size=20, heldout_fraction=0.5)
+    side = data.train if len(data.train) else data.heldout
+    part = pixels_of(side.part(0, lambda height, width: (600, 200, 900, 400)))
+    expected = values[205:400:10, 607:900:15]
+    assert np.abs(part.astype(int) - expected).max() <= 4  # JPEG's loss, half a step of the gradient, and 1 of "b"
+
+
 def test_images_of_a_data_set_are_padded_with_black():
     """An image of `image_data` is normalised: black is -mean / std."""
     digits = image_data("digits", mean=0.2, std=0.4)
@@ -127,6 +184,9 @@ def test_only_what_is_trained_on_is_augmented():
     assert "cropped after padding by 1, flipped half the time" in str(data)
     again = open_data(experiment(crop_padding=1, flip=True))
     assert again.fingerprint == data.fingerprint
+    crops = open_data(experiment(resized_crop=0.3))
+    assert "crops of 0.3 of the area or more, resized" in str(crops)
+    assert crops.fingerprint not in (data.fingerprint, open_data(experiment(resized_crop=0.2)).fingerprint)
 
 
 def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume():
@@ -145,6 +205,9 @@ REFUSED = {
     "as large as the image": ({"crop_padding": 4}, "5 and 4, so that each crop shows some of it; given 4"),
     "half a pixel": ({"crop_padding": 1.5}, "given 1.5: give for example 1"),
     "seed": ({"seed": -1}, r"seed must be 0 to 2\*\*64 - 1; given -1"),
+    "share": ({"resized_crop": 1}, "resized_crop must be 0, or a share of the area below 1; given 1"),
+    "both": ({"resized_crop": 0.5, "crop_padding": 1}, "resized_crop and crop_padding both crop; given 0.5 and 1"),
+    "arrays": ({"resized_crop": 0.5}, "resized_crop is of pictures that image_data opens; given Pictures"),
     "fill of three channels": ({"fill": (0, 0, 0)}, "fill must be one number, or one a channel of 5x4x2"),
 }
 
@@ -166,6 +229,8 @@ def test_samples_without_images_and_mixtures_are_refused():
 KEYS = {
     "negative": ("resnet-digits", "digits", "crop_padding = -1", "data.crop_padding must be 0 or more; given -1"),
     "larger": ("vit-digits", "digits", "crop_padding = 8", "must be less than model.image_size = 8; given 8: lower it"),
+    "both": ("vit-digits", "digits", "crop_padding = 1\nresized_crop = 0.5", "both crop; given 1 and 0.5: remove one"),
+    "share": ("vit-digits", "digits", "resized_crop = 1", "data.resized_crop must be less than 1.0; given 1"),
     "text": ("gpt-nano", "stdlib", "flip = true", "data.flip is not used by model.name = 'gpt-nano', as a GPT learns"),
     "features": ("mlp", "digits", "crop_padding = 1", "data.crop_padding is not used by model.name = 'mlp', as an MLP"),
 }

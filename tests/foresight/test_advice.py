@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from tiny_experiment import points_text, write_points
 
+from jdp.cli.main import main
 from jdp.core.tracing.collectives import Gathered
 from jdp.foresight.advice.advice import advise
 from jdp.foresight.forecast import Estimate, PlanReport, Settings
@@ -262,3 +264,12 @@ def test_a_lower_precision_is_advice_for_fp32_only():
     wide = replace(estimate("zero3", gib=150, activations=10), settings=ALL_SET)
     assert "precision" not in words(wide)[1]
     assert "lower precision" in words(replace(wide, settings=replace(ALL_SET, precision="fp32")))[1]
+
+
+def test_a_contract_that_breaks_on_cpus_alone_is_explained(tmp_path, capsys):
+    """XLA:CPU widens bf16: the plan says what `jdp verify` says beside a breach."""
+    file = write_points(tmp_path, points_text("[train]\nsteps = 2\nbatch_size = 16\n", hidden=512))
+    command = ["plan", str(file), "--target", "cpu:4", "--strategy", "zero1", "--precision", "bf16", "--no-cache"]
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "BREAKS" in out and "Note: this is XLA:CPU's program" in out and "with the target h100:1x8" in out

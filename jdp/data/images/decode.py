@@ -4,7 +4,9 @@ Pillow decodes and resizes outside of Python's global lock, so reading threads w
 """
 
 import io
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,10 @@ _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _READERS = 16  # threads: a disk serves many reads at once
 _BILINEAR = 2  # PIL.Image.Resampling.BILINEAR
 _UNCLEAR = ("I", "F")  # 32 bits: no agreed black and white
+Box = tuple[float, float, float, float]
+"""Part of a picture in pixels: left, top, right, bottom."""
+Part = Callable[[int, int], Box]
+"""Height and width of a picture -> the part of it that is resized."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,36 +65,66 @@ class Frame:
     size: tuple[int, int] | None
     channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)
 
-    def decode(self, content: bytes) -> NDArray[np.uint8]:
-        """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits."""
+    def decode(self, content: bytes, part: Part | None = None) -> NDArray[np.uint8]:
+        """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits.
+
+        part: what is resized to the size; None: its largest centred part of these proportions.
+        """
+        box = None
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
                 raise ValueError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
-            if self.size:  # JPEG: decoded at a half, a quarter or an eighth of its size, where that is still twice ours
-                image.draft(None, (2 * self.size[1], 2 * self.size[0]))
-            picture = self._resized(_eight_bits(image, MODES[self.channels]))
+            if self.size:
+                box = self._drafted(image, part)
+            picture = self._resized(_eight_bits(image, MODES[self.channels]), box)
             values = np.asarray(picture)
         return values if values.ndim == 3 else values[:, :, None]
 
-    def fit(self, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized."""
+    def fit(self, values: NDArray[np.uint8], part: Part | None = None) -> NDArray[Any]:
+        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized.
+
+        part: as for `decode`.
+        """
         have = values.shape[2]
         if have != self.channels and (have, self.channels) != (1, 3):
             raise ValueError(f"its {have} channels cannot become {self.channels}: give channels = {have}")
-        if self.size is not None and values.shape[:2] != self.size:
+        if self.size is not None and (part is not None or values.shape[:2] != self.size):
+            box = (part or self._centre)(*values.shape[:2])
             fromarray = optional("PIL.Image", "resizing an image").fromarray
             planes = [fromarray(values[..., i].astype(np.float32)) for i in range(have)]
-            values = np.stack([np.asarray(self._resized(plane)) for plane in planes], axis=-1)
+            values = np.stack([np.asarray(self._resized(plane, box)) for plane in planes], axis=-1)
         return values if have == self.channels else np.repeat(values, self.channels, axis=2)
 
-    def _resized(self, picture: Any) -> Any:
-        """Resize the largest centred part of the wanted proportions (bilinear, antialiased) to the size."""
-        if self.size is None or (picture.height, picture.width) == self.size:
+    def _drafted(self, image: Any, part: Part | None) -> Box:
+        """Return the part in the pixels of the picture as it will be decoded.
+
+        That is a half, a quarter or an eighth of a JPEG, where the part is still twice our size.
+        """
+        wide, high = (self.size or (1, 1))[::-1]
+        if part is None:
+            image.draft(None, (2 * wide, 2 * high))
+            return self._centre(image.height, image.width)
+        width, height = image.size
+        left, top, right, bottom = part(height, width)
+        least = math.ceil(2 * wide * width / (right - left)), math.ceil(2 * high * height / (bottom - top))
+        image.draft(None, least)
+        x, y = image.width / width, image.height / height
+        return left * x, top * y, min(right * x, image.width), min(bottom * y, image.height)
+
+    def _centre(self, height: int, width: int) -> Box:
+        """Return the largest centred part of the size's proportions."""
+        ours = self.size or (height, width)
+        scale = min(height / ours[0], width / ours[1])
+        left, top = (width - ours[1] * scale) / 2, (height - ours[0] * scale) / 2
+        return left, top, left + ours[1] * scale, top + ours[0] * scale
+
+    def _resized(self, picture: Any, box: Box | None) -> Any:
+        """Resize a part to the size (bilinear, antialiased)."""
+        if self.size is None or box is None:
             return picture
         height, width = self.size
-        scale = min(picture.height / height, picture.width / width)
-        left, top = (picture.width - width * scale) / 2, (picture.height - height * scale) / 2
-        box = (left, top, left + width * scale, top + height * scale)
+        if picture.size == (width, height) and box == (0, 0, width, height):
+            return picture
         return picture.resize((width, height), _BILINEAR, box=box, reducing_gap=2.0)
 
 

@@ -9,7 +9,7 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, split_samples
-from jdp.data.images.decode import MODES, Frame, Pictures
+from jdp.data.images.decode import MODES, Frame, Part, Pictures
 from jdp.data.images.from_tables import Columns
 from jdp.data.images.sources import open_pictures
 
@@ -63,8 +63,20 @@ class ImageSamples:
         return self.normalised(np.zeros(self.shape[2]), self.pictures.most)
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
+        return self._sample(index, self.frame, None)
+
+    def part(self, index: int, part: Part) -> NumpyBatch:
+        """Return a sample of which a part of the picture is resized to the shape.
+
+        Args:
+            index: of the sample.
+            part: gets the height and width of the picture in pixels; returns left, top, right and bottom of the part.
+        """
+        return self._sample(index, replace(self.frame, size=self.shape[:2]), part)
+
+    def _sample(self, index: int, frame: Frame, part: Part | None) -> NumpyBatch:
         row = int(self.rows[index])
-        values = decoded(self.pictures, row, self.frame)
+        values = decoded(self.pictures, row, frame, part)
         if values.shape != self.shape:
             raise ValueError(
                 f"images must all be of one size, {_times(self.shape)}; given {_times(values.shape)} in "
@@ -77,11 +89,11 @@ class ImageSamples:
         }
 
 
-def decoded(pictures: Pictures, row: int, frame: Frame) -> NDArray[Any]:
+def decoded(pictures: Pictures, row: int, frame: Frame, part: Part | None = None) -> NDArray[Any]:
     """Return one picture [height, width, channels]. Raises ValueError if it cannot be read or decoded."""
     try:
         content = pictures.content(row)
-        return frame.decode(content) if isinstance(content, bytes) else frame.fit(content)
+        return frame.decode(content, part) if isinstance(content, bytes) else frame.fit(content, part)
     except Exception as error:  # a corrupt file makes Pillow's decoders raise nearly anything
         raise ValueError(
             f"images must be readable; given {pictures.name_of(row)} (sample {row} of {pictures.name}): "

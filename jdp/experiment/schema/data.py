@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from jdp.base.by_step import ByStep
 from jdp.experiment.schema.by_step import Lengths, Weights
-from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Source, named
+from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
 from jdp.experiment.schema.registered import Table
 
 
@@ -88,6 +88,9 @@ class Data(Section):
     crop_padding: Count = 0
     """Black pixels added on each side of a training image before a window of its own size is cropped at random, anew
     each epoch; 0 = none. Evaluations use the original images."""
+    resized_crop: Annotated[float, Field(ge=0, lt=1), Single] = 0.0
+    """Least share of a training image's area that a random crop shows, anew each epoch; sides from 3:4 to 4:3, resized
+    to model.image_size. 0.08 is usual for photographs; 0 = none."""
     flip: bool = False
     """Flip half of the training images from left to right, drawn anew each epoch."""
 
@@ -113,6 +116,13 @@ class Data(Section):
     def _names(cls, mixture: dict[str, Ingredient]) -> dict[str, Ingredient]:
         named("text", mixture)
         return mixture
+
+    @model_validator(mode="after")
+    def _one_crop(self) -> Self:
+        if self.crop_padding and self.resized_crop:
+            given = f"{self.crop_padding} and {self.resized_crop:g}"
+            raise ValueError(f"crop_padding and resized_crop both crop; given {given}: remove one")
+        return self
 
     @property
     def lengths(self) -> ByStep[int]:

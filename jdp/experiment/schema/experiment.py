@@ -63,9 +63,9 @@ __all__ = [
 Kind = Literal["text", "images", "features", "own"]
 OTHERS_KEYS: dict[Kind, tuple[str, ...]] = {
     "own": tuple(key for key in Data.model_fields if key not in OF_EVERY),
-    "text": ("label", "heldout", "size", "crop_padding", "flip"),
+    "text": ("label", "heldout", "size", "crop_padding", "resized_crop", "flip"),
     "images": (*OF_TEXT, "size"),
-    "features": ("mixture", *OF_TEXT, "crop_padding", "flip"),
+    "features": ("mixture", *OF_TEXT, "crop_padding", "resized_crop", "flip"),
 }
 """Kind -> the keys of [data] that only other kinds read."""
 MOST_PARAMETERS = 2**50

@@ -23,6 +23,7 @@ class GPTConfig:
         mlp_width: hidden size of the feed-forward. None is 4 * width for gelu. For swiglu and geglu it is 8/3 * width,
             rounded up to a multiple of 64, which keeps the parameter count (arXiv:2002.05202).
         positions: "rotary" (arXiv:2104.09864) or "learned".
+        position_std: standard deviation of learned positions at the start: 0.01 in openai/gpt-2, 0.02 in nanoGPT.
         activation: "swiglu"; "gelu" in its tanh form, as GPT-2 has it, or "gelu_exact", with the error function;
             "geglu", gated by the tanh form.
         norm: "rms", "rms_plus_one" or "layer". The scale of the second is one plus its parameter, as Gemma has it.
@@ -76,6 +77,7 @@ class GPTConfig:
     kv_heads: int | None = None
     mlp_width: int | None = None
     positions: Positions = "rotary"
+    position_std: float = 0.01
     activation: Activation = "swiglu"
     norm: NormKind = "rms"
     tied: bool = False
@@ -117,6 +119,7 @@ class GPTConfig:
         )
         require_rates(self)
         require(self.rope_theta > 0, "rope_theta is positive", f"{self.rope_theta}", "10000 is usual")
+        require(self.position_std >= 0, "position_std is not negative", f"{self.position_std}", "0.01 is usual")
         require(self.lora_alpha > 0, "lora_alpha is positive", f"{self.lora_alpha}", "16 is usual")
         self._check_lora_targets()
         self._check_heads()
