@@ -25,8 +25,8 @@ WIDTH, LAYERS, ROWS, DECAY = 16, 2, 16, 0.9
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
-        low = nn.Dense(2, name="lora_a", use_bias=False)(x)
-        return x + jnp.tanh(nn.Dense(WIDTH, dtype=x.dtype)(x) + nn.Dense(WIDTH, name="lora_b", use_bias=False)(low)), None
+        low = nn.Dense(WIDTH, name="lora_b", use_bias=False)(nn.Dense(2, name="lora_a", use_bias=False)(x))
+        return x + jnp.tanh(nn.Dense(WIDTH, dtype=x.dtype)(x) + low), None
 
 
 class Layers(nn.Module):
@@ -133,7 +133,7 @@ def test_a_port_of_openpis_loop_trains_the_same_model(as_published, strategy, la
     for found, wanted in ((state, params), (jdp.ema_params(state), average)):
         same = lambda got, own: np.testing.assert_allclose(got, own, atol=2e-4)  # Adam divides by small moments  # noqa: E731
         jax.tree.map(same, nnx.to_pure_dict(nnx.state(found.model, TRAINED)), nnx.to_pure_dict(wanted))
-    frozen = state.model.llm["layers"]["Dense_0"]["kernel"][...]
+    frozen = state.params["llm"]["layers"]["Dense_0"]["kernel"]
     assert frozen.dtype == "bfloat16" and len(jax.tree.leaves(state.opt_state.average)) == len(jax.tree.leaves(params))
 
 
