@@ -54,7 +54,7 @@ class Policy(nnx.Module):
         noise_rng, time_rng, crop_rng = jax.random.split(rng, 3)
         shifts = jax.vmap(lambda key: jax.random.uniform(key, (WIDTH,)))(jax.random.split(crop_rng, len(actions)))
         noise = jax.random.normal(noise_rng, actions.shape)
-        time = jax.random.beta(time_rng, 1.5, 1, (len(actions),)) * 0.999 + 0.001
+        time = jax.random.beta(time_rng, 1.5, 1, (len(actions),))
         x = time[:, None, None] * noise + (1 - time[:, None, None]) * actions
         embedded = jnp.tile(self.time(time[:, None])[:, None], (1, actions.shape[1], 1))
         image = self.llm((observation["image"] + shifts)[:, None])
@@ -62,14 +62,14 @@ class Policy(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class PathRegex:
+class Matches:
     pattern: str
 
     def __call__(self, path, _):
         return re.fullmatch(self.pattern, "/".join(map(str, path))) is not None
 
 
-FREEZE = nnx.All(PathRegex(".*llm.*"), nnx.Not(PathRegex(".*lora.*")))
+FREEZE = nnx.All(Matches(".*llm.*"), nnx.Not(Matches(".*lora.*")))
 TRAINED = nnx.All(nnx.Param, nnx.Not(FREEZE))
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 KEY = jax.random.key(1)
