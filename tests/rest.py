@@ -54,6 +54,7 @@ REST = {
     "core/test_contrib_optimizers.py::test_every_optimizer_is_laid_as_planned_and_trains_as_on_one_device": "",
     "core/test_contrib_optimizers.py::test_no_optimizer_sends_more_than_its_row": "zero1-two | zero3-two",
     "core/test_contrib_optimizers.py::test_galore_differs_between_meshes_as_plain_optax_does_after_a_rounding": "",
+    "core/test_openpi_loop.py::test_a_port_of_openpis_loop_trains_the_same_model": "zero3-True",
     "core/test_optimizers.py::test_every_alias_is_laid_as_planned_and_trains_as_on_one_device": "*-zero3",
     "core/test_optimizers.py::test_norms_over_a_sharded_parameter_are_those_of_the_whole": "zero1-manual",
     "core/test_optimizers.py::test_wrappers_keep_their_state_sharded_and_train_as_on_one_device": "chain of wrappers",

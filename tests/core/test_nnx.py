@@ -1,5 +1,6 @@
 """Flax NNX modules as plain trees: split once, merged while a step is traced, batch statistics and dropout included."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jdp
 from jdp.base import notices
@@ -121,6 +122,36 @@ def test_modules_made_alike_have_equal_adapters():
     other = flax_nnx.split(make(jax.random.key(0), rate=0.1))[2]
     assert one == two and hash(one) == hash(two)
     assert one != other
+
+
+@dataclasses.dataclass
+class Config:
+    """Not frozen, so it has no hash."""
+
+    width: int
+    ranks: dict[str, int]
+
+
+def test_modules_with_equal_configurations_have_equal_adapters():
+    """Also inside of a linen module, as openpi has them: a second state compiles nothing again."""
+
+    class Configured(nnx.Module):
+        def __init__(self, width, rank=4):
+            self.config = Config(width, {"attention": rank})
+            self.bridge = nnx.bridge.ToNNX(LinenConfigured(configs=[self.config]))
+            self.w = nnx.Param(jnp.ones(3))
+
+    one, two, wider, ranked = (flax_nnx.split(Configured(*of))[2] for of in ((8,), (8,), (9,), (8, 5)))
+    assert one == two and hash(one) == hash(two) and not one.structure.may_differ
+    assert one != wider and one != ranked
+
+
+class LinenConfigured(linen.Module):
+    configs: list[Config]
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(self.configs[0].width)(x)
 
 
 def test_more_than_ten_layers_keep_their_places():

@@ -74,6 +74,26 @@ FORMS = {
         lambda y, w: ((jnp.concatenate([y, 2 * y]) * jnp.repeat(y, 2, axis=0)).sum(), w.sum()),
         "mixes",
     ),
+    "each row's number repeated, as einops does": (
+        lambda y, w: (jnp.multiply(jnp.tile(w[:, None, None], (1, 5, 6)), y[:, None]).sum(), w.sum()),
+        "sum",
+    ),
+    "tiled views, taken apart": (
+        lambda y, w: (jnp.multiply(*jnp.split(jnp.tile(y, (2, 1)) ** 2, 2)).sum(), w.sum()),
+        "sum",
+    ),
+    "tiled views, compared with another row's": (
+        lambda y, w: ((jnp.tile(y, (2, 1)) * jnp.repeat(y, 2, axis=0)).sum(), w.sum()),
+        "mixes",
+    ),
+    "a constant for each row by tiling one": (
+        lambda y, w: ((y.sum(1) * jnp.tile(jnp.arange(2.0), len(w) // 2)).sum(), w.sum()),
+        "unknown",
+    ),
+    "a sum over rows, tiled over them": (
+        lambda y, w: ((y * jnp.tile(y.sum(0, keepdims=True), (len(y), 1))).sum(), w.sum()),
+        "mixes",
+    ),
     "the last rows only": (lambda y, w: ((y[4:] ** 2).sum(), w.sum()), "mixes"),
     "all rows but one": (lambda y, w: ((y[:-1] ** 2).sum(), w.sum()), "mixes"),
     "a weight for each row's number": (lambda y, w: ((y.sum(1) * jnp.arange(len(w))).sum(), w.sum()), "unknown"),

@@ -126,9 +126,9 @@ def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
             filled = {path: with_value(leaf, at(values, path)) for path, leaf in own.items()}
             return nnx.merge(parts[0], nnx.from_flat_state(filled))
 
-        return treedef.unflatten(map(node, split, flat, treedef.flatten_up_to(arrays)))
+        return jax.tree.unflatten(treedef, map(node, split, flat, treedef.flatten_up_to(arrays)))
 
-    return treedef.unflatten(dicts), back
+    return jax.tree.unflatten(treedef, dicts), back
 
 
 def parameters(tree: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
 from flax import nnx
@@ -75,8 +75,17 @@ def _comparable(value: Any) -> Hashable:
         case dict():
             entries = cast("dict[Any, Any]", value)
             return (dict, *((key, _comparable(entries[key])) for key in sorted(entries, key=repr)))
+        case _ if _is_hashable(value):
+            return value
+        case _ if is_dataclass(value) and not isinstance(value, type) and _compares_fields(value):
+            return (type(value), *(_comparable(getattr(value, each.name)) for each in fields(value) if each.compare))
         case _:
-            return value if _is_hashable(value) else _Identity(value)
+            return _Identity(value)
+
+
+def _compares_fields(value: Any) -> bool:
+    """Return True for a dataclass whose `==` compares its fields, such as a configuration that is not frozen."""
+    return type(value).__dataclass_params__.eq and "__eq__" in vars(type(value))
 
 
 def _is_nameless(value: Any) -> bool:

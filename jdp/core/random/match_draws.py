@@ -153,7 +153,7 @@ class GlobalProgram:
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "rem", "neg", "max", "min", "clamp", "sign", "integer_pow", "select_n")
 _LOGIC = ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
-_SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "concatenate", "slice", "rev")
+_SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "concatenate", "slice", "rev", "tile")
 _PURE = frozenset((*_ARITHMETIC, *_LOGIC, *_SHAPES, "iota", "convert_element_type", "copy", "jit", "pjit"))
 
 

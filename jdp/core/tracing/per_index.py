@@ -55,7 +55,7 @@ def places_after(eqn: JaxprEqn, places: Sequence[Place]) -> list[Place]:
     own = [place for place in places if place is not None and place != UNIFORM]
     given = [(number, place) for number, place in enumerate(places) if _shape(eqn, number)]
     if not own:
-        spread = name in ELEMENTWISE or name in ("broadcast_in_dim", "transpose", "reshape")
+        spread = name in ELEMENTWISE or name in ("broadcast_in_dim", "transpose", "reshape", "tile")
         is_uniform = spread and all(place for _, place in given) and _result_shape(eqn) != ()
         return [UNIFORM if is_uniform else None] * count
     if name in ELEMENTWISE:
@@ -173,6 +173,10 @@ def _rev(eqn: JaxprEqn, places: Sequence[Any]) -> Place:
     return None if places[0].dim in eqn.params["dimensions"] else places[0]
 
 
+def _tile(eqn: JaxprEqn, places: Sequence[Any]) -> Place:
+    return places[0] if eqn.params["reps"][places[0].dim] == 1 else None
+
+
 _RULES: dict[str, Callable[[JaxprEqn, Sequence[Any]], Place]] = {
     "transpose": _transpose,
     "reshape": _reshape,
@@ -184,6 +188,7 @@ _RULES: dict[str, Callable[[JaxprEqn, Sequence[Any]], Place]] = {
     "pad": _pad,
     "concatenate": _concatenate,
     "rev": _rev,
+    "tile": _tile,
 }
 
 

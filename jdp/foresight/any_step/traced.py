@@ -72,7 +72,7 @@ class Arguments:
             filled = [leaf for _, leaf in leaves]
             for slot, array in zip(slots, arrays, strict=True):
                 filled[slot] = array
-            return back(treedef.unflatten(filled))
+            return back(jax.tree.unflatten(treedef, filled))
 
         return cls(tuple(argument(*leaves[slot]) for slot in slots), rebuild)
 

@@ -240,6 +240,23 @@ def pad(op: Op) -> State:
     return joined(op, op.operands)
 
 
+def tile(op: Op) -> State:
+    """Repeat an array along its dimensions; whole batches too, as views that are put one after another."""
+    state, reps = op.operands[0], list(zip(op.params["reps"], op.other.params["reps"], strict=True))
+    assert isinstance(state, Const | Rows | RowSum)
+    repeated = {dim for dim, pair in enumerate(reps) if max(pair) > 1}
+    by_rows = {dim for dim, pair in enumerate(reps) if pair[0] != pair[1] and op.shape(0)[dim] > 1}
+    if isinstance(state, Const):
+        return replace(state, varies=state.varies | by_rows)
+    over = repeated & dims_of(state)
+    if not over and not by_rows:
+        return state
+    if by_rows or isinstance(state, RowSum) or len(state.dims) > 1:
+        return op.unknown()
+    [(first, second)] = [reps[dim] for dim in over]
+    return replace(state, outer=(state.outer[0] * first, state.outer[1] * second))
+
+
 SHAPES: dict[str, Rule] = {
     **dict.fromkeys(("argmax", "argmin", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or"), reduction),
     **dict.fromkeys(("reduce_prod", "reduce_xor"), reduction),
@@ -257,5 +274,6 @@ SHAPES: dict[str, Rule] = {
     "split": split,
     "squeeze": squeeze,
     "stack": stack,
+    "tile": tile,
     "transpose": transpose,
 }
