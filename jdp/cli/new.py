@@ -17,7 +17,7 @@ _GPUS = 8
 
 @dataclass(frozen=True)
 class Options:
-    """Writes NAME.toml, an experiment to start from: what one that jdp ships says, its keys, and what each means.
+    """Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.
 
     It replaces no file. At the end it prints the next two commands.
     """

@@ -16,6 +16,7 @@ from own_process import python
 from tiny_experiment import train_here
 from tiny_runs import rows, stopped_at
 
+from jdp.base.bucket import Remote
 from jdp.checkpoint.safetensors import files
 from jdp.data import sample_at
 from jdp.experiment.assembly import Assembly
@@ -157,14 +158,16 @@ def test_lora_starts_from_the_model_without_updates(llama, tmp_path):
     assert files.read(tmp_path / "small/dpo/export")
 
 
-def test_two_processes_learn_what_one_learns(llama, tmp_path):
-    """Each computes its share of the reference, and a resume gets it from the first."""
+def test_two_processes_learn_what_one_learns(llama, tmp_path, bucket):
+    """Each computes its share of the reference, and a resume gets it from the first, which alone fetches the folder."""
     alone, file = train(llama, tmp_path / "alone", 4), tmp_path / "dpo.toml"
     file.write_text(RECIPE.read_text())
-    launched = ["-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", file, "--run-dir", tmp_path]
+    launched = ["-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", file, "--run-dir", bucket]
     for steps in (2, 4):
         words = [word for item in given(llama, **{"train.steps": steps}).items() for word in ("--" + item[0], item[1])]
         done = python(*launched, *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    for step, values in rows(tmp_path / "dpo", *NAMES).items():
-        assert values[0] == pytest.approx(alone.rows[step][0], rel=1e-5)
+        assert ("reference: log-probabilities of 60 pairs" in done.stdout) is (steps == 2), done.stdout
+    written = map(json.loads, Remote(f"{bucket}/dpo").read("metrics.jsonl").splitlines())
+    found = {row["step"]: row["loss"] for row in written if "loss" in row}
+    assert found == pytest.approx({step: values[0] for step, values in alone.rows.items()}, rel=1e-5)
