@@ -189,8 +189,9 @@ def test_only_what_is_trained_on_is_augmented():
     assert crops.fingerprint not in (data.fingerprint, open_data(experiment(resized_crop=0.2)).fingerprint)
 
 
-def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume():
-    assembly = Assembly.on_devices(experiment(crop_padding=2, flip=True))
+@pytest.mark.parametrize("crop", [{"crop_padding": 2}, {"resized_crop": 0.2}], ids=str)
+def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(crop):
+    assembly = Assembly.on_devices(experiment(flip=True, **crop))
     source = assembly.data.train
     alone = first(4, global_batches(source, batch_size=8, seed=assembly.experiment.seed))
     with assembly.feed(source, seed=assembly.experiment.seed, shuffle=True, start=2) as resumed:
