@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from jdp.base.user_path import address_of, user_path
 from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
-from jdp.report.evaluations import Found
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
 from jdp.run.in_bucket import fetched
-from jdp.run.outputs.found import read_found
 from jdp.run.outputs.history import HISTORY, read_history
 from jdp.run.outputs.metrics import JSONL, read_counted
 
@@ -42,7 +40,6 @@ class Recorded:
         notes: what was damaged or missing, a sentence each.
         goodput: the useful share of all its time and where the rest went, in words; None for a run of an old version
             without a flight recorder.
-        found: what the files of its newest evaluation and of its samples hold.
     """
 
     folder: Path
@@ -54,7 +51,6 @@ class Recorded:
     checkpoints: list[int]
     notes: list[str]
     goodput: str | None = None
-    found: Found = field(default_factory=Found)
 
 
 def find_run(given: str, runs: Path) -> Path:
@@ -88,7 +84,6 @@ def read_run(folder: Path) -> Recorded:
         history = read_history(folder / HISTORY)
         summary = _summary(folder / SUMMARY, notes)
         spent = account(read(folder / FLIGHT / "rank-00000.jsonl"))
-        found = read_found(folder, notes)
         names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
     except OSError as error:
         file = error.filename or folder
@@ -105,7 +100,6 @@ def read_run(folder: Path) -> Recorded:
         sorted(int(name) for name in names if name.isdecimal() and len(name) < 19),
         notes,
         spent.words() if spent.visits else None,
-        found,
     )
 
 

@@ -22,6 +22,7 @@ from jdp.core.types import Batch
 from jdp.core.update.noise_scale import hint, ratio
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
+from jdp.experiment.samples import Writer
 from jdp.guard.bad_steps import GoBack
 from jdp.guard.watch import Watch
 from jdp.run.bad_steps import Health, went_back
@@ -65,7 +66,7 @@ class Visit:
         self.checkpoints, self.stop, self.watch = checkpoints, stop, watch
         self.experiment = assembly.experiment
         self.ended = progress.finished(self.experiment)
-        self._writer = samples.Writer(assembly)
+        self._writer = Writer(assembly)
         self.display = Display(self.experiment.train.steps, done=progress.done, to_stderr=quiet)
         self.health = Health(assembly, progress, watch, self.display.say)
         self._clock = Clock(assembly)

@@ -6,9 +6,9 @@ import pytest
 from test_plan_page import HOSTILE
 from test_run_page import rows_of, run_of
 
+from jdp.cli.found import read_found
 from jdp.report.evaluations import Found
 from jdp.report.run_page import run_page
-from jdp.run.outputs.found import read_found
 
 FOUND = Found(
     40,

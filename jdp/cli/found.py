@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jdp.cli.options import UsageError
 from jdp.report.evaluations import Found
 from jdp.run.outputs.evaluated import CONFUSION, DOCUMENTS, EVALUATIONS
 from jdp.run.outputs.samples import SAMPLES
@@ -15,7 +16,16 @@ _SAMPLE = {"step": int, "prompt": str, "text": str}
 
 
 def read_found(folder: Path, notes: list[str]) -> Found:
-    """Read a run's samples, and the files of its newest evaluation."""
+    """Read a run's samples, and the files of its newest evaluation. Raises UsageError for one that may not be read."""
+    try:
+        return _read(folder, notes)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or folder} cannot be read: {error.strerror}; name a run that you may read"
+        ) from None
+
+
+def _read(folder: Path, notes: list[str]) -> Found:
     steps = [int(path.name) for path in (folder / EVALUATIONS).glob("*") if path.name.isdecimal() and path.is_dir()]
     step = max(steps, default=0)
     files = sorted((folder / EVALUATIONS / str(step)).glob("*"))

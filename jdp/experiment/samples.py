@@ -1,0 +1,86 @@
+"""The text that the model of a run writes, [sample].
+
+The model stays as the plan shards it: one program, with a cache of keys and values, runs on all devices, and XLA places
+what they send. Draws come from the run's seed alone. A step that is sampled again has the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.core.sharding.mesh import tracing_on
+from jdp.core.state import TrainState
+from jdp.experiment.assembly import Assembly
+from jdp.models import generate
+from jdp.models.decode import continued
+from jdp.models.sampling import Draw
+
+Row = dict[str, Any]
+
+
+class Writer:
+    """Writes the text of [sample]; its program is compiled once."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+
+    def rows(self, state: TrainState, step: int) -> list[Row]:
+        """Return a row for each prompt: step, prompt, and the text, which begins with the prompt.
+
+        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out. A chat ends
+        with the answer.
+        """
+        table = self._assembly.experiment.sample
+        if table is None:
+            return []
+        state = self._assembly.averaged(state)
+        found = zip(table.prompts, self._prompts, strict=True)
+        return [{"step": step, "prompt": text, "text": self._text(state, prompt)} for text, prompt in found]
+
+    def _text(self, state: TrainState, prompt: NDArray[np.int32]) -> str:
+        data = self._assembly.data
+        drawn = np.asarray(jax.device_get(self._write(state, prompt)))[0]
+        ends = np.flatnonzero(drawn == data.answer_end)
+        tokens = np.concatenate([prompt, drawn[: ends[0] + 1] if len(ends) else drawn])
+        return data.decode(tokens[tokens < data.vocab_size])
+
+    @functools.cached_property
+    def _prompts(self) -> list[NDArray[np.int32]]:
+        table = self._assembly.experiment.sample
+        return [] if table is None else [self._assembly.data.prompt(text) for text in table.prompts]
+
+    @functools.cached_property
+    def _write(self) -> Callable[[TrainState, NDArray[np.int32]], jax.Array]:
+        """Return the function that continues a prompt: `table.length` tokens, [1, length]."""
+        assembly, table = self._assembly, self._assembly.experiment.sample
+        assert table is not None
+        context, longest = assembly.config.context, max(map(len, self._prompts))
+        rng = jax.random.fold_in(assembly.rng, 2)  # 0 and 1 are the weights' and the steps'
+        draw = Draw(table.temperature, table.top_k)
+        replicated = assembly.plan.replicated
+
+        @functools.partial(jax.jit, out_shardings=replicated)
+        def cached(state: TrainState, tokens: jax.Array, last: jax.Array) -> jax.Array:
+            with tracing_on(assembly.mesh):
+                return continued(state.model, tokens, last, rng, length=table.length, draw=draw)
+
+        @functools.partial(jax.jit, out_shardings=replicated)
+        def windowed(state: TrainState, tokens: jax.Array) -> jax.Array:
+            with tracing_on(assembly.mesh):
+                text = generate(
+                    state.model, tokens, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
+                )
+                return text[:, tokens.shape[1] :]
+
+        def write(state: TrainState, prompt: NDArray[np.int32]) -> jax.Array:
+            if longest + table.length > context:
+                return windowed(state, prompt[None])
+            return cached(state, np.pad(prompt, (0, longest - len(prompt)))[None], np.int32(len(prompt) - 1))
+
+        return write
