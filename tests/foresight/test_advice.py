@@ -269,7 +269,7 @@ def test_a_lower_precision_is_advice_for_fp32_only():
 def test_a_contract_that_breaks_on_cpus_alone_is_explained(tmp_path, capsys):
     """XLA:CPU widens bf16: the plan says what `jdp verify` says beside a breach."""
     file = write_points(tmp_path, points_text("[train]\nsteps = 2\nbatch_size = 16\n", hidden=512))
-    command = ["plan", str(file), "--target", "cpu:4", "--strategy", "zero1", "--precision", "bf16", "--no-cache"]
+    command = ["plan", str(file), "--target", "cpu:8", "--strategy", "zero1", "--precision", "bf16", "--no-cache"]
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "BREAKS" in out and "Note: this is XLA:CPU's program" in out and "with the target h100:1x8" in out

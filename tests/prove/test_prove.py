@@ -21,6 +21,7 @@ import jdp
 from jdp.base.machine import available_memory
 from jdp.core.gradients import accumulate, manual
 from jdp.core.state import TrainState
+from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
 from jdp.experiment.prove import prove_experiment
 from jdp.guard.memory_check import check_proof
@@ -544,11 +545,8 @@ def experiment(folder, **changed):
 
 def test_an_experiment_is_proven_as_it_is(tmp_path, monkeypatch):
     asked = []
-    original = jdp.experiment.prove.global_batches
-    monkeypatch.setattr(
-        "jdp.experiment.prove.global_batches",
-        lambda *args, start, **kw: asked.append(start) or original(*args, start=start, **kw),
-    )
+    original = Assembly.train_batches
+    monkeypatch.setattr(Assembly, "train_batches", lambda self, start: asked.append(start) or original(self, start))
     proof = prove_experiment(experiment(tmp_path), steps=2, devices=2, only="onto the same")
     assert proof.equal, str(proof)
     assert max(ratios(proof).values()) < ROOM, str(proof)
