@@ -212,8 +212,8 @@ class Assembly:
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of every batch of an evaluation: those of the largest batch that is trained on."""
-        return largest(self.experiment).train.sizes.at(0)
+        """Samples of every batch of an evaluation: the most of the batches of the longest samples that train."""
+        return max((length, rows) for rows, length in batch_shapes(self.experiment).values)[1]
 
     @property
     def _threads(self) -> int:
