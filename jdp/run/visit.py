@@ -301,8 +301,8 @@ class Visit:
         table, done = self.experiment.sample, self.progress.done
         if table is None or not table.every or not done or done % table.every or self.ended:
             return False
-        if self.progress.finished(self.experiment):
-            return False  # `finish` does it
+        if self.stop.signal is not None or self.progress.finished(self.experiment):
+            return False  # the resume does it, or `finish`
         self._sample(state, f"sample of step {done}")
         return True
 
