@@ -311,7 +311,7 @@ class Assembly:
         given, own = self.experiment, isinstance(self.config, ModelConfig)  # a plug-in's model must be traced first
         count = parameter_lower_bound(self.config) if own else 0
         check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
-        check_batch(self.abstract_batch(), self.eval_batch_size)
+        check_batch(self.abstract_batch(), largest(given).train.sizes.at(0))
         check_state(self.abstract_state(), self.mesh, given.strategy)
 
     def averaged(self, state: TrainState) -> TrainState:

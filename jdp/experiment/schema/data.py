@@ -172,8 +172,8 @@ def mixture_problems(data: Data) -> Iterator[str]:
         yield f"data.mixture must have a weight above 0 at every step; given none after {none[0]} steps: give one"
     if not data.shuffle:
         yield (
-            "data.shuffle = false reads every epoch as the first, and the weights of data.mixture change by step: remove "
-            "the key, or give one weight each"
+            "data.shuffle = false reads every epoch as the first, and the weights of data.mixture change by step: "
+            "remove the key, or give one weight each"
         )
 
 
