@@ -284,7 +284,7 @@ class Visit:
         progress.evals, progress.evaluated = row, done
         progress.watched.seen(done, row, min_delta=train.min_delta)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
-            progress.kept.seen(done, row)
+            progress.kept.seen(done, row, newest=True)
         made_up = done == progress.resumed_from  # perhaps not for the first time: the checkpoint precedes it
         (self.metrics.replace_evaluation if made_up else self.metrics.write)(done, row)
         self.display.log(done, row)
