@@ -212,8 +212,8 @@ class Assembly:
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of every batch of an evaluation: those of the largest batch that is trained on."""
-        return largest(self.experiment).train.sizes.at(0)
+        """Samples of every batch of an evaluation: the most of the batches of the longest samples that train."""
+        return max((length, rows) for rows, length in batch_shapes(self.experiment).values)[1]
 
     @property
     def _threads(self) -> int:
@@ -311,7 +311,7 @@ class Assembly:
         given, own = self.experiment, isinstance(self.config, ModelConfig)  # a plug-in's model must be traced first
         count = parameter_lower_bound(self.config) if own else 0
         check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
-        check_batch(self.abstract_batch(), self.eval_batch_size)
+        check_batch(self.abstract_batch(), largest(given).train.sizes.at(0))
         check_state(self.abstract_state(), self.mesh, given.strategy)
 
     def averaged(self, state: TrainState) -> TrainState:

@@ -148,10 +148,14 @@ class Best:
         """Which value is better: "max" or "min"."""
         return "max" if self.metric.endswith(("accuracy", "accuracies", "margins", "/chosen")) else "min"
 
-    def seen(self, step: int, row: Row, *, min_delta: float = 0.0) -> bool:
-        """Record an evaluation, and return True if it improves on `to_beat` by more than `min_delta`."""
+    def seen(self, step: int, row: Row, *, min_delta: float = 0.0, newest: bool = False) -> bool:
+        """Record an evaluation, and return True if it improves on `to_beat` by more than `min_delta`.
+
+        Of equal values the first is the best; the `newest`, where `jdp.Checkpoints` keeps that one.
+        """
         value = row[self.metric]
-        if self._gain(value, self.value) > 0:
+        gain = self._gain(value, self.value)
+        if gain > 0 or (newest and gain == 0):
             self.value, self.step = value, step
         if self._gain(value, self.to_beat) > min_delta:
             self.to_beat, self.waiting = value, 0

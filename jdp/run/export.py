@@ -72,7 +72,8 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
     on_first_process(lambda: shutil.rmtree(fresh, ignore_errors=True))  # of a run that was killed
     export_hf(fresh, params, config)
     on_first_process(lambda: _complete(experiment, fresh, target, {"name": experiment.name, "step": step}))
-    best = f", the best by {experiment.train.best_metric}" if progress.kept is not None else ""
+    is_best = progress.kept is not None and progress.kept.step == step
+    best = f", the best by {experiment.train.best_metric}" if is_best else ""
     without = "" if (target / TOKENIZER).exists() else f"; it has no tokenizer, as the run has none: add a {TOKENIZER}"
     return f"exported the model of step {step}{best}, to {shown(str(target))}{without}"
 

@@ -136,7 +136,7 @@ class Visit:
         if self.experiment.train.noise_scale:
             measured = jax.device_get(state.sync["noise"])
             results["noise_scale"] = finite_or_none(float(ratio(measured)))
-            say(hint(measured, self.assembly.unit))
+            say(hint(measured, "pairs" if self.assembly.learns_preferences else self.assembly.unit))
         if progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists():
             record_summary(json_safe(results), self.folder)
         if self.experiment.train.export is not None:
@@ -285,7 +285,7 @@ class Visit:
         progress.evals, progress.evaluated = row, done
         progress.watched.seen(done, row, min_delta=train.min_delta)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
-            progress.kept.seen(done, row)
+            progress.kept.seen(done, row, newest=True)
         made_up = done == progress.resumed_from  # perhaps not for the first time: the checkpoint precedes it
         (self.metrics.replace_evaluation if made_up else self.metrics.write)(done, row)
         self.display.log(done, row)
@@ -302,8 +302,8 @@ class Visit:
         table, done = self.experiment.sample, self.progress.done
         if table is None or not table.every or not done or done % table.every or self.ended:
             return False
-        if self.progress.finished(self.experiment):
-            return False  # `finish` does it
+        if self.stop.signal is not None or self.progress.finished(self.experiment):
+            return False  # the resume does it, or `finish`
         self._sample(state, f"sample of step {done}")
         return True
 

@@ -128,7 +128,10 @@ def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():
         True,
         False,
     ]
-    assert (accuracy.mode, accuracy.waiting) == ("max", 1)
+    assert (accuracy.mode, accuracy.waiting, accuracy.step) == ("max", 1, 2)
+    accuracy.seen(4, {"eval_x_accuracy": 0.6}, newest=True)
+    accuracy.seen(5, {"eval_x_accuracy": 0.5}, newest=True)
+    assert accuracy.step == 4
     preferences = {"eval_rewards/accuracies": "max", "eval_rewards/margins": "max", "eval_logps/chosen": "max"}
     preferences |= {"eval_rewards/rejected": "min"}
     assert {metric: Best(metric).mode for metric in preferences} == preferences

@@ -1,6 +1,7 @@
 """Samples during a run: on every mesh and after every restart the text that `jdp generate` writes of that step."""
 
 import json
+import signal
 
 import pytest
 from own_process import python
@@ -8,6 +9,7 @@ from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, stopped_at, train
 
 from jdp.cli.main import main
+from jdp.run.signals import StopRequest
 
 TABLES = tables(
     optimizer={"name": "adamw", "lr": 0.05},
@@ -56,6 +58,21 @@ def test_a_run_that_is_stopped_writes_the_same_samples_and_evaluations(trained, 
     with stopped_at(step):
         assert train(file, "--strategy", "zero3", name=name)[0] != 0
     code, again = train(file, "--strategy", "zero3", name=name)
+    assert code == 0 and files(again) == files(folder)
+
+
+def test_a_signal_during_an_evaluation_leaves_the_sample_to_the_next_visit(trained):
+    file, folder = trained
+
+    def poll(self):
+        self.signal = signal.SIGINT
+        return True
+
+    with stopped_at(99) as patched:
+        patched.setattr(StopRequest, "poll", poll)
+        code, stopped = train(file, "--strategy", "zero3", name="evaluating")
+    assert code == 130 and not files(stopped)
+    code, again = train(file, "--strategy", "zero3", name="evaluating")
     assert code == 0 and files(again) == files(folder)
 
 

@@ -101,6 +101,12 @@ def test_an_evaluation_that_is_made_up_has_one_row(file, monkeypatch, step):
         assert rows(folder, name) == rows(calm, name)
 
 
+def test_the_best_of_equals_is_a_checkpoint_that_is_there(file, capsys):
+    best = ("--train.keep_best", "eval_accuracy", "--train.keep_checkpoints", "1")
+    code, folder = train(file, *STILL, "--train.eval_every", "1", *best, "--json")
+    assert code == 0 and summary_of(capsys)["best_checkpoint"] in saved_steps(folder)
+
+
 def test_an_early_stop_reports_the_real_best_and_its_last_step_has_a_row(file, capsys):
     """No evaluation is better than the first by min_delta, and each is better than the one before."""
     slow = ("--train.eval_every", "1", "--train.stop_after", "2", "--train.min_delta", "10", "--train.log_every", "100")

@@ -8,6 +8,8 @@ from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.cli.main import main
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import load
 from jdp.run.outputs.metrics import read
 
 SIZES, LENGTHS, WEIGHT = [[0, 16], [3, 32]], [[0, 4], [5, 8]], [[0, 3], [4, 0]]
@@ -140,7 +142,8 @@ BAD = {
         "--data.mixture.code.weight",
         "numbers of 0 or more",
     ),
-    "no weight at all": (("--data.mixture.prose.weight", "[[0, 1], [4, 0]]"), "weights must be positive numbers"),
+    "no weight at all": (("--data.mixture.prose.weight", "[[0, 1], [4, 0]]"), "given none after 4 steps"),
+    "an order of which each epoch is the first": (("--data.shuffle", "false"), "data.shuffle", "change by step"),
 }
 
 
@@ -149,6 +152,13 @@ def test_what_cannot_follow_is_refused_in_a_sentence(file, capsys, case):
     given, *words = BAD[case]
     error = refused(capsys, "train", file, "--run-dir", file.parent / "refused", *given)
     assert all(word in error for word in words), error
+
+
+def test_an_evaluation_reads_whole_samples_in_a_batch_that_is_trained_on(file):
+    """128 rows of 2 tokens are more than 32 of 8, and 128 of 8 tokens would be four times what any step holds."""
+    sizes, lengths = "[[0, 128], [5, 16], [6, 32]]", "[[0, 2], [5, 8]]"
+    given = load(file, {"train.batch_size": sizes, "data.length": lengths})
+    assert Assembly.on_devices(given).eval_batch_size == 32
 
 
 def test_a_plan_has_what_each_phase_holds_and_sends(points, capsys):

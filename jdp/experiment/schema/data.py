@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from jdp.base.by_step import ByStep
+from jdp.base.by_step import ByStep, together
 from jdp.experiment.schema.by_step import Lengths, Weights
 from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
 from jdp.experiment.schema.registered import Table
@@ -160,6 +160,20 @@ def length_problems(data: Data, context: float) -> Iterator[str]:
         yield (
             f'data.length must be one number for data.format = "{data.format}", as a cut parts answers from their '
             f"questions; given {len(lengths.values)}: give {longest}"
+        )
+
+
+def mixture_problems(data: Data) -> Iterator[str]:
+    """Yield what is wrong with weights of a mixture that change by step."""
+    weights = together([ByStep[float].of(part.weight) for part in data.mixture.values()])
+    if not weights.changes:
+        return
+    if none := [step for step, now in zip(weights.starts, weights.values, strict=True) if not any(now)]:
+        yield f"data.mixture must have a weight above 0 at every step; given none after {none[0]} steps: give one"
+    if not data.shuffle:
+        yield (
+            "data.shuffle = false reads every epoch as the first, and the weights of data.mixture change by step: "
+            "remove the key, or give one weight each"
         )
 
 

@@ -32,6 +32,7 @@ from jdp.experiment.schema.data import (
     Ingredient,
     chat_problems,
     length_problems,
+    mixture_problems,
 )
 from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
@@ -340,6 +341,8 @@ def _data(experiment: Experiment) -> Iterator[str]:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
+    if data.mixture:
+        yield from mixture_problems(data)
     if kind == "text":
         yield from length_problems(data, getattr(experiment.model, "context", math.inf))
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
