@@ -71,7 +71,7 @@ def test_every_key_stands_below_the_first_words_of_its_description(start):
 def test_what_a_shipped_experiment_says_at_its_top_is_kept(start):
     """Such as how to fetch the model, and what a row has; commands name the new file."""
     top = shipped()[start].read_text().partition("\n\n")[0].replace(f"experiments/{start}.toml", "mine.toml")
-    assert top.startswith("# ") and f"\n#\n{top}\n\n" in template(start, "mine")[0]
+    assert top.startswith("# ") and f"\n\n{top}\n\n" in template(start, "mine")[0]
 
 
 def test_an_experiment_for_gpus_is_planned_for_as_many_as_its_mesh_has(capsys):
