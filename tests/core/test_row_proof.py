@@ -127,6 +127,34 @@ FORMS = {
     "a column written": (lambda y, w: (y.at[:, 0].set(0.0).sum(), w.sum()), "sum"),
     "columns sorted apart": (lambda y, w: (jnp.square(jnp.diff(jnp.sort(y, axis=0), axis=1)).sum(), w.sum()), "mixes"),
     "two sorts by one function": (lambda y, w: ((SORTED(y[:, 0]) * SORTED(y[:, 1])).sum(), w.sum()), "mixes"),
+    "halves of views that were sorted together": (
+        lambda y, w: (jnp.multiply(*jnp.split(jnp.sort(jnp.concatenate([y[:, 0], -y[:, 0]])), 2)).sum(), w.sum()),
+        "unknown",
+    ),
+    "every second of two columns, sorted together": (
+        lambda y, w: (jnp.square(jnp.sort(y[:, :2].reshape(-1))[::2]).sum(), w.sum()),
+        "unknown",
+    ),
+    "ones for half of the rows, zeros for the others": (
+        lambda y, w: ((y[:, 0] * jnp.concatenate([jnp.ones(len(w) // 2), jnp.zeros(len(w) // 2)])).sum(), w.sum()),
+        "unknown",
+    ),
+    "ones for half of the rows, by padding": (
+        lambda y, w: ((y[:, 0] * jnp.pad(jnp.ones(len(w) // 2), (0, len(w) // 2))).sum(), w.sum()),
+        "unknown",
+    ),
+    "two numbers, each for half of the rows": (
+        lambda y, w: ((y[:, 0] * jnp.repeat(jnp.array([1.0, 3.0]), len(w) // 2)).sum(), w.sum()),
+        "unknown",
+    ),
+    "two numbers by turns": (
+        lambda y, w: ((y[:, 0] * jnp.broadcast_to(jnp.array([1.0, 3.0]), (len(w) // 2, 2)).ravel()).sum(), w.sum()),
+        "unknown",
+    ),
+    "ones put beside ones": (
+        lambda y, w: ((y[:, 0] * jnp.concatenate([jnp.ones(len(w) // 2)] * 2)).sum(), w.sum()),
+        "sum",
+    ),
     "a row's number in a loop": (
         lambda y, w: (jax.lax.map(lambda v: v[0].sum() * v[1], (y, jnp.arange(len(w)))).sum(), w.sum()),
         "unknown",

@@ -54,12 +54,14 @@ def reshape(op: Op) -> State:
     assert isinstance(state, Const | RowSum)
     dims = state.varies if isinstance(state, Const) else state.dims
     found = list[int]()
-    for before, after in reshape_groups(*shapes) if dims else ():
+    for before, after in reshape_groups(*shapes) if dims or isinstance(state, Const) else ():
+        whole = [dim for dim in before if op.shape(0)[dim] > 1]
         if dims & set(before):
-            whole = [dim for dim in before if op.shape(0)[dim] > 1]
             if isinstance(state, RowSum) and not dims >= set(whole):
                 return op.unknown()
             found += after
+        elif isinstance(state, Const) and len(whole) > 1:  # elements of other dimensions come to lie along the rows
+            found += scales(*op.out_shapes) & set(after)
     new = frozenset(found)
     return replace(state, varies=new) if isinstance(state, Const) else replace(state, dims=new)
 
@@ -115,7 +117,8 @@ def along(op: Op) -> State:
     if not isinstance(state, Rows) or axis not in state.dims:
         return state
     if op.name == "sort" and len(op.shape(0)) == 1:
-        return replace(state, order=("sorted", object()))
+        one_each = state.outer == state.inner == (1, 1)  # else a row's numbers do not stay in their places
+        return replace(state, order=("sorted", object())) if one_each else op.unknown("several of a row are sorted")
     return op.mixed(
         {"sort": "rows are sorted", "top_k": "the largest of the rows are taken"}.get(
             op.name, f"{op.name} goes from row to row"
@@ -152,7 +155,9 @@ def concatenate(op: Op) -> State:
         last = axis == len(op.shape(0)) - 1
         parts = tuple((op.shape(i)[axis], state) for i, state in enumerate(states))
         return Pieces(parts) if last else op.unknown("a row's number counts")
-    return joined(op, states)
+    state = joined(op, states)
+    along_rows = {axis} & scales(*op.out_shapes)
+    return replace(state, varies=state.varies | along_rows) if isinstance(state, Const) else state
 
 
 def stack(op: Op) -> State:
@@ -237,7 +242,9 @@ def pad(op: Op) -> State:
         return state if zero and not changed & state.dims else op.unknown()
     if changed & dims_of(state) or not isinstance(value, Const):
         return op.unknown()
-    return joined(op, op.operands)
+    found = joined(op, op.operands)
+    along_rows = changed & scales(*op.out_shapes)
+    return replace(found, varies=found.varies | along_rows) if isinstance(found, Const) else found
 
 
 def tile(op: Op) -> State:
