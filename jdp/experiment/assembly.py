@@ -206,9 +206,8 @@ class Assembly:
             epochs=epochs,
             threads=self._threads,
         )
-        found = itertools.islice(batches, most)
         numbers = {ROW: np.array(rows, np.int32)} if numbered else {}
-        return shard_batches(({**batch, **numbers} for batch in found) if numbered else found, self.plan)
+        return shard_batches(({**batch, **numbers} for batch in itertools.islice(batches, most)), self.plan)
 
     @property
     def eval_batch_size(self) -> int:

@@ -82,14 +82,10 @@ def linear_next_token_loss(
     require(fits, "targets and weights are [batch, length], as the features", given, "Give one of each for each token")
     require(chunk_bytes > 0, "chunk_bytes is positive", f"{chunk_bytes}", "Leave it out")
     batch, length, _ = features.shape
-    vocabulary = head.shape[0 if tied else 1]
-    shards, head_shards = math.gcd(traced_shards(), batch), math.prod(traced_model_axes().values())
-    rows = -(-rows_for_sizes(batch) // shards)
-    count = -(-4 * rows * length * -(-vocabulary // head_shards) // chunk_bytes)
-    if count <= 1 and traced_device().platform == "cpu":
+    count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)
+    if count == 1 and traced_device().platform == "cpu":
         return next_token_loss(product(_FORWARD[tied], features, head), targets, weights)
-    weights, of_chunk = weights.astype(jnp.float32), -(-length // count)
-    count = -(-length // of_chunk)
+    weights, shards = weights.astype(jnp.float32), math.gcd(traced_shards(), batch)
 
     def split(x: jax.Array) -> jax.Array:
         """[batch, length, ...] -> [chunks, shards, batch / shards, length / chunks, ...], padded with zeros."""
@@ -128,18 +124,8 @@ def linear_log_probs(
     [-6.908..., -6.908...]
     """
     batch, length, _ = features.shape
-    vocabulary = head.shape[0 if tied else 1]
-    shards, head_shards = math.gcd(traced_shards(), batch), math.prod(traced_model_axes().values())
-    rows = -(-rows_for_sizes(batch) // shards)
-    count = -(-4 * rows * length * -(-vocabulary // head_shards) // chunk_bytes)
-    of_chunk = -(-length // count)
-    count = -(-length // of_chunk)
+    count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)
     table = head.astype(jnp.float32)  # in which its gradients are summed over the chunks
-
-    def split(x: jax.Array) -> jax.Array:
-        """[batch, length, ...] -> [chunks, batch, length / chunks, ...], padded with zeros."""
-        x = jnp.pad(x, ((0, 0), (0, count * of_chunk - length), *((0, 0) for _ in x.shape[2:])))
-        return jnp.moveaxis(x.reshape(batch, count, of_chunk, *x.shape[2:]), 1, 0)
 
     def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x, its_targets, its_weights = chunk
@@ -149,7 +135,21 @@ def linear_log_probs(
     start, operands = jnp.sum(weights * 0, axis=1, dtype=jnp.float32), (features, targets, weights)
     if count == 1:
         return add(start, operands)[0]
-    return jax.lax.scan(jax.checkpoint(add), start, tuple(map(split, operands)))[0]
+    return jax.lax.scan(jax.checkpoint(add), start, tuple(in_chunks(x, count, of_chunk) for x in operands))[0]
+
+
+def chunks(batch: int, length: int, vocabulary: int, chunk_bytes: int) -> tuple[int, int]:
+    """Return the chunks of a row, and the positions of one, whose float32 logits fit `chunk_bytes` on a device."""
+    rows = -(-rows_for_sizes(batch) // math.gcd(traced_shards(), batch))
+    logits = 4 * rows * length * -(-vocabulary // math.prod(traced_model_axes().values()))
+    of_chunk = -(-length // -(-logits // chunk_bytes))
+    return -(-length // of_chunk), of_chunk
+
+
+def in_chunks(x: jax.Array, count: int, of_chunk: int) -> jax.Array:
+    """Return [batch, length, ...] as [chunks, batch, positions of a chunk, ...], padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, count * of_chunk - x.shape[1]), *((0, 0) for _ in x.shape[2:])))
+    return jnp.moveaxis(x.reshape(x.shape[0], count, of_chunk, *x.shape[2:]), 1, 0)
 
 
 def classification_loss(

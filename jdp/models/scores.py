@@ -1,13 +1,11 @@
 """How well a label is predicted: its rank among all, and for text the nats and the rank of every target."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdp.core.sharding.traced_mesh import rows_for_sizes, traced_model_axes, traced_shards
-from jdp.models.losses import CHUNK_BYTES, nats
+from jdp.models.losses import CHUNK_BYTES, chunks, in_chunks, nats
 from jdp.models.modules import product
 
 
@@ -44,10 +42,7 @@ def next_token_scores(
     """
     batch, length, _ = features.shape
     vocabulary, equation = (head.shape[0], "...d,vd->...v") if tied else (head.shape[1], "...d,dv->...v")
-    rows = -(-rows_for_sizes(batch) // math.gcd(traced_shards(), batch))
-    logits_bytes = 4 * rows * length * -(-vocabulary // math.prod(traced_model_axes().values()))
-    of_chunk = -(-length // -(-logits_bytes // chunk_bytes))
-    count = -(-length // of_chunk)
+    count, of_chunk = chunks(batch, length, vocabulary, chunk_bytes)
 
     def score(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits = product(equation, part[0], head)
@@ -56,12 +51,8 @@ def next_token_scores(
     if count == 1:
         return score((features, targets))
 
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, count * of_chunk - length), *((0, 0) for _ in x.shape[2:])))
-        return jnp.moveaxis(x.reshape(batch, count, of_chunk, *x.shape[2:]), 1, 0)
-
     def join(x: Any) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(batch, count * of_chunk)[:, :length]
 
-    of_nats, of_ranks = jax.lax.map(score, (split(features), split(targets)))
+    of_nats, of_ranks = jax.lax.map(score, tuple(in_chunks(x, count, of_chunk) for x in (features, targets)))
     return join(of_nats), join(of_ranks)
