@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.machine import provide_threads
 from jdp.core.cluster.barrier import end_threads
 from jdp.core.cluster.coordinator_address import bind_address, bypass_proxies, wait_for_name, wait_for_port
 from jdp.core.cluster.gloo import listen_where_others_reach
@@ -77,6 +78,7 @@ def initialize(
         Mismatch: a ValueError; the processes were not started alike.
         RuntimeError: there is a cluster, but it could not be joined.
     """
+    provide_threads()
     cluster = find_cluster(os.environ, coordinator, num_processes, process_id)
     if cluster is None or cluster.num_processes == 1:
         return
