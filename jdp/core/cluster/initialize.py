@@ -54,7 +54,8 @@ def initialize(
 
     Without arguments the environment determines the cluster: under `jdp launch`, `srun` or `mpirun` and on a TPU pod
     nothing more is needed. An indexed Kubernetes job sets JDP_NUM_PROCESSES. Processes that ssh started set
-    JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it returns at once.
+    JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it returns at once. If virtual CPU devices were asked
+    for, XLA gets two threads for each (PJRT_NPROC).
 
     After joining, an uncaught exception ends this process at once, with exit code 70, after its traceback. Otherwise
     the other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A process
