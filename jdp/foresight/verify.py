@@ -67,7 +67,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
         >>> train_step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
         >>> report = jdp.verify(train_step, state, batch)  # or for devices that you do not have: target="h100:8x8"
         >>> print(report.verdict)
-        Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends ..., 1.000 of theory's ...
+        Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends ...
 
     Nothing runs, and no accelerator is needed. A step of jdp's on CPU devices is counted, not judged: `kept` is None.
     Any jitted step works: `jdp.verify(jitted, model, optimizer, x, y, target="h100:8x8", against="zero3",
