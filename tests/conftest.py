@@ -34,10 +34,11 @@ if "JDP_CACHE_DIR" not in os.environ:  # workers share the one that pytest itsel
 if not Path("/proc/driver/nvidia").exists():  # where there is a GPU, programs run on it
     assembler.stand_in(Path(os.environ["JDP_CACHE_DIR"], "assembler"))
 
-import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+from jdp.base.machine import use_cpu_devices
+
+use_cpu_devices(8)
 
 for ignored, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(ignored) == signal.SIG_IGN:  # `nohup` and `&` do that, and processes of the tests inherit it

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from judged import judged
 
 import jdp
 
@@ -87,7 +88,7 @@ def values(state):
 
 
 def assert_kept(state, step):
-    report = jdp.verify(step, state, batches(1)[0])
+    report = judged(step, state, batches(1)[0])
     assert report.kept, report
     assert report.ratio <= 1.02
 

@@ -40,6 +40,7 @@ from flax import nnx
 from measure import Row, finish, parser, ratio, show, summary, take_turns
 
 import jdp
+from jdp.base.machine import use_cpu_devices
 
 GOAL = 1.10
 WIDTH = 8
@@ -158,7 +159,7 @@ def main() -> None:
     options.add_argument("--strategy", default="ddp")
     options.add_argument("--gradient", action="store_true", help="value_and_grad outside of jit in place of a step")
     chosen = options.parse_args()
-    jax.config.update("jax_num_cpu_devices", chosen.devices)
+    use_cpu_devices(chosen.devices)
     found = measure(chosen.strategy, chosen.rounds, chosen.layers, chosen.gradient)
     if not chosen.json:
         report(found)

@@ -76,6 +76,7 @@ from measure import Row, finish, parser, summary, take_turns
 
 import jdp
 from jdp.base.chips import CHIPS
+from jdp.base.machine import use_cpu_devices
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.timing.timeline import Timeline, timeline
@@ -198,7 +199,7 @@ def main() -> None:
     options.add_argument("--strategies", default="ddp,zero3")
     chosen = options.parse_args()
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", CORES)
+        use_cpu_devices(CORES)
     described, found = here(), {}
     for case in chosen.cases.split(","):
         for strategy in chosen.strategies.split(","):

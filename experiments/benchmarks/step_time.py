@@ -61,6 +61,7 @@ from measure import Row, finish, parser, ratio, show, summary, take_turns
 from raw_steps import VIEWS, make
 
 import jdp
+from jdp.base.machine import use_cpu_devices
 from jdp.foresight.program.collectives import collectives
 from jdp.models import GPT, GPTConfig, next_token_loss
 
@@ -230,7 +231,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=20, metavar="N")
     options.add_argument("--strategies", default="ddp,zero1,zero3")
     chosen = options.parse_args()
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    use_cpu_devices(DEVICES)
     mesh, found = jdp.make_mesh(data=DEVICES), {}
     for strategy in chosen.strategies.split(","):
         found[strategy] = compare(strategy, mesh, chosen.rounds)

@@ -5,7 +5,7 @@ import os
 
 import jax
 
-from jdp.base.machine import visible_gpus
+from jdp.base.machine import use_cpu_devices, visible_gpus
 
 
 def use_eight_devices() -> None:
@@ -15,6 +15,6 @@ def use_eight_devices() -> None:
     have started already, as in tests, nothing changes. An explicit JAX_PLATFORMS is respected.
     """
     with contextlib.suppress(RuntimeError):  # what JAX raises when its devices have started
-        jax.config.update("jax_num_cpu_devices", 8)
+        use_cpu_devices(8)
         if "JAX_PLATFORMS" not in os.environ and len(visible_gpus(os.environ)) < 2:
             jax.config.update("jax_platforms", "cpu")

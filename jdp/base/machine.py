@@ -1,13 +1,18 @@
 """This machine, without starting JAX: its devices and which of them JAX will start, its memory, its addresses."""
 
 import os
+import re
 import socket
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from jdp.base.notices import notice_anywhere
+
 _NVIDIA_PATHS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_MOST_RUN = 256  # devices: a program for more virtual ones is only compiled
 _OTHER_PLUGINS = ("libtpu", "jax_rocm7_plugin", "jax_rocm60_plugin", "jax_oneapi_plugin", "intel_extension_for_openxla")
 
 
@@ -17,9 +22,63 @@ def choose_platform(devices: int | None = None) -> None:
 
     if devices is not None:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
-    elif cpu_only(os.environ):
+        use_cpu_devices(devices)
+        return
+    if cpu_only(os.environ):
         jax.config.update("jax_platforms", "cpu")
+    provide_threads()
+
+
+def use_cpu_devices(count: int) -> None:
+    """Have JAX start `count` virtual CPU devices, and XLA enough threads for them.
+
+    Raises:
+        RuntimeError: JAX has started its devices.
+    """
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", count)
+    provide_threads()
+
+
+def provide_threads() -> None:
+    """Have XLA start two threads for each of the CPU devices that JAX was asked for; report if it is too late.
+
+    By default it starts one for each core or device. Programs of two steps then hold the threads that a collective
+    waits for, until XLA aborts: "Expected 8 threads to join the rendezvous, but only 7 of them arrived on time".
+    """
+    import jax
+
+    devices: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if devices < 0:
+        flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+        devices = int(flags[-1]) if flags else 1
+    name = next((name for name in ("PJRT_NPROC", "NPROC") if os.environ.get(name, "").isdecimal()), None)  # XLA's order
+    threads = cores() if name is None else int(os.environ[name])
+    if threads >= 2 * devices or not 2 <= devices <= _MOST_RUN:
+        return
+    if jax_has_started():
+        if jax.default_backend() == "cpu":
+            notice_anywhere(
+                f'JAX has started {devices} CPU devices with too few threads, and may abort ("Expected {devices} '
+                'threads to join the rendezvous"): call jdp.initialize() before anything asks JAX for its devices, or '
+                f"set NPROC={2 * devices}"
+            )
+        return
+    if name is not None:
+        notice_anywhere(f"{name}={threads} is too few threads for {devices} CPU devices: XLA gets {2 * devices}")
+    os.environ["PJRT_NPROC"] = str(2 * devices)
+
+
+def jax_has_started() -> bool:
+    """Return True if JAX has its devices; it is neither imported nor started."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def starts_cpus_alone() -> bool:

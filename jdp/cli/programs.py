@@ -93,10 +93,10 @@ def _choose_devices(target: str | None) -> None:
     sizes = [] if target is None else target.rpartition(":")[2].split("x")
     count = math.prod(int(size) for size in sizes if size.isdecimal() and len(size) < 6)
     if sizes and 0 < count <= _MOST_CPUS:
-        import jax
+        from jdp.base.machine import use_cpu_devices
 
         with contextlib.suppress(RuntimeError):  # jax has started: its devices stay
-            jax.config.update("jax_num_cpu_devices", count)
+            use_cpu_devices(count)
 
 
 _MOST_CPUS = 16384  # as many as a target may have

@@ -24,7 +24,7 @@ def run(arguments: list[str]) -> int:
     with stdout_to_stderr(options.json):
         report = _verify(options, overrides)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
-    return 0 if report.kept else BROKEN
+    return BROKEN if report.kept is False else 0
 
 
 def _verify(options: Options, overrides: dict[str, str]) -> "Report":

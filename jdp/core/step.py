@@ -142,9 +142,11 @@ class Step(Generic[Kind]):
         if self.compiler_options and not trace_state_clean():
             notice("inside of another jit a step has that one's compiler options: its own are left out")
             run = self._jit(donated=(), options={})
+        results = run(given, batch)
+        loss.limit_run_ahead(results[1] if self.train else results)
         if self._takes_tree or not self.train:
-            return run(given, batch)
-        leaves, metrics = run(given, batch)
+            return results
+        leaves, metrics = results
         return leaves.unread(self), metrics
 
     def _made(self, state: TrainState) -> bool:

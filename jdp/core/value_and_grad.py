@@ -234,6 +234,7 @@ class ValueAndGrad(Generic[*Arguments]):
         elif not loss.is_checked:
             loss.check_first(given.state(), batch)
         values, grads, model_state = self.jitted(given, owned_batch(batch))
+        loss.limit_run_ahead(values if isinstance(values, dict) else values[0])
         if len(self._first_keys) < 2:
             self._first_keys.append(np.asarray(jax.random.key_data(given.leaves[-1])).tobytes())
             if len(set(self._first_keys)) < len(self._first_keys):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jdp.base.machine import jax_has_started
 from jdp.base.shorten import brief, cut
 from jdp.experiment.schema.chosen import TABLES
 from jdp.experiment.schema.data import DATASETS
@@ -173,7 +174,7 @@ def use(name: str) -> None:
         package_name(name)
     except ValueError as error:
         raise PluginError(f"plugin {error}; given {brief(name)}") from None
-    started = _jax_has_started()
+    started = jax_has_started()
     with _registering(name):
         try:
             importlib.import_module(name)
@@ -186,7 +187,7 @@ def use(name: str) -> None:
                     "install it (pip install -e FOLDER), or name the folder that holds it in PYTHONPATH"
                 ) from None
             raise PluginError(f"plug-in {name} does not import; its own error:\n{_own_traceback(error)}") from None
-        if _jax_has_started() and not started:
+        if jax_has_started() and not started:
             raise PluginError(
                 "a plug-in must compute nothing with JAX when it is imported, as processes and devices are not chosen "
                 f"yet; given {name}, which starts JAX: move that into the functions that it registers, or use NumPy"
@@ -196,12 +197,6 @@ def use(name: str) -> None:
                 f"a plug-in must register something when it is imported; given {name}, which does not: call "
                 "jdp.plugin.register_model, register_dataset, register_loss or register_optimizer in it"
             )
-
-
-def _jax_has_started() -> bool:
-    """Return True if JAX has its devices; it is neither imported nor started."""
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    return bridge is not None and bridge.backends_are_initialized()
 
 
 @contextlib.contextmanager

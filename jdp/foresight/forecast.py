@@ -392,7 +392,7 @@ def _speed_row(estimate: Estimate) -> tuple[str, ...]:
     traffic = (
         estimate.partitioning or "",
         format_bytes(report.wire_bytes_per_device),
-        ratio if report.kept else f"{ratio} BREAKS",
+        f"{ratio} BREAKS" if report.kept is False else ratio,
     )
     unknown = "–" if estimate.fits is False else "?"
     efficiency = unknown if estimate.efficiency is None else f"{estimate.efficiency:.3f}"

@@ -40,6 +40,7 @@ from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.foresight.timing.timeline import timeline
+from jdp.foresight.traffic.contract import TOLERANCE
 from jdp.foresight.verify import operands, report
 
 ZERO3 = "zero3"
@@ -204,7 +205,8 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         compiled = candidate.compile(target, cache)
     except CompileError as error:
         return replace(named, error=str(error))
-    held, traffic, chip = memory(compiled, step, state), report(step, state, compiled, str(target)), target.chip
+    traffic = report(step, state, compiled, str(target), judge=target.kind != "cpu")
+    held, chip = memory(compiled, step, state), target.chip
     headroom = None if target.memory_bytes is None else held.fits(target.memory_bytes)
     timed = target.is_timed and (headroom is None or headroom.fits)
     return replace(
@@ -251,7 +253,7 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
         )
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
-    if any(e.report is not None and not e.report.kept and CPU_PROGRAM in e.report.notes for e in estimates):
+    if any(e.report is not None and e.report.kept is None and e.report.ratio > TOLERANCE for e in estimates):
         notes.append(CPU_PROGRAM)
     notes += _float8(estimates)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]

@@ -22,7 +22,7 @@ class StepReport(Drawn, ABC):
     """What a compiled step sends, compared with what it may send.
 
     Attributes:
-        kept: it sends at most 1.02 times what it may; None where nothing is compared.
+        kept: it sends at most 1.02 times what it may; None where nothing is judged.
         target, mesh: the devices' name; axis -> size.
         wire_bytes_per_device: what a device sends a step; compared with a strategy, along the batch's axes only.
         ratio: bytes sent over those that may be sent; None where nothing is compared, or nothing may be sent.

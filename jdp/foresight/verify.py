@@ -66,11 +66,12 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
 
         >>> train_step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
         >>> report = jdp.verify(train_step, state, batch)  # or for devices that you do not have: target="h100:8x8"
-        >>> report.kept, report.breaches
-        (True, ())
+        >>> print(report.verdict)
+        Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends ...
 
-    Nothing runs, and no accelerator is needed. Any jitted step works: `jdp.verify(jitted, model, optimizer, x, y,
-    target="h100:8x8", against="zero3", params="model")`.
+    Nothing runs, and no accelerator is needed. A step of jdp's on CPU devices is counted, not judged: `kept` is None.
+    Any jitted step works: `jdp.verify(jitted, model, optimizer, x, y, target="h100:8x8", against="zero3",
+    params="model")`.
 
     Args:
         step: a training step (`jdp.make_train_step`), or any function that is jitted (`jax.jit`, `nnx.jit`,
@@ -109,7 +110,8 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     candidate = abstract_on(step, state, batch, target)
     devices = target_of(target, candidate.state)
     compiled = candidate.compile(devices, Cache.usual(cache))
-    return report(candidate.step, candidate.state, compiled, str(devices), notes=candidate.notes)
+    notes, judge = candidate.notes, devices.kind != "cpu"
+    return report(candidate.step, candidate.state, compiled, str(devices), notes=notes, judge=judge)
 
 
 def operands(
@@ -128,8 +130,25 @@ def operands(
     return given["state"], given["batch"], given.get("target", target)
 
 
-def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
-    """Compare a step that is compiled already with its strategy's contract."""
+def report(
+    step: Step,
+    state: TrainState,
+    compiled: Compiled,
+    target_name: str,
+    *,
+    notes: Sequence[str] = (),
+    judge: bool = True,
+) -> Report:
+    """Compare a step that is compiled already with its strategy's contract.
+
+    Args:
+        step: the step.
+        state: its state, abstract or real.
+        compiled: its program.
+        target_name: the devices that it is compiled for.
+        notes: sentences that the report begins its notes with.
+        judge: False for a program of XLA:CPU, which sends other bytes than XLA:GPU's: there is no verdict.
+    """
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
     reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.accumulate)
@@ -145,9 +164,10 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
     verdict = compare(collectives, promised, sum(each.wire_bytes for each in stray))
-    reasons = breaches(collectives, promised, verdict, reading, step, stray)
+    judged = judge or not verdict.theory_wire_bytes
+    reasons = breaches(collectives, promised, verdict, reading, step, stray) if judged else ()
     return Report(
-        kept=verdict.kept,
+        kept=verdict.kept if judged else None,
         strategy=step.plan.strategy,
         partitioning=step.partitioning or "",
         why=step.why,
@@ -209,7 +229,8 @@ class Report(StepReport):
     """What a compiled training step of jdp's sends, compared with its contract; more in `StepReport`.
 
     Attributes:
-        kept: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`).
+        kept: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`); None on
+            CPU devices, where it is not judged.
         ratio: bytes sent over those of theory; 0 where there is no other device.
         strategy, accumulate: what was compiled (K microbatches).
         partitioning, why: what the step settled on, and the reason.
@@ -222,7 +243,6 @@ class Report(StepReport):
         gathering: under zero3, what is gathered where, by the step's own trace; else None.
     """
 
-    kept: bool
     strategy: str
     partitioning: str
     why: str
@@ -245,6 +265,7 @@ class Report(StepReport):
         """Return the object that `jdp verify --json` prints."""
         return {
             **self._as_json("kept strategy target wire_bytes_per_device theory_wire_bytes_per_device ratio"),
+            "judged": self.kept is not None,
             "collectives": [each.to_json() for each in self.collectives],
             **self._as_json("breaches accumulate mesh partitioning why"),
             "rows": [row.to_json() for row in self.rows],
@@ -263,7 +284,7 @@ class Report(StepReport):
         head = f"{self.heading}, {self.partitioning}: {self.why}"
         paragraphs = [[head, self.verdict, *filter(None, [self.like_zero2])]]
         if self.rows:
-            paragraphs.append(_table(self.rows))
+            paragraphs.append(_table(self.rows, marked=self.kept is not None))
         if self.gathering is not None and self.gathering.gathered:
             most = format_bytes(self.theory.most_gathered_bytes)
             title = f"What the step itself gathers, which is what is expected; zero3 promises 2·K·c·Ψ = {most} at most:"
@@ -289,6 +310,8 @@ class Report(StepReport):
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
         sends = f"{self.sends}, {self.ratio:.3f} of theory's {format_bytes(self.theory_wire_bytes_per_device)}"
+        if self.kept is None:
+            return f"Not judged, as XLA:CPU sends what XLA:GPU does not: {sends}. Give a target, such as h100:1x8."
         if self.kept:
             return f"Kept: {sends}."
         if self.ratio > TOLERANCE:
@@ -313,8 +336,8 @@ _HEADERS = ("kind", "expected", "found", "ratio", "in the microbatch loop", "wir
 _LISTED = ("collective", "dtype", "payload", "times", "axes", "loop", "wire a device", "")
 
 
-def _table(rows: Iterable[Row]) -> list[str]:
-    return align_columns([_HEADERS, *((*row.cells(), "" if row.kept else "<-") for row in rows)])
+def _table(rows: Iterable[Row], *, marked: bool = True) -> list[str]:
+    return align_columns([_HEADERS, *((*row.cells(), "<-" if marked and not row.kept else "") for row in rows)])
 
 
 def _grouped(collectives: Iterable[MeshCollective]) -> Iterable[tuple[str, ...]]:

@@ -67,7 +67,7 @@ def answer(forecast: PlanReport) -> Markup:
 
 def tables(forecast: PlanReport) -> Markup:
     """Return the candidates in two tables, of times and of memory."""
-    unkept = [o.report is not None and not o.report.kept for o in forecast.estimates]
+    unkept = [o.report is not None and o.report.kept is False for o in forecast.estimates]
     failed = [o.error is not None for o in forecast.estimates]
     either = zip(unkept, failed, strict=True)
     errors = [

@@ -56,7 +56,10 @@ _KEPT, _BROKEN = element("span", "kept", class_="tag good"), element("span", "br
 def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
     """Yield each kind with the verdict on it. One kind may send more than promised where others send less."""
     for row in report.rows:
-        yield row, _KEPT if row.kept else Markup("more, but all kinds together less") if report.kept else _BROKEN
+        if report.kept is None:
+            yield row, Markup("not judged")
+        else:
+            yield row, _KEPT if row.kept else Markup("more, but all kinds together less") if report.kept else _BROKEN
     yield from ((row, Markup("the model’s own axes")) for row in report.model_axes)
     if report.statistics is not None:
         yield report.statistics, Markup("batch statistics or metrics")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from judged import judged
 from optax import contrib
 from test_optimizers import (
     ALIASES,
@@ -185,5 +186,5 @@ def test_no_optimizer_sends_more_than_its_row(strategy, names):
     init = lambda rng: {name: {key: jnp.ones(shape) for key, shape in SHAPES.items()} for name in names}  # noqa: E731
     state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
     step = jdp.make_train_step(perceptrons, plan, partitioning="manual", check_loss=False)
-    report = jdp.verify(step, state, {"x": jax.ShapeDtypeStruct((ROWS, 64), "float32")})
+    report = judged(step, state, {"x": jax.ShapeDtypeStruct((ROWS, 64), "float32")})
     assert report.kept, report

@@ -12,11 +12,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from judged import judged
 from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.verify import verify
 from jdp.models import GPTConfig, build, next_token_loss
 
 ROWS, LENGTH, STEPS = 16, 8, 4
@@ -129,7 +129,7 @@ def verified(strategy, accumulate, model="layers"):
     batch = tokens_of(64 * accumulate * 2, 64)
     quick = {"xla_gpu_enable_triton_gemm": False}  # and SGD: what is sent depends on neither
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision="bf16", compiler=quick)
-    return verify(step, state, batch)
+    return judged(step, state, batch)
 
 
 PROGRAMS = [(s, k, "GPT") for s in ("ddp", "zero1", "zero2", "zero3") for k in (1, 4)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from judged import judged
 
 import jdp
 from jdp.base import notices
@@ -162,7 +163,7 @@ def test_the_slow_links_carry_one_shard_of_the_weights_a_round(strategy):
     plan = plan_of(strategy)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch(0).items()}
     state = jdp.abstract_state(init, optax.adamw(1e-2), plan, rng=jax.random.key(0))
-    report = jdp.verify(step_of(plan, STEPS), state, shapes, cache=False)
+    report = judged(step_of(plan, STEPS), state, shapes, cache=False)
     assert report.kept, str(report)
     slow = [c for c in report.collectives if c.axes == ("replica",) and c.collective.payload_bytes > 16]
     elements = sum(np.prod(shape) for shape in SHAPES.values()) // (1 if strategy == "ddp" else 4)
@@ -193,7 +194,7 @@ def test_parameters_too_small_to_shard_are_sent_whole_by_plan(strategy):
     plan = jdp.Plan(mesh, strategy, min_shard_size=200)  # "a" has 384 elements, "b" 192, "c" 8
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch(0).items()}
     state = jdp.abstract_state(init, optax.adamw(1e-2), plan, rng=jax.random.key(0))
-    report = jdp.verify(step_of(plan, STEPS), state, shapes, cache=False)
+    report = judged(step_of(plan, STEPS), state, shapes, cache=False)
     assert report.kept and not report.strays, str(report)
     promised = {p.axes: p.payload_bytes for p in report.theory.promises if p.kind == "all-reduce"}
     assert promised == {("replica",): 4 * (384 / 4 + 192 + 8)}

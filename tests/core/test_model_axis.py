@@ -15,11 +15,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from judged import judged
 from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.verify import verify
 from jdp.models import GPTConfig, build, next_token_loss
 
 ROWS, LENGTH, STEPS = 16, 8, 4
@@ -149,7 +149,7 @@ def test_a_dimension_that_both_axes_cut_keeps_the_contract():
     plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices, **SIZES), "zero2", rules=SHARED[:2])
     _, state = shared_state(plan, {"w": (255, 4096), "b": (4096,), "v": (4096, 256)})
     batch = {"x": jax.ShapeDtypeStruct((32, 255), jnp.float32)}
-    report = verify(jdp.make_train_step(shared_loss, plan, precision="bf16"), state, batch)
+    report = judged(jdp.make_train_step(shared_loss, plan, precision="bf16"), state, batch)
     assert report.partitioning == "manual"
     assert report.kept, str(report)
     assert 0.98 <= report.ratio <= 1.02
@@ -347,7 +347,7 @@ def verified(strategy, accumulate, precision="bf16", partitioning=None, data=8, 
     settings = {"precision": precision, "partitioning": partitioning}
     settings["compiler"] = {"xla_gpu_enable_triton_gemm": False}  # and SGD: what is sent depends on neither
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings)
-    return verify(step, state, tokens_of(data * accumulate * 2, 64))
+    return judged(step, state, tokens_of(data * accumulate * 2, 64))
 
 
 PROGRAMS = [

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from judged import judged
 
 import jdp
 from jdp.base import notices
 from jdp.core.tracing.collectives import Gathered
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.traffic.gathering import Gathering, gathering
-from jdp.foresight.verify import verify
 
 LAYERS, WIDTH, HEAD = 4, 128, 16
 MATRIX = WIDTH * WIDTH
@@ -199,7 +199,7 @@ def verified(loop, strategy="zero3", **settings):
     mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
     chosen = {"partitioning": "manual", "precision": "bf16", **settings}
     chosen["compiler"] = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
-    return verify(*made(loop, strategy, mesh=mesh, **chosen))
+    return judged(*made(loop, strategy, mesh=mesh, **chosen))
 
 
 def source_line(function, text):

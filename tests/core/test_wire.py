@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from judged import judged
 
 import jdp
 from jdp.base import notices
@@ -405,7 +406,7 @@ def report_of(strategy, wire, target=None, **settings):
         rng=jax.random.key(0),
     )
     step = jdp.make_train_step(loss, plan, wire=wire, partitioning="manual", **settings)
-    return jdp.verify(step, state, {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, target, cache=False)
+    return judged(step, state, {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, target, cache=False)
 
 
 @pytest.mark.parametrize("wire", ["topk", "powersgd", jdp.Wire("int8", weights="int8")])
@@ -441,7 +442,7 @@ def test_parameters_too_small_to_shard_share_a_bucket_by_plan(settings):
     start = lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()}  # noqa: E731
     state = jdp.abstract_state(start, optax.sgd(RATE), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, partitioning="manual", **settings)
-    report = jdp.verify(step, state, {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, cache=False)
+    report = judged(step, state, {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, cache=False)
     assert report.kept and not report.strays, str(report)
 
 

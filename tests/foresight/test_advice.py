@@ -266,10 +266,11 @@ def test_a_lower_precision_is_advice_for_fp32_only():
     assert "lower precision" in words(replace(wide, settings=replace(ALL_SET, precision="fp32")))[1]
 
 
-def test_a_contract_that_breaks_on_cpus_alone_is_explained(tmp_path, capsys):
-    """XLA:CPU widens bf16: the plan says what `jdp verify` says beside a breach."""
+def test_what_cpus_alone_send_is_explained_and_not_judged(tmp_path, capsys):
+    """XLA:CPU widens bf16."""
     file = write_points(tmp_path, points_text("[train]\nsteps = 2\nbatch_size = 16\n", hidden=512))
     command = ["plan", str(file), "--target", "cpu:8", "--strategy", "zero1", "--precision", "bf16", "--no-cache"]
     assert main(command) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "BREAKS" in out and "Note: this is XLA:CPU's program" in out and "with the target h100:1x8" in out
+    assert "BREAKS" not in out and "breaks" not in out
+    assert "Note: this is XLA:CPU's program" in out and "with the target h100:1x8" in out

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from judged import judged
 
 import jdp
 from jdp.core.step_settings import StepSettings
@@ -21,7 +22,6 @@ from jdp.foresight.targets.resolve import target
 from jdp.foresight.traffic.contract import MeshCollective, axes_along, compare
 from jdp.foresight.traffic.origin import Parameters, Sites, line_of
 from jdp.foresight.traffic.theory import theory
-from jdp.foresight.verify import verify
 
 # Theory. 64 x 128 + 128 x 8 + 8 = 9224 parameters, of which the last 8 are too few to shard: still promised.
 
@@ -298,7 +298,7 @@ def verified(
     state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
     batch = {"x": jax.ShapeDtypeStruct((rows, features), "float32")}
     step = jdp.make_train_step(lambda p, b, rng: outputs(model(p, b, mesh)), plan, **settings)
-    return verify(step, state, batch)
+    return judged(step, state, batch)
 
 
 def at(function, text):

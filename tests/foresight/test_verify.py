@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from judged import judged
 
 import jdp
 from jdp.foresight.verify import verify
@@ -50,8 +51,8 @@ def test_a_step_that_keeps_the_contract():
 def test_the_promised_json():
     report = verify(*made(accumulate=2, partitioning="auto"), "h100:1x8")
     given = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert list(given)[:8] == [*PROMISED_KEYS, "collectives", "breaches"]
-    assert given["kept"] is report.kept is False
+    assert list(given)[:9] == [*PROMISED_KEYS, "judged", "collectives", "breaches"]
+    assert given["kept"] is report.kept is False and given["judged"]
     assert (given["strategy"], given["target"], given["ratio"]) == ("zero1", "h100:1x8", pytest.approx(1.5, abs=0.001))
     assert given["breaches"] == list(report.breaches) != []
     for collective in given["collectives"]:
@@ -65,17 +66,23 @@ def test_the_promised_json():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_on_this_machines_devices(strategy):
-    report = verify(*made(strategy, devices=jax.devices()[:4], abstract=False, accumulate=2, partitioning="manual"))
+    report = judged(*made(strategy, devices=jax.devices()[:4], abstract=False, accumulate=2, partitioning="manual"))
     assert report.kept
     assert (report.target, report.mesh) == ("cpu:4", {"data": 4})
     assert "XLA:CPU" in report.notes[-1]
 
 
-def test_what_only_xla_cpu_does_is_reported_as_that():
+@pytest.mark.parametrize("target", [None, "cpu:8"])
+def test_what_xla_cpu_sends_is_not_judged(target):
     """In auto it sums whole gradients on every device instead of scattering them."""
-    report = verify(*made("zero1", partitioning="auto"))
-    assert not report.kept
-    assert "judge the GPU's program (target='h100:1x8')" in report.breaches[0]
+    report = verify(*made("zero1", partitioning="auto"), target)
+    headline = str(report).splitlines()[1]
+    assert headline.startswith(
+        "Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends 168 KiB a step, 1.500 of"
+    )
+    assert (report.kept, report.breaches, report.to_json()["judged"]) == (None, (), False)
+    assert "<-" not in str(report) and "BROKEN" not in str(report)
+    assert not judged(*made("zero1", partitioning="auto"), target).kept
     assert verify(*made("zero1", partitioning="auto"), "h100:1x8").kept
 
 

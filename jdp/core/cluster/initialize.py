@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.machine import provide_threads
 from jdp.core.cluster.barrier import end_threads
 from jdp.core.cluster.coordinator_address import bind_address, bypass_proxies, wait_for_name, wait_for_port
 from jdp.core.cluster.gloo import listen_where_others_reach
@@ -53,7 +54,8 @@ def initialize(
 
     Without arguments the environment determines the cluster: under `jdp launch`, `srun` or `mpirun` and on a TPU pod
     nothing more is needed. An indexed Kubernetes job sets JDP_NUM_PROCESSES. Processes that ssh started set
-    JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it returns at once.
+    JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it returns at once. If virtual CPU devices were asked
+    for, XLA gets two threads for each (PJRT_NPROC).
 
     After joining, an uncaught exception ends this process at once, with exit code 70, after its traceback. Otherwise
     the other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A process
@@ -77,6 +79,7 @@ def initialize(
         Mismatch: a ValueError; the processes were not started alike.
         RuntimeError: there is a cluster, but it could not be joined.
     """
+    provide_threads()
     cluster = find_cluster(os.environ, coordinator, num_processes, process_id)
     if cluster is None or cluster.num_processes == 1:
         return

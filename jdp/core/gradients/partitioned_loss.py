@@ -77,6 +77,7 @@ class PartitionedLoss:
         self._corrected: list[Choice] = []  # by the loss's values: they hold for batches of any shape
         self._placements: dict[Hashable, PyTree] = {}
         self._agreed: set[Hashable] = set()  # the shapes that all processes agree on
+        self._dispatched: jax.Array | None = None  # the loss that the last call computes
 
     @property
     def last(self) -> Choice | None:
@@ -161,6 +162,23 @@ class PartitionedLoss:
     def is_of_several(self) -> bool:
         """Whether the mesh has devices of several processes."""
         return len(processes_of(self.plan.mesh)) > 1
+
+    @cached_property
+    def _shares_threads(self) -> bool:
+        """Whether this process has several CPU devices, whose programs all run on one pool of threads."""
+        local = self.plan.mesh.local_devices
+        return len(local) > 1 and local[0].platform == "cpu"
+
+    def limit_run_ahead(self, metrics: Mapping[str, jax.Array]) -> None:
+        """On several CPU devices, wait for the call before the one that computes these metrics.
+
+        The programs of many calls would take all threads, and a collective of the first would wait for one until XLA
+        aborts (`base.machine.provide_threads`).
+        """
+        if self._shares_threads and not isinstance(metrics["loss"], Tracer):
+            before, self._dispatched = self._dispatched, metrics["loss"]
+            if before is not None and not before.is_deleted():
+                before.block_until_ready()
 
     def agree(
         self,

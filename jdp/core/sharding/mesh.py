@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jdp.base.machine import choose_platform
+from jdp.base.machine import choose_platform, provide_threads
 from jdp.base.notices import notice
 from jdp.core.cluster.handshake import check_device_counts
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes
@@ -66,6 +66,8 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     if devices is None:
         choose_platform()
         check_device_counts()
+    else:
+        provide_threads()
     chosen = _host_by_host(jax.devices() if devices is None else devices)
     if not chosen:
         raise ValueError("A mesh needs at least one device; there are 0 devices. Leave `devices` out for all.")

@@ -51,7 +51,7 @@ def _fastest(fitting: Sequence[Estimate]) -> Estimate:
     timed = [o for o in fitting if o.step_seconds is not None]
     least = min((o.step_seconds or 0.0 for o in timed), default=0.0)
     close = [o for o in timed if (o.step_seconds or 0.0) <= (1 + CLOSE) * least]
-    breaks = [o for o in fitting if o.report is not None and not o.report.kept]
+    breaks = [o for o in fitting if o.report is not None and o.report.kept is False]
     return min(close or fitting, key=lambda o: (o in breaks, o.bytes_per_device or 0))
 
 
@@ -160,7 +160,7 @@ def _communication(choice: Estimate) -> list[str]:
     sent, seconds = format_bytes(choice.report.wire_bytes_per_device), format_seconds(timeline.communication_seconds)
     hidden = format_percent(1 - timeline.exposed_fraction)
     sentences = [f"It sends {sent} a device in {seconds}; {hidden} of that time is hidden behind computation."]
-    if not choice.report.kept:
+    if choice.report.kept is False:
         sentences.append("It breaks its strategy's contract: `jdp verify` names collective, parameter and remedy.")
     return sentences
 

@@ -238,7 +238,7 @@ def _better(new: Estimate, old: Estimate) -> bool:
         return old.fits is False
     if new.fits is False:
         return new.memory.total < old.memory.total
-    breaks = [estimate.report is not None and not estimate.report.kept for estimate in (new, old)]
+    breaks = [estimate.report is not None and estimate.report.kept is False for estimate in (new, old)]
     if breaks[0] != breaks[1]:
         return breaks[1]
     return (new.step_seconds or 0.0) < (1 - GAIN) * (old.step_seconds or 0.0)

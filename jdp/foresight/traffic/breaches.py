@@ -224,11 +224,6 @@ class _Judge:
                 remedy = "Lower Plan(min_shard_size=...), so that it is sharded."
             words = f"cannot be sharded, so its gradient is summed on every device; it is {unsharded[0].reason}"
             return Reason(words, remedy, bytes_at_rest=sum(placement.bytes_per_device for placement in unsharded))
-        if plan.mesh.devices.flat[0].platform == "cpu":
-            remedy = (
-                "XLA:CPU makes no reduce-scatter of a sharding constraint, XLA:GPU does: judge the GPU's program "
-                f"(target='h100:1x8'). Here: {remedy}"
-            )
         return Reason("reduced whole on every device, where a shard would do", remedy)
 
     def _allowance(self, promise: Promise, parameters: tuple[Placement, ...]) -> float:

@@ -1,0 +1,97 @@
+"""Threads for virtual CPU devices: XLA aborts in a collective if a pool of few threads runs two steps at once."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp.base import machine, notices
+
+# Prints how many threads XLA's pool has.
+POOL = """
+import os, jax, jdp
+{}
+names = [open(f"/proc/self/task/{{thread}}/comm").read() for thread in os.listdir("/proc/self/task")]
+print(sum(name.startswith("tf_XLAEigen") for name in names))
+"""
+
+
+def pool(code, **variables):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC", "NPROC")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", POOL.format(code)],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout), done.stderr
+
+
+@pytest.mark.skipif(machine.cores() > 16, reason="the pool has a thread for each core")
+def test_each_cpu_device_has_two_threads_before_jax_starts():
+    assert pool("jax.config.update('jax_num_cpu_devices', 8); jdp.make_mesh()") == (16, "")
+    flag = "--xla_force_host_platform_device_count=6"
+    assert pool("jdp.initialize(); jax.devices()", XLA_FLAGS=flag, NPROC="20") == (20, "")
+
+
+@pytest.fixture
+def provide(monkeypatch, capsys):
+    """provide(started=False, **variables) -> (PJRT_NPROC afterwards, notices): two cores, eight devices asked for."""
+
+    def called(*, started=False, **variables):
+        monkeypatch.setattr(machine, "cores", lambda: 2)
+        monkeypatch.setattr(machine, "jax_has_started", lambda: started)
+        monkeypatch.setattr(notices, "_said", set())
+        for name in ("PJRT_NPROC", "NPROC"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        machine.provide_threads()
+        return os.environ.get("PJRT_NPROC"), capsys.readouterr().err
+
+    return called
+
+
+def test_a_number_of_threads_that_was_given_stays_if_it_is_enough(provide):
+    assert provide() == ("16", "")
+    assert provide(NPROC="16") == (None, "")
+    assert provide(NPROC="4", PJRT_NPROC="64") == ("64", "")
+    assert provide(NPROC="4") == ("16", "jdp: NPROC=4 is too few threads for 8 CPU devices: XLA gets 16\n")
+
+
+def test_a_pool_that_has_started_with_too_few_threads_is_reported(provide):
+    chosen, said = provide(started=True)
+    assert chosen is None
+    assert said.startswith("jdp: JAX has started 8 CPU devices with too few threads") and "NPROC=16" in said
+    assert provide(started=True, NPROC="16") == (None, "")
+
+
+def slow_loss(params, batch, rng):
+    """About a tenth of a second."""
+    x = jax.lax.fori_loop(0, 100, lambda _, x: jnp.tanh(x @ params["w"]), batch["x"])
+    return jdp.Loss((x**2).sum(), jnp.float32(batch["x"].shape[0]))
+
+
+@pytest.mark.parametrize("kind", ["train", "eval", "gradient"])
+def test_a_call_waits_for_the_one_before(kind):
+    plan, key = jdp.Plan(jdp.make_mesh(), "ddp"), jax.random.key(0)
+    state = jdp.init_state(lambda rng: {"w": jax.random.normal(rng, (256, 256))}, optax.sgd(1e-3), plan, rng=key)
+    batch = jax.device_put({"x": np.ones((256, 256), np.float32)}, plan.batch_sharding)
+    calls = {
+        "train": lambda: jdp.make_train_step(slow_loss, plan, donate=False),
+        "eval": lambda: jdp.make_eval_step(slow_loss, plan),
+        "gradient": lambda: jdp.value_and_grad(slow_loss, plan),
+    }
+    call, arguments = calls[kind](), (state.params, batch, key) if kind == "gradient" else (state, batch)
+    results = [call(*arguments) for _ in range(3)]
+    losses = [(each if kind == "eval" else each[kind == "train"])["loss"] for each in results]
+    assert losses[0].is_ready() and losses[1].is_ready()
