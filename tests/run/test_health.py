@@ -141,7 +141,7 @@ def test_a_device_that_differs_ends_the_run_before_it_is_saved(file, monkeypatch
     error, host = capsys.readouterr().err, socket.gethostname()
     assert code == 78 and "Traceback" not in error and saved_steps(folder) == [3]
     said = "error: All copies of the state must be equal bit for bit; given after step 6 device 5 (cpu, number 5"
-    assert error.startswith(said) and f"/bias, on host {host}. Nothing was saved of it." in error
+    assert said in error and f"/bias, on host {host}. Nothing was saved of it." in error
     assert f"It is device 5 of the only host, {host}: run on another, or without it (CUDA_VISIBLE_DEVICES)" in error
     assert any(words.startswith("After step 6 device 5 (cpu, ") for words in diagnose(folder).words)
     assert [event["event"] for event in read_history(folder / "history.jsonl")] == ["started", "failed"]
