@@ -35,7 +35,6 @@ FAST = (
     "data/test_token_ids.py",
     "data/test_tokenizers.py",
     "launch/test_launch.py",
-    "guard/test_bad_steps.py",
     "guard/test_stragglers.py",
     "foresight/test_advice.py",
     "foresight/test_collective_texts.py",

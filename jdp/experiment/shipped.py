@@ -34,6 +34,13 @@ def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
     return {key: _beside(value) for key, value in table.items()}
 
 
+def copied(start: str, name: str) -> str:
+    """Return the text of a shipped experiment under another name, with paths that start at the working directory."""
+    text = shipped()[start].read_text(encoding="utf-8").replace(f"experiments/{start}.toml", f"{name}.toml")
+    text = re.sub(rf'"({HUB})?\.\./', r'"\1', text)
+    return re.sub(r'^name = ".*"$', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
+
+
 def _beside(value: Any) -> Any:
     if isinstance(value, dict):
         return beside_clone(cast("dict[str, Any]", value))

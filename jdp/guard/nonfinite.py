@@ -85,7 +85,7 @@ class Finding:
         elif np.isfinite(self.loss):
             said.append(
                 f"The gradient of step {self.step} is finite when it is computed again, on the weights of some steps "
-                "later: it was large where it overflowed, or a device computed wrong (guard.replay_every)."
+                "later: it was large where it overflowed, or a device computed wrong."
             )
         return said
 

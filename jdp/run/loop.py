@@ -1,8 +1,7 @@
 """The training loop of `jdp train`, read top to bottom.
 
 1. `run`: assemble the run, check that it can start, claim its folder.
-2. `_visit`: make the state, or restore the newest checkpoint (`_start`); after too many bad steps in a row, or where a
-   device differs from the others, go back.
+2. `_visit`: make the state, or restore the newest checkpoint (`_start`).
 3. `_steps`: take the steps. Reading, transfer and Python run ahead of the devices. The work around a step is in
    `visit.py` (metrics, evaluations, checkpoints, signals) and `bad_steps.py`.
 4. Exit at the end, or early at a signal, with a checkpoint of the last step.
@@ -30,7 +29,6 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import Experiment, Train
-from jdp.guard.bad_steps import GoBack
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
@@ -126,25 +124,17 @@ def _visit(
     limits = Deadline(guard.deadline_seconds, guard.first_deadline_seconds)
     with watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch:
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
-        back: GoBack | None = None
-        while True:
-            visit = None  # the one before holds batches and outputs
-            with _open_checkpoints(assembly.experiment, folder, bucket) as saved:
-                with watch.during("restore"):
-                    reference = Reference.of(assembly, folder)
-                    state, progress, weights_read = _start(assembly, saved, weights, back, reference, watch.batch)
-                visit = Visit(assembly, progress, claim, saved, stop, watch, quiet=quiet)
-                visit.introduce(back, weights_read)
-                try:
-                    with visit.recorded(profile):
-                        state = _steps(visit, state)
-                        if stop.signal:
-                            raise visit.stopped(f"after step {progress.done}, saved")
-                    return visit.finish(state)
-                except GoBack as error:
-                    back = error.with_traceback(None)  # its frames hold the state
-                    if stop.signal:
-                        raise visit.stopped(f"while going back ({back})") from None
+        with _open_checkpoints(assembly.experiment, folder, bucket) as saved:
+            with watch.during("restore"):
+                reference = Reference.of(assembly, folder)
+                state, progress, weights_read = _start(assembly, saved, weights, reference, watch.batch)
+            visit = Visit(assembly, progress, claim, saved, stop, watch, quiet=quiet)
+            visit.introduce(weights_read)
+            with visit.recorded(profile):
+                state = _steps(visit, state)
+                if stop.signal:
+                    raise visit.stopped(f"after step {progress.done}, saved")
+            return visit.finish(state)
 
 
 def _open_checkpoints(experiment: Experiment, folder: Path, bucket: RemoteRun | None) -> Checkpoints:
@@ -164,7 +154,6 @@ def _start(
     assembly: Assembly,
     saved: Checkpoints,
     weights: InitialWeights | None,
-    back: GoBack | None,
     reference: Reference | None,
     beat: Callable[[], None],
 ) -> tuple[TrainState, Progress, str | None]:
@@ -172,16 +161,14 @@ def _start(
     train, fingerprint = assembly.experiment.train, assembly.data.fingerprint
     if reference is not None and not reference.is_complete and saved.latest is not None:  # further sets to evaluate
         reference.compute(_initial(assembly, weights)[0], resumes=True, beat=beat)
-    found = _restored(assembly, saved, back)
+    found = _restored(assembly, saved)
     if found is None:
         state, message = _initial(assembly, weights)
         if reference is not None:
             lines = message, reference.compute(state, resumes=False, beat=beat)
             message = "\n".join(filter(None, lines)) or None
             fingerprint = reference.fingerprint(fingerprint)
-        progress = Progress.of(train, assembly.toml, {"fingerprint": fingerprint})
-        progress.bad.went(back)
-        return state, progress, message
+        return state, Progress.of(train, assembly.toml, {"fingerprint": fingerprint}), message
     if reference is not None:
         fingerprint = reference.fingerprint(fingerprint)
     state, record = found
@@ -196,7 +183,6 @@ def _start(
             + ("" if reference is None else f" The reference of the answers is part of it: restore {reference.file}.")
         )
     progress = Progress.of(train, assembly.toml, record)
-    progress.bad.went(back)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     if progress.kept is not None and progress.kept.step and progress.kept.step not in saved.steps:
         notice(f"the best checkpoint, {progress.kept.step}, is not there: the next evaluation is the best again")
@@ -211,11 +197,8 @@ def _initial(assembly: Assembly, weights: InitialWeights | None) -> tuple[TrainS
     return weights.load(assembly.state(), assembly.config, assembly.plan)
 
 
-def _restored(assembly: Assembly, saved: Checkpoints, back: GoBack | None) -> tuple[TrainState, dict[str, Any]] | None:
-    """Restore the newest complete state, or the newest before those that the run goes back from; None without one."""
-    if back is not None:
-        step = max((one for one in saved.steps if one < back.before), default=None)
-        return None if step is None else saved.restore(assembly.abstract_state(), step)
+def _restored(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, dict[str, Any]] | None:
+    """Restore the newest complete state; None without one."""
     newest = saved.latest
     try:
         return None if newest is None else saved.restore(assembly.abstract_state())
@@ -233,9 +216,6 @@ def _steps(visit: Visit, state: TrainState) -> TrainState:
     with visit.feed():
         while not visit.ended:
             batch = visit.before(state)
-            if visit.health.leaves_out(visit.progress.done + 1):  # the run went back from it
-                state, metrics = visit.health.without_step(state), None
-            else:
-                state, metrics = train_step(state, batch)
+            state, metrics = train_step(state, batch)
             visit.after(state, batch, metrics)
     return state

@@ -11,7 +11,6 @@ from typing import Any
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
 from jdp.experiment.schema.experiment import Experiment, Train
-from jdp.guard.bad_steps import BadSteps
 from jdp.run.evaluation import Best, Row
 
 _SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint", "experiment")
@@ -19,7 +18,7 @@ _SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint", "exper
 
 @dataclass
 class Progress:
-    """How far a run is. A checkpoint records the first ten attributes.
+    """How far a run is. A checkpoint records the first nine attributes.
 
     Attributes:
         done: batches consumed.
@@ -31,7 +30,6 @@ class Progress:
         experiment: a hash of the experiment as resolved, of this visit.
         watched: the best evaluation by `train.stop_metric`, for early stopping.
         kept: the best one with a checkpoint, by `train.keep_best`; None: none is kept.
-        bad: the recent bad steps, and the steps that are left out.
         resumed_from: batches consumed before this visit.
         seconds: duration of this visit's loop.
         waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
@@ -49,7 +47,6 @@ class Progress:
     experiment: str = ""
     watched: Best = field(default_factory=lambda: Best("eval_loss"))
     kept: Best | None = None
-    bad: BadSteps = field(default_factory=BadSteps)
     resumed_from: int = 0
     seconds: float = 0.0
     waited: float = 0.0
@@ -75,7 +72,7 @@ class Progress:
             {name: finite_or_none(value) for name, value in self.evals.items()},
         )
         best = {"watched": asdict(self.watched), "kept": asdict(self.kept) if self.kept else None}
-        return {**kept, **best, "bad": self.bad.record()}
+        return {**kept, **best}
 
     @staticmethod
     def of(settings: Train, toml: str, record: dict[str, Any]) -> Progress:
@@ -87,7 +84,6 @@ class Progress:
         evals: dict[str, float | None] = record.get("evals", {})
         progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
         progress.experiment = hashlib.sha256(toml.encode()).hexdigest()[:16]
-        progress.bad = BadSteps.of(record.get("bad"))
         progress.resumed_from = progress.done
         return progress
 
@@ -109,11 +105,6 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
         if not problem and best is not None:
             fits = isinstance(best, dict) and best.keys() <= known.keys()
             problem = _first_problem(best, known, f"{name}.") if fits else f"{name} is {best!r}"
-    if not problem:
-        try:
-            BadSteps.of(record.get("bad"))
-        except ValueError:
-            problem = f"bad is {record['bad']!r}"
     if not problem and record["done"] != int(folder.name):
         problem = f"done is {record['done']}"
     if problem:

@@ -110,7 +110,6 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "parameters": assembly.parameter_count,
         "trained_parameters": assembly.trained_count,
         "skipped": progress.skipped,
-        "left_out": sum(step <= progress.done for step in progress.bad.left_out),
         "resumed_from": progress.resumed_from,
         "goodput": account(read(folder / FLIGHT / "rank-00000.jsonl")).as_summary(),
         "folder": shown(str(folder)),

@@ -1,6 +1,6 @@
 """The work around each step of a visit: reading, metrics, evaluations, checkpoints, signals, the trace, the watch.
 
-The loop calls `before` and `after`; a visit that goes back to an earlier checkpoint begins anew with another `Visit`.
+The loop calls `before` and `after`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from jdp.core.update.noise_scale import hint, ratio
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.samples import Writer
-from jdp.guard.bad_steps import GoBack
 from jdp.guard.watch import Watch
-from jdp.run.bad_steps import Health, went_back
+from jdp.run.bad_steps import Health
 from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
@@ -75,15 +74,14 @@ class Visit:
 
     # The beginning and the end.
 
-    def introduce(self, back: GoBack | None, weights_read: str | None) -> None:
-        """Print the first lines of the visit, or where the run went back to."""
+    def introduce(self, weights_read: str | None) -> None:
+        """Print the first lines of the visit."""
         done, train = self.progress.done, self.experiment.train
-        lines = introduction(self.assembly) if back is None else [went_back(back, done)]
         resumed = f"resumed after step {done}" if done else None
         if self.ended:
             early = ", stopped early" if done < train.steps else ""
             resumed = f"{self.folder} has all of its {done} steps{early}: nothing to do (--name NEW starts another run)"
-        for line in filter(None, (*lines, weights_read, resumed)):
+        for line in filter(None, (*introduction(self.assembly), weights_read, resumed)):
             self.display.say(line)
 
     @contextlib.contextmanager
@@ -156,13 +154,13 @@ class Visit:
             self.watch.compiles()
         batch = next(self._feed)
         self.watch.mark("data")
-        self.health.before(state, step)
+        self.health.before()
         return batch
 
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
-        """Log, evaluate and save after a step, as each is due; `values` are its metrics, None if it was left out."""
+        """Log, evaluate and save after a step, as each is due; `values` are its metrics."""
         progress, train, step = self.progress, self.experiment.train, self.progress.done + 1
-        self.health.taken(state, batch, values, step)
+        self.health.taken(batch, values, step)
         self.stop.under_way()
         self.watch.mark("dispatch")
         self.health.after(state, step)
@@ -171,10 +169,9 @@ class Visit:
         last = self.stop.at_step(step) or step == train.steps
         may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
         row_due = last or step % train.log_every == 0 or may_stop  # a run's last step has a row
-        if values is not None:
-            self._clock.tick(step, values, self._feed, row_due)
-            if row_due:
-                self._log(step, values)
+        self._clock.tick(step, values, self._feed, row_due)
+        if row_due:
+            self._log(step, values)
         self.watch.mark("wait")
         profiled = self.profile.end(step, state)
         self.watch.step(step)

@@ -215,7 +215,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _wire(experiment)
     if experiment.overlap is True and experiment.partitioning == "auto":
         yield 'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
-    for rules in (_local_steps, _noise_scale, _guard):
+    for rules in (_local_steps, _noise_scale):
         yield from rules(experiment)
     is_gpt = isinstance(experiment.model.config, GPTConfig)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
@@ -304,16 +304,6 @@ def _noise_scale(experiment: Experiment) -> Iterator[str]:
         yield 'train.noise_scale is for partitioning = "manual"; given "auto": remove one of the keys'
     if experiment.local_steps.steps is not None:
         yield "train.noise_scale and [local_steps] do not go together: remove one of them"
-
-
-def _guard(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between the keys of [guard] and those of [train]."""
-    after, most = experiment.guard.roll_back_after, experiment.train.max_skips_in_a_row
-    if after > most:
-        yield (
-            f"guard.roll_back_after must be at most train.max_skips_in_a_row = {most}, after which the run stops; "
-            f"given {after}: lower it, or raise the other"
-        )
 
 
 def _lengths(experiment: Experiment) -> Iterator[str]:
