@@ -71,7 +71,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_breaks_nothing(
     (tmp_path / "file").touch()
     assert jdp.keep_programs(tmp_path / "file" / "programs") is None
     assert not found() and not found()
-    assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
+    assert capsys.readouterr().err.count("compiled programs are not kept for the next run: ") == 1
 
 
 @pytest.mark.parametrize(("mode", "who"), [(0o770, "its group"), (0o1777, "all users")])
