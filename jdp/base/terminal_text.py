@@ -1,8 +1,8 @@
 """Text as a terminal gets it: no control character of a model's, a file's or a user's text reaches it, and lines are
 wrapped between words, so that no number is cut. On a pipe text stays as it is."""
 
+import os
 import re
-import shutil
 import textwrap
 from typing import TextIO
 
@@ -22,7 +22,7 @@ def for_stream(text: str, stream: TextIO) -> str:
     """
     if not stream.isatty():
         return text
-    return wrapped(escaped(text), shutil.get_terminal_size().columns)
+    return wrapped(escaped(text), os.get_terminal_size(stream.fileno()).columns or 80)
 
 
 def wrapped(text: str, width: int) -> str:
