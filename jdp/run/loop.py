@@ -24,6 +24,7 @@ from jdp.base.bucket import Remote
 from jdp.base.notices import notice, warn
 from jdp.base.read_toml import parse
 from jdp.checkpoint import CheckpointError, Checkpoints, RemoteCheckpoints
+from jdp.checkpoint.format.content import COMMITTED
 from jdp.core.cluster.barrier import from_first_process
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
@@ -67,19 +68,25 @@ def run(
             assembly = _with_policy(experiment)
         _ = assembly.eval_sets  # errors of the data come before anything is written
         weights = _initial_weights(experiment.train)
+        if weights is not None and not _has_checkpoints(root, experiment.name):  # afterwards they may be moved
+            weights.check(assembly.config)
         with (
             passing_trouble(lambda: stop.began),
             at_hand(root, experiment.name) as (folder, bucket),
             claimed(folder, assembly.toml) as claim,
             writing(folder),
         ):
-            if weights is not None and not any((folder / CHECKPOINTS).glob("*")):  # they may be moved afterwards
-                weights.check(assembly.config)
             if experiment.train.export is not None:
                 check_free(folder)
             for line in settings:
                 notice(line)
             return _visit(assembly, weights, stop, claim, bucket, quiet=quiet, profile=profile)
+
+
+def _has_checkpoints(root: Path | Remote, name: str) -> bool:
+    if isinstance(root, Remote):
+        return bool(root.matching(f"{name}/{CHECKPOINTS}/*/{COMMITTED}"))
+    return any((root / name / CHECKPOINTS).glob(f"*/{COMMITTED}"))
 
 
 def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:

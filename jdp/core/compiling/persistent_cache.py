@@ -31,7 +31,7 @@ from jax._src import cache_key, compilation_cache  # nothing public takes anothe
 from jax.sharding import Mesh
 
 from jdp.base.disk_cache import Cache, default_folder, make_folder, others_may_write, why_not_kept
-from jdp.base.notices import notice
+from jdp.base.notices import notice, warn
 from jdp.base.numbers import is_integer
 from jdp.base.user_path import user_path
 from jdp.core.cluster.agreement import processes_of
@@ -98,7 +98,7 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
             notice(f"compiled programs are kept in {elsewhere}, as JAX was told before, and not in {own}")
         return elsewhere
     if others:
-        notice(f"compiled programs are not kept for the next start, as others could put code among them: {others}")
+        warn(f"compiled programs are not kept for the next start, as others could put code among them: {others}")
         return None
     if not shared:
         notice(
