@@ -30,7 +30,7 @@ _NOWHERE = Path(os.devnull) / "jdp"
 def default_folder() -> Path:
     """Return $JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification).
 
-    Without a home folder it is one below which nothing can be written; `without_home` says so.
+    Without a home folder it is one below which nothing can be written: see `without_home`.
     """
     if chosen := os.environ.get("JDP_CACHE_DIR"):
         return user_path(chosen)

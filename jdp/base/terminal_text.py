@@ -1,5 +1,7 @@
-"""Text as a terminal gets it: no control character of a model's, a file's or a user's text reaches it, and lines are
-wrapped between words, so that no number is cut. On a pipe text stays as it is."""
+"""Text for a terminal: control characters are escaped, and lines are wrapped between words, so that no number is cut.
+
+A pipe gets text as it is.
+"""
 
 import os
 import re

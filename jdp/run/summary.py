@@ -84,10 +84,9 @@ def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
     experiment, place = assembly.experiment, shlex.quote(shown(str(folder)))
     taken = progress.done - progress.resumed_from
     steps = f"{taken:,} step{'s' * (taken != 1)} in {clock(progress.seconds)}; the" if taken else "the"
-    report = f"jdp report {place}"
     plugin = "" if experiment.plugin is None else f" --plugin {experiment.plugin}"
-    writes = f', jdp generate {place} --prompt "…"{plugin}' if _writes_text(experiment) else ""
-    return [f"{steps} run is in {place}", f"next: {report}{writes}"]
+    lines = [f"{steps} run is in {place}", f"next: jdp report {place}"]
+    return [*lines, f'or:   jdp generate {place} --prompt "…"{plugin}'] if _writes_text(experiment) else lines
 
 
 def _writes_text(experiment: Experiment) -> bool:

@@ -53,6 +53,8 @@ class Display:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show metrics, such as loss, lr and tokens_per_second, in the order given."""
+        if self._bar:
+            self._bar.update(self._task, completed=step)
         items = [_shown(name, value) for name, value in values.items()]
         self._speed = next((item for item in items if item.endswith("/s")), self._speed)
         items = [f"step {step:>{len(str(self._steps))}}/{self._steps}", *items, *self._time_to_go(step)]
