@@ -3,7 +3,7 @@
 | exit code | meaning                                                                                             |
 |-----------|-----------------------------------------------------------------------------------------------------|
 | 0         | done                                                                                                |
-| 1         | the answer is no: `verify`, `prove`, `doctor`, `plan --tune`; or a run of a sweep failed            |
+| 1         | the answer is no: `verify`, `prove`, `doctor`; or a run of a sweep failed                           |
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
 |           | or a device computed wrong results: a line that names the device and the part of the state          |

@@ -48,7 +48,6 @@ from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig
-from jdp.models.configs.choices import AUTO
 from jdp.models.lower_bounds import parameter_lower_bound
 from jdp.models.sizes import parameter_shapes
 
@@ -71,11 +70,6 @@ class Assembly:
         if devices is not None:
             mesh_sizes(experiment.mesh, len(devices))  # its error names [mesh]
         return Assembly(experiment, make_mesh(devices=devices, **experiment.mesh))
-
-    @property
-    def chooses_remat(self) -> bool:
-        """Whether `model.remat` is "auto", for which `jdp.experiment.remat` finds a policy before the step is used."""
-        return getattr(self.config, "remat", None) == AUTO
 
     @cached_property
     def plan(self) -> Plan:

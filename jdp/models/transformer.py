@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jdp.core.layers import ATTENTION, looped
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
-from jdp.models.configs.choices import AUTO, Activation, Attend, NormKind, Remat, Scan
+from jdp.models.configs.choices import Activation, Attend, NormKind, Remat, Scan
 from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped
 
 
@@ -317,11 +317,6 @@ def run_layers(
         layer, key, attends_to_all = operands
         return layer(x, key, segments, attends_to_all)
 
-    if remat == AUTO:
-        raise ValueError(
-            f'remat = "{AUTO}" is chosen where an experiment file is compiled (jdp train, jdp plan); given a model '
-            'outside of one. Name a policy, such as "dots".'
-        )
     return looped(block, stacked, x, remat=remat, scan=scan)
 
 

@@ -63,8 +63,6 @@ def run(
         experiment = _dated(experiment, root)
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
-        if assembly.chooses_remat:
-            assembly = _with_policy(experiment)
         _ = assembly.eval_sets  # errors of the data come before anything is written
         weights = _initial_weights(experiment.train)
         if weights is not None:
@@ -94,13 +92,6 @@ def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
             day = date.fromisoformat(parse(text.decode())["data"]["chat_date"]).isoformat()
     day = from_first_process("the day of the run's first start", day)
     return experiment.model_copy(update={"data": data.model_copy(update={"chat_date": day})})
-
-
-def _with_policy(experiment: Experiment) -> Assembly:
-    """Return the assembly with a policy in place of `model.remat = "auto"`."""
-    from jdp.experiment.remat import settled  # late: it plans, which no other run does
-
-    return Assembly.on_devices(settled(experiment))
 
 
 def _initial_weights(train: Train) -> InitialWeights | None:

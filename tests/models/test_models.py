@@ -411,7 +411,7 @@ def test_gpt_learns_a_sequence_by_heart():
         ({"width": 16.0}, r"width is a positive integer; given 16\.0"),
         ({"dropout": 1.0}, r"dropout is a rate in \[0, 1\); given 1\.0"),
         ({"norm": "batch"}, r"no norm of that name; given 'batch'\. Choose one of \('rms', 'rms_plus_one', 'layer'\)"),
-        ({"remat": "some"}, r"given 'some'\. Choose one of \(None, 'dots', 'dots_except_mlp', 'full', 'auto'\)"),
+        ({"remat": "some"}, r"given 'some'\. Choose one of \(None, 'dots', 'dots_except_mlp', 'full'\)"),
         (
             {"attention": "flash"},
             r"no attention of that name; given 'flash'\. Choose one of \('auto', 'xla'",

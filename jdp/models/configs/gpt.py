@@ -48,8 +48,7 @@ class GPTConfig:
         scan: true: layers are stacked and compiled once, as a loop. false: each is stored and compiled by itself.
             "auto": they are stacked, and up to 48 on GPUs and 8 on CPUs are compiled one by one.
         remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
-            "dots_except_mlp", those of attention; "full", only its input. "auto", in experiment files: the first of the
-            last three that fits the devices' memory.
+            "dots_except_mlp", those of attention; "full", only its input.
         attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype. "auto" is the
             first where devices, dtype and shapes allow it, else the second. Long packed rows are then attended block by
             block.
