@@ -1,11 +1,10 @@
-"""`jdp train`: run an experiment, or with --sweep several."""
+"""`jdp train`: run an experiment."""
 
 import json as as_json
 import os
 from typing import Any
 
 from jdp.base.bucket import place_of
-from jdp.cli import sweep
 from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 from jdp.cli.train_options import Options
 
@@ -13,8 +12,6 @@ from jdp.cli.train_options import Options
 def run(arguments: list[str]) -> int:
     """Validate and run; with --json, stdout has only the summary, printed by process 0. Raises Stopped."""
     options, overrides = parse_with_overrides(Options, "train", arguments, addresses=("run_dir",))
-    if options.sweep:
-        return sweep.run(options, overrides)
     from jdp.run.signals import Stopped
 
     stopped: Stopped | None = None

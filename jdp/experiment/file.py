@@ -183,7 +183,7 @@ def _prefixed(table: str, keys: list[Key]) -> list[Key]:
 def _read(file: Path) -> dict[str, Any]:
     """Return the file's table. Raises ExperimentError."""
     try:
-        check_regular(file)  # a pipe could be read once only: runs of a sweep, and processes, each read the file anew
+        check_regular(file)  # a pipe could be read once only, and processes each read the file anew
         if (size := file.stat().st_size) > MOST_BYTES:
             raise ExperimentError(
                 f"an experiment file has at most {format_bytes(MOST_BYTES)}; {file} has {format_bytes(size)}: name the "

@@ -29,7 +29,7 @@ from jdp.guard.replicas import CorruptState, Difference, in_words, raise_for
 from jdp.run.outputs.history import HISTORY, ROLLED_BACK, read_history
 
 _SCHEDULER_NAMES = ("SLURMD_NODENAME", "JDP_NODE_NAME")
-"""Variables with the name by which a scheduler knows this host; `jdp manifest kubernetes` sets the second."""
+"""Variables with the name by which a scheduler knows this host; experiments/cluster/jobset.yaml sets the second."""
 
 
 class WrongDevice(GoBack):
