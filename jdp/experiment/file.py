@@ -222,8 +222,7 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
     _anchor(data, "tokenizer", folder, but=("bytes", NONE))
     _anchor(data, "heldout", folder, but=NO_PATHS)
     _anchor(data, "chat_template", folder, but=(NONE,))
-    for key in ("init_from", "init_adapter"):
-        _anchor(_table(table, "train"), key, folder, but=(NONE,))
+    _anchor(_table(table, "train"), "init_from", folder, but=(NONE,))
     model = _table(table, "model")
     name = model.get("name")
     if isinstance(name, str) and name.startswith(HUB):  # always a folder here, never a name on the hub

@@ -64,7 +64,7 @@ MAY_CHANGE = {
 }
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
-FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names", "train.init_adapter"))
+FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names"))
 _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system without locks."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)

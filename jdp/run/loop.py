@@ -57,8 +57,7 @@ def run(
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
-    if wanted := experiment.track.model_dump(exclude_none=True):
-        trackers.check_installed(**wanted)
+    trackers.check_installed(experiment.track.wandb)
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
         experiment = _dated(experiment, root)
         assembly = Assembly.on_devices(experiment)

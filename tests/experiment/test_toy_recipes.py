@@ -170,7 +170,7 @@ ATOL = 5e-5
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path, family, form):
     run = fine_tuned(tmp_path, family, form)
     losses = rows(run, "loss")
@@ -185,7 +185,7 @@ def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path
     reason="the numbers that transformers gave are kept, and held against above; this loads what was fine-tuned",
 )
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_transformers_loads_what_was_fine_tuned(tmp_path, family, form):
     run = fine_tuned(tmp_path, family, form)
     program = [sys.executable, hf_reference.__file__, "--loads", str(run / "export")]

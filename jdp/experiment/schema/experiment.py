@@ -220,8 +220,6 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     is_gpt = isinstance(experiment.model.config, GPTConfig)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
-    if experiment.train.init_adapter is not None and (experiment.train.init_from is None or not is_gpt):
-        yield "train.init_adapter updates the weights of a GPT, train.init_from: give these, or remove it"
     yield from experiment.train.export_problems(experiment.model)
     if experiment.sample and not (experiment.kind == "text" and is_gpt):
         yield f"[sample] is text written by a GPT; model.name = {experiment.model.name!r} writes none: remove the table"

@@ -2,8 +2,8 @@
 
 from typing import Literal, get_args
 
-Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact"]
-NormKind = Literal["rms", "rms_plus_one", "layer"]
+Activation = Literal["swiglu", "gelu", "gelu_exact"]
+NormKind = Literal["rms", "layer"]
 Attend = Literal["auto", "xla", "cudnn"]
 Remat = Literal["dots", "dots_except_mlp", "full"]
 Scan = bool | Literal["auto"]
