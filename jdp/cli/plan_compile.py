@@ -50,6 +50,6 @@ def compile_plans(options: Options, overrides: dict[str, str], targets: Sequence
         reports.append(with_phases(report, experiment, target, Cache.usual(not options.no_cache)))
     if all(estimate.error is not None for report in reports for estimate in report.estimates):
         raise UsageError("\n".join(dict.fromkeys(note for report in reports for note in report.notes)))
-    model = f"{experiment.model.name}, {experiment.precision}"
+    model = f"{experiment.model.name or experiment.model.make}, {experiment.precision}"
     described = tuple(f"{model}, batches of {described_batch(tried[0].batch)}" for tried in candidates)
     return Plans(experiment.name, options.file.stem, tuple(reports), described)

@@ -38,7 +38,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     from jdp.base.machine import choose_platform, starts_cpus_alone
     from jdp.base.standby import wait_for_turn
     from jdp.experiment.file import check_for_devices, load, to_toml
-    from jdp.experiment.plugins import folder_of
+    from jdp.experiment.make import folder_of
     from jdp.run.outputs.profiler import profiled_steps
 
     experiment = load(options.file, overrides)

@@ -47,7 +47,7 @@ def candidates_of(
 def described_batch(batch: Batch) -> str:
     """Return a global batch in words: "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features".
 
-    For a plug-in's data it names the first array.
+    For data.make it names the first array.
     """
     if "images" in batch:
         rows, *shape = batch["images"].shape

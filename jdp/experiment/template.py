@@ -12,8 +12,7 @@ from typing import Any
 from jdp.base.toml import toml_key, toml_value
 from jdp.experiment.file import describe
 from jdp.experiment.keys import Key, Schemas, table_keys
-from jdp.experiment.schema.chosen import chosen_tables
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.experiment import Experiment, model_table
 from jdp.experiment.shipped import beside_clone, shipped
 
 _WIDTH = 120
@@ -44,7 +43,7 @@ class _Commented:
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._schemas = Schemas(Experiment, chosen_tables(root))
+        self._schemas = Schemas(Experiment, {"model": model_table(root.get("model"))})
         self._described = {key.name: key for _, keys in reversed(describe()) for key in keys}  # a GPT's before a ViT's
 
     def lines(self, table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:

@@ -36,7 +36,7 @@ TAKEN = {
     "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.lib._jax": "core/cluster/gloo.py",
     "jax._src.mesh.get_concrete_mesh": "core/sharding/traced_mesh.py",
-    "jax._src.xla_bridge": "core/cluster/gloo.py experiment/plugins.py",
+    "jax._src.xla_bridge": "core/cluster/gloo.py experiment/make.py",
 }
 """Each name, and the files that take it."""
 

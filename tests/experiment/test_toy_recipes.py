@@ -232,7 +232,7 @@ def test_digits_are_learnt(tmp_path):
 
 
 def test_a_plug_in_is_found_by_its_package(tmp_path):
-    """In a process of its own, as nothing that it registers stays; a file alone runs no code."""
+    """In a process of its own, as it is imported; a file alone runs no code."""
     words = [
         str(EXPERIMENTS / "plugin/rings.toml"),
         "--plugin",

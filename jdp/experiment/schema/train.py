@@ -89,7 +89,7 @@ class Train(Section):
         if self.export is None:
             return
         if not isinstance(config := model.config, GPTConfig):
-            yield f"train.export is for a GPT, and model.name = {model.name!r} is none: remove the key"
+            yield f"train.export is for a GPT, and {model.chosen} is none: remove the key"
             return
         from jdp.checkpoint.safetensors.hugging_face_config import check_written  # late: Orbax takes a second
 
