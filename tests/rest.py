@@ -227,7 +227,6 @@ REST = {
     "lessons/test_bucketing.py::test_two_processes_measure": "",
     # Programs compiled for described GPUs: one of each kind stays.
     "models/test_attention.py::test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more": "zero3",
-    "models/test_attention.py::test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_list_have": "changes0-1 | changes1-3",
     "models/test_attention.py::test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are": "",
     "models/test_blockwise.py::test_dots_keeps_what_attention_returns_so_that_it_runs_forward_once": "dots-4",
     "models/test_blockwise.py::test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends_more": "",

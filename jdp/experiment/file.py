@@ -53,8 +53,8 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
             directory. `make` is imported only from the package that is given here as `plugin`.
 
     Raises:
-        ExperimentError: the file cannot be read, is not TOML, or does not make an experiment; or it names a function of
-            a package that is not in `overrides`, or that does not import.
+        ExperimentError: the file cannot be read, is not TOML, or does not make an experiment. Or `make` names another
+            package than `plugin`, or one that does not import.
     """
     try:
         file = user_path(path)

@@ -135,7 +135,11 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
     assert "an export has one model" in refused(capsys, "generate", folder / "export", "--step", "1")
     text = (folder / "experiment.toml").read_text()
     changes = {
-        "made": ('name = "gpt-nano"', 'make = "rings:wave"', f"{RULE}{tmp_path}/made has model.make = 'rings:wave'"),
+        "made": (
+            '[model]\nmake = "none"',
+            '[model]\nmake = "rings:wave"',
+            f"{RULE}{tmp_path}/made has model.make = 'rings:wave'",
+        ),
         "ids": ('tokenizer = "bytes"', 'tokenizer = "none"', "has token ids, and no tokenizer: export it"),
         "fresh": ("", "", "has none yet"),
         "unkept": ("keep_best = true", "keep_best = false", "has none yet"),
