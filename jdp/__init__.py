@@ -19,8 +19,6 @@ The examples of the reference go on from these lines:
 
 from typing import TYPE_CHECKING, Any
 
-from jdp.base.notebook import draw_with
-
 if TYPE_CHECKING:
     from jdp import checkpoint as checkpoint
     from jdp import data as data
@@ -124,13 +122,6 @@ if not TYPE_CHECKING:  # else each name would be there, misspelt ones too
         value = getattr(importlib.import_module(f"jdp.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-
-    def _draw(given: object) -> str:
-        from jdp.report.notebook import fragment
-
-        return fragment(given)
-
-    draw_with(_draw)
 
 
 def __dir__() -> list[str]:

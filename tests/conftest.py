@@ -76,8 +76,7 @@ def pytest_collection_finish() -> None:
 
 # Hooks with a file each: the markers `fast` and `aot`; the marker `rest`; in CI, a skip for a missing package is an
 # error; files of tests are handed to workers whole; programs are kept for other tests where they run whole commands;
-# processor times; servers of S3 and of Google's storage; fixtures of several files; what a processor can is measured in
-# less time; a tenth of the tests.
+# processor times; servers of S3 and of Google's storage; fixtures of several files; a tenth of the tests.
 pytest_plugins = (
     "checked_pictures",
     "markers",
@@ -88,7 +87,6 @@ pytest_plugins = (
     "processor_times",
     "storage_servers",
     "shared_fixtures",
-    "quick_rates",
     "tenth",
     "guide_folders",
 )

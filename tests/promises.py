@@ -60,7 +60,6 @@ COMMANDS = {
     "prove": "prove/test_prove.py::test_an_experiment_is_proven_as_it_is",
     "launch": "launch/test_launch.py::test_processes_learn_who_they_are",
     "generate": "cli/test_generate.py::test_greedy_text_is_the_argmax_of_the_whole_forward_pass",
-    "manifest": "cli/test_manifest.py::test_a_batch_script_is_what_sbatch_takes",
     "report": "cli/test_report.py::test_a_run_becomes_a_page",
     "why": "guard/test_diagnosis.py::test_who_failed_first_is_named_and_not_who_lost_it",
     "doctor": "cli/test_doctor.py::test_alone_with_eight_devices",

@@ -41,7 +41,7 @@ def foreseen(name: str, on: str) -> dict[str, Any]:
         changes[f"mesh.{axis}"] = str(count // 8)
     experiment = load(path, changes)
     ways, counts = [own.strategy], [own.train.accumulate]
-    [candidate] = candidates_of(experiment, devices, strategies=ways, accumulate=counts, hybrid=False)
+    [candidate] = candidates_of(experiment, devices, strategies=ways, accumulate=counts)
     made = estimate(
         candidate,
         devices,

@@ -7,5 +7,5 @@ machine               processors, memory and devices of this host; `cpu_allocato
 progress_file         tells the supervisor (`jdp launch`) that a run has made progress; `timer` calls if code takes long
 lasting_output        stdout and stderr that end no run when they cannot be written; `retrying` tries again what fails
 terminal_text         text without control characters, in lines of a terminal's width
-disk_cache            files that later processes read; `tree_paths` names leaves; `notebook` draws objects
+disk_cache            files that later processes read; `tree_paths` names leaves; `notebook` writes HTML tables
 """

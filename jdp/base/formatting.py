@@ -15,12 +15,6 @@ def format_seconds(seconds: float) -> str:
     return _scaled(seconds, ((1.0, " s"), (1e-3, " ms")), f"{seconds * 1e6:.3g} µs")
 
 
-def format_span(seconds: float) -> str:
-    """Return a time of any length as text: "5.7 y", "2.1 d", "3.05 h", "4.2 min", and below that seconds."""
-    units = ((365.25 * 86400, " y"), (86400.0, " d"), (3600.0, " h"), (60.0, " min"))
-    return _scaled(seconds, units, "0 s" if seconds == 0 else format_seconds(seconds))
-
-
 def format_rate(per_second: float) -> str:
     """Return a number per second as text, in powers of 1000: 12345 -> "12.3k"."""
     return _scaled(per_second, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")), f"{per_second:.3g}")

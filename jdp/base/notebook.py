@@ -1,19 +1,11 @@
-"""Objects that a notebook draws as tables and pictures, in place of their `repr`."""
+"""Tables that a notebook shows in place of an object's `repr`."""
 
-from collections.abc import Callable
-
-
-class Drawn:
-    """An object that IPython, or a program like it, draws."""
-
-    def _repr_html_(self) -> str:
-        """Return complete HTML without scripts; no array is read for it, and nothing is computed."""
-        return _drawing[0](self)
+from collections.abc import Sequence
+from html import escape
 
 
-def draw_with(draw: Callable[[object], str]) -> None:
-    """Have `draw` return the HTML of an object; `import jdp` calls this, because `report` is above what it draws."""
-    _drawing[:] = [draw]
-
-
-_drawing: list[Callable[[object], str]] = [repr]
+def html_table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return HTML without scripts: a title, and a table whose first row has the headings."""
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
+    return f"<p>{escape(title)}</p><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jdp.base.user_path import address_of
-from jdp.cli import sweep, train_options
+from jdp.cli import train_options
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Options:
 
     Each line of output begins with the number of its process: [0] ... When a process fails, the others are ended. The
     last lines then name the process that failed first, and the exit code is that process's. Ctrl-C and SIGTERM are
-    passed on. With --sweep among the options of `jdp train`, its runs are launched one after another.
+    passed on.
 
     With --max-restarts all are then started again, and an experiment resumes from its newest checkpoint. Not after exit
     codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), and not a third time without a new
@@ -110,11 +110,7 @@ def _launch(options: Options, command: list[str]) -> int:
     else:
         added = ["--json"] if options.json else []
         added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
-        given, overrides = _train_options([*command, *added])
-        if given.sweep and nodes is not None:
-            raise UsageError("--sweep runs on one machine; given --nodes: start a job for each value, with --name")
-        if given.sweep:
-            return sweep.run(given, overrides, _one_of_a_sweep(options), processes=options.processes)
+        given, _ = _train_options([*command, *added])
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
         experiment = _check_before_launch([*command, *added], options.processes * count)
@@ -185,16 +181,6 @@ def _fits(experiment: "Experiment", options: Options, gpus: int, processes: int)
     except ExperimentError:
         return False
     return True
-
-
-def _one_of_a_sweep(options: Options) -> list[str]:
-    """Return what starts one run of a sweep, a cluster of its own."""
-    if options.log_dir is not None:
-        raise UsageError("the runs of a sweep have a folder of logs each, RUN_DIR/NAME/logs: leave --log-dir out")
-    count = options.devices_per_process
-    more = [] if count is None else [f"--devices-per-process={count}"]
-    more += [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
-    return [sys.executable, "-m", "jdp", "launch", f"-n={options.processes}", *more, "--"]
 
 
 def _program(command: list[str]) -> list[str] | None:

@@ -3,7 +3,7 @@
 | exit code | meaning                                                                                             |
 |-----------|-----------------------------------------------------------------------------------------------------|
 | 0         | done                                                                                                |
-| 1         | the answer is no: `verify`, `prove`, `doctor`, `plan --tune`; or a run of a sweep failed            |
+| 1         | the answer is no: `verify`, `prove`, `doctor`                                                       |
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; a step did not end in time; or, in  |
@@ -56,7 +56,6 @@ COMMANDS = {
     "prove": "Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.",
     "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
     "generate": "Continues prompts with a run's model, or with an export, and prints the text while it is written.",
-    "manifest": "Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.",
     "report": "Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.",
     "why": "Says why a run is slow, hung or dead, and which process caused it.",
     "doctor": (

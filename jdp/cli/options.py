@@ -45,7 +45,7 @@ def parse_with_overrides(
 ) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
     if {"-h", "--help"} & set(arguments):
-        _help_with_keys(options, name, arguments)
+        _help_with_keys(options, name)
         raise SystemExit(0)
     flags = flags_of(options)
     own, overrides = split_overrides(arguments, flags)
@@ -101,17 +101,13 @@ def stdout_to_stderr(wanted: bool = True) -> Generator[None]:
         os.close(kept)
 
 
-def _help_with_keys(options: type[Any], name: str, arguments: Sequence[str]) -> None:
-    """Print tyro's help of the options, then every key of an experiment, first the fields of the plug-in."""
+def _help_with_keys(options: type[Any], name: str) -> None:
+    """Print tyro's help of the options, then every key of an experiment."""
     from jdp.experiment.file import describe
-    from jdp.experiment.plugins import use
 
-    _, overrides = split_overrides([word for word in arguments if word not in ("-h", "--help")], flags_of(options))
-    if (plugin := overrides.get("plugin")) is not None:
-        use(plugin)
     with contextlib.suppress(SystemExit):
         parse(options, name, ["--help"])
-    for heading, keys in describe(plugin):
+    for heading, keys in describe():
         print(f"\n{heading}")
         for key in keys:
             default = key.default if key.default in ("required", "by size") else f"default {key.default}"

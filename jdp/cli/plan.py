@@ -3,7 +3,6 @@
 import dataclasses
 import json as as_json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jdp.base.shorten import brief
@@ -18,103 +17,76 @@ from jdp.cli.options import (
     write_file,
 )
 from jdp.cli.plan_compile import Plans, compile_plans
-from jdp.cli.plan_costs import check_bill, read_failures
 from jdp.cli.plan_options import Options
-from jdp.cli.plan_tune import check_tune, tune
 from jdp.cli.programs import is_program
 
 if TYPE_CHECKING:
-    from jdp.foresight.advice.scaling import Scaling
     from jdp.foresight.forecast import PlanReport
 
 
 def run(arguments: list[str]) -> int:
-    """Plan an experiment, tune it, or print a size's table; write the files that are asked for."""
+    """Plan an experiment, or print a size's table; write the page of --html."""
     options, overrides = parse_with_overrides(Options, "plan", arguments)
     if options.table is not None:
         return _closed_form(options, overrides)
     if options.file is None:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
+    targets = [None] if options.target is None else words(options.target, "--target")
     if is_program(options.file):
         from jdp.cli import plan_program
 
-        return plan_program.run(options, overrides, _targets(options))
-    check_tune(options)
-    check_bill(options)
-    if options.tune:
-        return tune(options, overrides)
-    for path in (options.html, options.trace):
-        check_writable(path)
-    failures = read_failures(options)
-    targets = _targets(options)
+        return plan_program.run(options, overrides, targets)
+    if len(targets) > 1 and options.html is not None:
+        raise UsageError(f"--html writes a page on one target; given {len(targets)}: name one --target, or remove it")
+    check_writable(options.html)
     with stdout_to_stderr(options.json):
-        from jdp.foresight.advice.scaling import Scaling
-
-        plans = compile_plans(options, overrides, failures, targets)
-        scaling = None if len(plans.reports) == 1 else Scaling(plans.reports)
+        plans = compile_plans(options, overrides, targets)
         if not options.json:
-            _show(plans, scaling)
+            _show(plans)
     if options.json:
-        found = plans.reports[0] if scaling is None else scaling
-        print(as_json.dumps(found.to_json(), allow_nan=False), flush=True)
+        found = [report.to_json() for report in plans.reports]
+        print(as_json.dumps(found[0] if len(found) == 1 else {"targets": found}, allow_nan=False), flush=True)
     with stdout_to_stderr(options.json):
-        if scaling is None:
-            _write(options, plans.reports[0], plans.described[0])
-        elif options.html is not None:
-            from jdp.report.scaling_page import scaling_page
+        if options.html is not None:
+            from jdp.report.plan_page import plan_page
 
-            title = f"{plans.stem} on {len(plans.reports)} targets"
-            _put(options.html, scaling_page(scaling, title=title, described=plans.described[0]))
+            report = plans.reports[0]
+            title = f"{options.file.stem} on {report.target}"
+            write_file(options.html, plan_page(report, title=title, described=plans.described[0]))
+            print(f"wrote {options.html}")
     return 0
 
 
-def _targets(options: Options) -> list[str | None]:
-    """Return the names of --target; None for this machine's devices."""
-    if options.target is None:
-        return [None]
-    targets = words(options.target, "--target")
-    if len(targets) > 1 and options.trace is not None:
-        raise UsageError(f"--trace shows the step of one target; given {len(targets)}: name one --target, or remove it")
-    return [*targets]
-
-
-def _show(plans: Plans, scaling: "Scaling | None") -> None:
+def _show(plans: Plans) -> None:
     """Print one plan with everything in it, or several as a table of one row each."""
     from jdp.cli.terminal import show_plan, show_table
 
-    if scaling is None:
-        show_plan(plans.reports[0], plans.name, plans.described[0])
+    reports = plans.reports
+    if len(reports) == 1:
+        show_plan(reports[0], plans.name, plans.described[0])
         return
-    show_table(f"{plans.name} on {len(plans.reports)} targets (simulated)", scaling.headings, scaling.table())
+    unit = reports[0].unit
+    headings = ("target", "devices", "take", "fits", f"{unit} a step", "hidden", "waits", "step", "MFU", f"{unit}/s")
+    title = f"{plans.name} on {len(reports)} targets (simulated)"
+    show_table(title, headings, [_target_row(report) for report in reports])
+    on = dict[str, list[str]]()
+    for report in reports:
+        for note in report.notes:
+            on.setdefault(note, []).append(report.target)
     print()
-    bills = [report.bill.assumed for report in plans.reports if report.bill is not None][:1]
-    print(*scaling.why, *bills, *(f"Note: {note}" for note in scaling.notes), sep="\n")
+    for note, names in on.items():
+        print(f"Note: {note}" if len(names) == len(reports) else f"Note: {', '.join(names)}: {note}")
     print(f"Why, and every candidate: jdp plan {plans.stem}.toml with one --target.")
 
 
-def _write(options: Options, forecast: "PlanReport", described: str) -> None:
-    """Write the files of --html and --trace. Raises UsageError."""
-    if options.html is not None:
-        from jdp.report.plan_page import plan_page
-
-        assert options.file is not None
-        page = plan_page(forecast, title=f"{options.file.stem} on {forecast.target}", described=described)
-        _put(options.html, page)
-    if options.trace is not None:
-        from jdp.foresight.timing.chrome_trace import chrome_trace
-
-        shown = forecast.choice or next((o for o in forecast.estimates if o.timeline is not None), None)
-        if shown is None or shown.timeline is None:
-            raise UsageError(
-                f"--trace needs the simulated timeline of a candidate that fits; {forecast.target} has none: remove "
-                "it, or name another --target"
-            )
-        _put(options.trace, as_json.dumps(chrome_trace(shown.timeline, shown.name)))
-
-
-def _put(path: Path, text: str) -> None:
-    write_file(path, text)
-    print(f"wrote {path}")
+def _target_row(report: "PlanReport") -> tuple[str, ...]:
+    """Return the cells of one of several targets: the choice there."""
+    shown = report.choice or report.estimates[0]
+    fits, name = shown.fits_in_words, shown.name
+    if report.choice is None:
+        name = "–"
+        fits = "no" if any(estimate.error is None for estimate in report.estimates) else "did not compile"
+    return (report.target, f"{report.devices:,}", name, fits, f"{shown.tokens:,}", *shown.speed_cells)
 
 
 # --table: ZeRO's closed form, without an experiment.

@@ -7,35 +7,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdp.base.formatting import format_bytes, format_percent, format_seconds
-from jdp.cli.options import UsageError, check_writable, stdout_to_stderr, write_file
+from jdp.cli.options import stdout_to_stderr
 from jdp.cli.plan_options import Options
 from jdp.cli.programs import check_only, forecast_on
 
-TAKEN = ("file", "target", "trace", "no_cache", "json")
+TAKEN = ("file", "target", "no_cache", "json")
 _HEADINGS = ("target", "holds", "of its memory", "sends", "computes", "waits", "step")
 
 
 def run(options: Options, overrides: dict[str, str], targets: Sequence[str | None]) -> int:
     """Compile a program's step for every target, and print a report of one, or a row for each of several."""
     check_only(options, overrides, TAKEN)
-    check_writable(options.trace)
     return _one(options, targets[0]) if len(targets) == 1 else _several(options, targets)
 
 
 def _one(options: Options, target: str | None) -> int:
     assert options.file is not None
     with stdout_to_stderr():  # the user's file may print
-        program, report = forecast_on(options.file, target, cache=not options.no_cache)
-        if options.trace is not None:
-            from jdp.foresight.timing.chrome_trace import chrome_trace
-
-            if report.timeline is None:
-                raise UsageError(
-                    f"--trace needs a target whose rates are known; given {report.target}: remove it, or name another "
-                    "--target"
-                )
-            write_file(options.trace, as_json.dumps(chrome_trace(report.timeline, program.name)))
-            print(f"wrote {options.trace}")
+        _, report = forecast_on(options.file, target, cache=not options.no_cache)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
     return 0
 

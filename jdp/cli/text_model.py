@@ -42,9 +42,8 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
 from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
-from jdp.experiment.schema.model import HF
 from jdp.experiment.schema.wire import LocalStepsTable, WireTable
-from jdp.models import GPT, SIZES, GPTConfig
+from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
 from jdp.run.initial_weights import names_of
@@ -171,17 +170,17 @@ def _experiment(folder: Path, name: str, changed: Mapping[str, str]) -> Experime
     rule = f"text is written by a GPT that learned text; {name} has"
     try:
         table = parse((folder / FILE).read_text("utf-8"))
-        model, by = table["model"]["name"], table.get("plugin", NONE)
-    except (ValueError, KeyError, TypeError, OSError):
-        model, by = HF, NONE  # `load` reports what is wrong
-    if by != NONE and not str(model).startswith(HF) and model not in SIZES:
-        raise ExperimentError(f"{rule} model.name = {model!r} of the plug-in {by}: name another run")
+        made = table["model"].get("make", NONE)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        made = NONE  # `load` reports what is wrong
+    if made != NONE:
+        raise ExperimentError(f"{rule} model.make = {made!r}: name another run")
     experiment = load(folder / FILE, changed)
     data = experiment.data
     if not isinstance(experiment.model.config, GPTConfig):
-        raise ExperimentError(f"{rule} model.name = {model!r}: name another run")
+        raise ExperimentError(f"{rule} {experiment.model.chosen}: name another run")
     if experiment.kind != "text":
-        raise ExperimentError(f"{rule} data.name = {data.name!r}, a plug-in's, whose tokens only it knows: export it")
+        raise ExperimentError(f"{rule} data.make = {data.make!r}, whose tokens only it knows: export it")
     if data.tokenizer == NONE or any(source.endswith(ARRAYS) for source in data.sources):
         raise ExperimentError(
             f'{rule} token ids, and no tokenizer: export it (train.export = "hf"), and put the {TOKENIZER} that made '

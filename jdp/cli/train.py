@@ -1,4 +1,4 @@
-"""`jdp train`: run an experiment, or with --sweep several."""
+"""`jdp train`: run an experiment."""
 
 import json as as_json
 import os
@@ -6,7 +6,6 @@ from typing import Any
 
 from jdp.base.bucket import place_of
 from jdp.base.notices import in_few_lines
-from jdp.cli import sweep
 from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 from jdp.cli.train_options import Options
 
@@ -14,8 +13,6 @@ from jdp.cli.train_options import Options
 def run(arguments: list[str]) -> int:
     """Validate and run; with --json, stdout has only the summary, printed by process 0. Raises Stopped."""
     options, overrides = parse_with_overrides(Options, "train", arguments, addresses=("run_dir",))
-    if options.sweep:
-        return sweep.run(options, overrides)
     from jdp.run.signals import Stopped
 
     stopped: Stopped | None = None
@@ -42,7 +39,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     from jdp.base.machine import choose_platform, starts_cpus_alone
     from jdp.base.standby import wait_for_turn
     from jdp.experiment.file import check_for_devices, load, to_toml
-    from jdp.experiment.plugins import folder_of
+    from jdp.experiment.make import folder_of
     from jdp.run.outputs.profiler import profiled_steps
 
     experiment = load(options.file, overrides)

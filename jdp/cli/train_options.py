@@ -1,4 +1,4 @@
-"""The options of `jdp train`, which `jdp launch` and sweeps pass on."""
+"""The options of `jdp train`, which `jdp launch` passes on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,6 @@ class Options:
     """Folder that holds the runs, each in a folder of its name; or its address, such as s3://bucket/runs."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Trace the steps from FIRST to LAST, both included, into RUN_DIR/NAME/profile (process 0's)."""
-    sweep: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUES")] = ()
-    """Run once for each value, one after another: KEY=A,B,C, or whole numbers FIRST:LAST or FIRST:LAST:STEP, both ends
-    included. Given several times: for every combination. Each run is called NAME-KEY=VALUE; if the sweep is run
-    again, finished runs are skipped and failed ones are tried again. The best is shown at the end (exit code 1 if any
-    failed)."""
     fresh_memory: bool = False
     """On CPUs: give memory back to the system between steps, as other programs do. It is kept, on huge pages, without:
     a small model's step takes a quarter less, and the process stays at the most memory that it ever used.

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.base.formatting import listed
-from jdp.base.notebook import Drawn
+from jdp.base.notebook import html_table
 from jdp.base.notices import notice
 from jdp.base.numbers import is_integer
 from jdp.base.shorten import cut
@@ -52,7 +52,7 @@ MIN_SHARD_SIZE = 1024
 
 
 @dataclass(frozen=True)
-class Plan(Drawn):
+class Plan:
     """A mesh and a strategy: they determine how every leaf of a state is sharded. Immutable; `print(plan)` describes
     it.
 
@@ -142,6 +142,20 @@ class Plan(Drawn):
         platform = self.mesh.devices.flat[0].platform
         host = "" if self.offload is None else "; optimizer state and master weights in host memory"
         return f"{self.strategy} on {factors(self.home.shape)} {platform} devices: {gather[self.row.gather]}{host}"
+
+    def _repr_html_(self) -> str:
+        row, sharded = self.row, f"sharded over {self.data}"
+        reduced = "at each microbatch" if row.reduce_each_microbatch else "once a step"
+        gather = {"never": "–", "step": "gathered once a step", "use": "gathered at each use"}
+        rows = [
+            ("what", "how"),
+            ("parameters, optimizer state", sharded if row.shard_state else "replicated"),
+            ("gradients", f"{'reduce-scattered' if row.shard_state else 'all-reduced'} {reduced}"),
+            ("working copy of the parameters", gather[row.gather]),
+            ("rows of a batch", f"split into {self.batch_shards}"),
+            *((f"rule for {pattern}", str(spec)) for pattern, spec in self.rules),
+        ]
+        return html_table(str(self), rows)
 
     @property
     def row(self) -> Strategy:

@@ -12,7 +12,6 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.base.notebook import Drawn
 from jdp.base.tree_paths import path_of
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.leaf_table import leaf_text, leaves_of
@@ -61,7 +60,7 @@ and its rows' squared weight, summed."""
 
 
 @dataclass(frozen=True)
-class TrainState(Drawn, Generic[Model]):
+class TrainState(Generic[Model]):
     """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
 
         >>> int(state.step), int(state.consumed)

@@ -39,18 +39,26 @@ from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import ROW, Measured, features_loss, image_loss, reference_loss, text_loss, text_scores
+from jdp.experiment.losses import (
+    ROW,
+    Measured,
+    dpo_loss,
+    features_loss,
+    image_loss,
+    reference_loss,
+    text_loss,
+    text_scores,
+)
+from jdp.experiment.make import function_of
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.phases import batch_shapes, in_rows, largest, lengths, phases
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.optimizer import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig
-from jdp.models.configs.choices import AUTO
 from jdp.models.lower_bounds import parameter_lower_bound
-from jdp.models.sizes import parameter_shapes
+from jdp.models.sizes import build, parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -71,11 +79,6 @@ class Assembly:
         if devices is not None:
             mesh_sizes(experiment.mesh, len(devices))  # its error names [mesh]
         return Assembly(experiment, make_mesh(devices=devices, **experiment.mesh))
-
-    @property
-    def chooses_remat(self) -> bool:
-        """Whether `model.remat` is "auto", for which `jdp.experiment.remat` finds a policy before the step is used."""
-        return getattr(self.config, "remat", None) == AUTO
 
     @cached_property
     def plan(self) -> Plan:
@@ -110,7 +113,7 @@ class Assembly:
 
     @cached_property
     def config(self) -> Any:
-        """The model's configuration: a `ModelConfig`, or the dataclass of a plug-in's model.
+        """The model's configuration: a `ModelConfig`, or the keywords of model.make.
 
         Raises ExperimentError for a GPT of bytes with a vocabulary below 256, and for "cudnn" attention without GPUs.
         """
@@ -131,12 +134,13 @@ class Assembly:
     @cached_property
     def loss(self) -> LossFn:
         """The loss function of [loss], or that of the model's kind."""
-        table, learns = self.experiment.loss, self.experiment.model.entry.learns
-        if table.name is not None:
-            entry = LOSSES.entries[table.name]
-            return functools.partial(entry.make, entry.values(table))
-        assert learns is not None  # the schema asks for a loss then
-        return {"text": text_loss, "images": image_loss, "features": features_loss}[learns]
+        table, kind = self.experiment.loss, self.experiment.model.kind
+        if table.make is not None:
+            return functools.partial(function_of(table.make), **table.keywords)
+        if table.name == "dpo":
+            return functools.partial(dpo_loss, beta=table.beta, smoothing=table.label_smoothing)
+        assert kind is not None  # the schema asks for a loss then
+        return {"text": text_loss, "images": image_loss, "features": features_loss}[kind]
 
     @cached_property
     def measured(self) -> Measured:
@@ -216,22 +220,24 @@ class Assembly:
 
     @property
     def _threads(self) -> int:
-        """Reading threads: images and a plug-in's samples take a millisecond each, others microseconds."""
+        """Reading threads: images and samples of data.make take a millisecond each, others microseconds."""
         return min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
         """The function that makes the model from a key. It raises ExperimentError if the result is no model."""
-        config, entry = self.config, self.experiment.model.entry
+        config, table = self.config, self.experiment.model
 
         def make(rng: jax.Array) -> Any:
-            model = entry.make(config, nnx.Rngs(rng))
+            if table.make is None:
+                return build(config, rngs=nnx.Rngs(rng))
+            model = table.call(rng)
             leaves = jax.tree.leaves(model)
             wrong = [leaf for leaf in leaves or [model] if not isinstance(leaf, jax.Array | np.ndarray)]
             if wrong and not isinstance(model, nnx.Module):
                 raise ExperimentError(
-                    f"model.name = {entry.name!r} must be made an nnx.Module, or a pytree of arrays; given "
-                    f"{cut(repr(wrong[0]))}: return one from its function"
+                    f"{table.chosen} returns an nnx.Module, or a pytree of arrays; given {cut(repr(wrong[0]))}: return "
+                    "one"
                 )
             return model
 
@@ -307,7 +313,7 @@ class Assembly:
 
     def check_memory(self) -> None:
         """Check that weights, a batch and the state can fit into memory, before the data is read. Raises ValueError."""
-        given, own = self.experiment, isinstance(self.config, ModelConfig)  # a plug-in's model must be traced first
+        given, own = self.experiment, isinstance(self.config, ModelConfig)  # a user's model must be traced first
         count = parameter_lower_bound(self.config) if own else 0
         check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
         check_batch(self.abstract_batch(), largest(given).train.sizes.at(0))

@@ -1,6 +1,6 @@
 """From [data] and [eval.NAME] to data sets that fit the model; nothing below sees the file.
 
-1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or a plug-in's data set.
+1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or what data.make returns.
 2. Compare it with the model's configuration: vocabulary, image size, channels, classes. A misfit is one error
    with the value to set.
 3. Open the evaluation sets likewise. Their training and held-out sides are joined, so all of a set is evaluated. The
@@ -26,8 +26,8 @@ from jdp.data.images.augment import augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
+from jdp.experiment.made_data import made_data
 from jdp.experiment.phases import samples_before
-from jdp.experiment.plugin_data import plugin_data
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE
 from jdp.experiment.schema.experiment import ARRAYS, Experiment
 
@@ -87,7 +87,7 @@ def open_data(experiment: Experiment) -> Any:
     """Open the data set of [data]."""
     given = experiment.data
     if experiment.kind == "own":
-        return plugin_data(given)
+        return made_data(given)
     if not given.mixture:
         return _augmented(_fitting(experiment, "data", _opened(experiment, given.source, given.field)), experiment)
     parts: list[tuple[Any, float | Sequence[tuple[int, float]]]] = []

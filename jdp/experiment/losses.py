@@ -84,11 +84,12 @@ def features_loss(model: Any, batch: Batch, rng: jax.Array | None, *, measured: 
     return _classified(model(batch["features"], rng=rng), batch, measured)
 
 
-def dpo_loss(model: Any, batch: Batch, *, beta: float, smoothing: float) -> Loss:
+def dpo_loss(model: Any, batch: Batch, rng: jax.Array | None, *, beta: float, smoothing: float) -> Loss:
     """Compute the loss of direct preference optimization, summed over the pairs, and what TRL reports beside it.
 
     A reward is beta · (log-probability of an answer - that under the initial weights). Without dropout, as in TRL.
     """
+    del rng
     logps, there = _pairs(model, batch)
     rewards = beta * (logps - batch["reference"])
     chosen, rejected = rewards[:, 0], rewards[:, 1]

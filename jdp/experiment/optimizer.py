@@ -22,7 +22,6 @@ from jdp.experiment.file import ExperimentError
 from jdp.experiment.matrices import VECTORS
 from jdp.experiment.muon import muon
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.optimizer import OPTIMIZERS
 from jdp.models import GPTConfig, ViTConfig
 
 
@@ -91,18 +90,18 @@ def _rate_of_a_count(experiment: Experiment) -> optax.Schedule:
 
 
 def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> optax.GradientTransformation:
-    """Return the update rule. Raises ExperimentError if a plug-in's object is none.
+    """Return the update rule. Raises ExperimentError if optimizer.make returns none.
 
     Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
     have two.
     """
     chosen, rate = experiment.optimizer, _rate_of_a_count(experiment)
-    if entry := OPTIMIZERS.entries.get(chosen.name):
-        made = entry.make(entry.values(chosen), rate)
+    if chosen.make:
+        made = chosen.call(rate)
         if not isinstance(made, optax.GradientTransformation):
             raise ExperimentError(
-                f"optimizer.name = {entry.name!r} must be made an optax.GradientTransformation; given "
-                f"{cut(repr(made))}: return one from its function"
+                f"optimizer.make = {chosen.make!r} returns an optax.GradientTransformation; given {cut(repr(made))}: "
+                "return one"
             )
         return made
     config = experiment.model.config

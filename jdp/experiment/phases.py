@@ -36,7 +36,7 @@ class Phase:
 
 
 def lengths(experiment: Experiment) -> ByStep[int]:
-    """Return the tokens of a text's samples by step; 1 of other data, whose `length` may be a plug-in's key."""
+    """Return the tokens of a text's samples by step; 1 of other data."""
     return experiment.data.lengths if experiment.kind == "text" else ByStep((0,), (1,))
 
 

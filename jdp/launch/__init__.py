@@ -5,7 +5,7 @@ processes    the processes of one attempt, with their `process_environment` and 
              attempt's ready, `temporary_folder` lasts for all
 rendezvous   the server of the supervisors of several machines; `decisions` asks it
 messages     signed with a `secret`, checked by `message_fields`; `door` keeps strangers from costing anything
-doctor/      the checks of `jdp doctor`; `slurm` and `kubernetes` write the job that a scheduler takes
+doctor/      the checks of `jdp doctor`
 """
 
 from jdp.launch.rendezvous import Nodes

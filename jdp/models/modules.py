@@ -125,15 +125,13 @@ class Norm(nnx.Module):
         center: subtract the mean.
         bias: whether a learned offset is added.
         eps: added to the variance.
-        plus_one: the scale is one plus its parameter, which begins at zero.
     """
 
-    def __init__(self, width: int, *, center: bool, bias: bool, eps: float, plus_one: bool = False) -> None:
-        self.scale = nnx.Param(jnp.zeros(width) if plus_one else jnp.ones(width))
+    def __init__(self, width: int, *, center: bool, bias: bool, eps: float) -> None:
+        self.scale = nnx.Param(jnp.ones(width))
         self.bias = nnx.Param(jnp.zeros(width)) if bias else None
         self.center = center
         self.eps = eps
-        self.plus_one = plus_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
@@ -142,7 +140,7 @@ class Norm(nnx.Module):
         root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         y = y * (_kept(root) if self.center else root)
         scale = self.scale[...].astype(jnp.float32)
-        y = y * (1 + scale if self.plus_one else scale)
+        y = y * scale
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)

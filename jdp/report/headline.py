@@ -1,10 +1,9 @@
 """The head of a plan's page: the few numbers that decide, large, each with what it means below it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
-from jdp.foresight.cost.bill import format_amount, format_days
 from jdp.foresight.forecast import PlanReport
 from jdp.report.page import Markup, element
 
@@ -22,7 +21,7 @@ def numbers(shown: Sequence[Number]) -> Markup:
 
 
 def headline(forecast: PlanReport) -> list[Number]:
-    """Return whether it fits, a step, tokens a second, what is hidden; days and money where asked for."""
+    """Return whether it fits, a step, tokens a second, what is hidden."""
     compiled = [estimate for estimate in forecast.estimates if estimate.memory is not None]
     if not compiled:
         return [("fits", "?", "no candidate compiled")]
@@ -38,28 +37,12 @@ def headline(forecast: PlanReport) -> list[Number]:
         each = "" if speed is None else f", {format_rate(speed / forecast.devices)} each"
         waits = f"of communication; a device waits {format_seconds(timeline.exposed_seconds)} a step"
         found += [
-            ("step", format_seconds(timeline.step_seconds), _between(shown.step_range, format_seconds)),
+            ("step", format_seconds(timeline.step_seconds), _between(shown.step_range)),
             (f"{forecast.unit} a second", format_rate(speed or 0), f"of {forecast.devices:,} devices{each}"),
             ("hidden", hidden, waits if timeline.communication_seconds else "nothing is sent"),
         ]
-    if (least := forecast.smallest) is not None:
-        how = "compiled" if least.compiled else "foreseen"
-        found.append(("smallest that fits", least.target, f"{least.name}, {least.held}, {how}"))
-    return [*found, *_bill(forecast)]
-
-
-def _between(span: tuple[float, float] | None, text: Callable[[float], str]) -> str:
-    return "how far off is not known" if span is None else f"{text(span[0])} to {text(span[1])}"
-
-
-def _bill(forecast: PlanReport) -> list[Number]:
-    bill = forecast.bill
-    if bill is None:
-        return []
-    of = f"for {format_rate(bill.tokens)} {bill.unit}"
-    days = _between(bill.within_error(bill.seconds), format_days)
-    found = [("time", format_days(bill.seconds), f"{of}: {days}")]
-    if bill.money is not None:
-        below = _between(bill.within_error(bill.money), format_amount)
-        found.append(("money", format_amount(bill.money), f"{below}; {format_amount(bill.device_hours)} device-hours"))
     return found
+
+
+def _between(span: tuple[float, float] | None) -> str:
+    return "how far off is not known" if span is None else f"{format_seconds(span[0])} to {format_seconds(span[1])}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.foresight.cost.goodput import HEADINGS
 from jdp.foresight.forecast import PlanReport
 from jdp.report.headline import headline, numbers
 from jdp.report.memory import memory_bars
@@ -37,11 +36,6 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     if forecast.phases:
         rows = table(forecast.phase_headings, [phase.cells for phase in forecast.phases], words=("batch",))
         sections.insert(2, Section("phases", "Phases of the run", rows))
-    if (goodput := forecast.goodput) is not None:
-        rows = table(HEADINGS, goodput.table(), classes=["chosen", *[None] * (len(goodput.ways) - 1)])
-        assumed = paragraphs([f"Note: {note}" for note in goodput.notes], "note")
-        body = joined([element("p", f"{goodput.title}."), paragraphs(goodput.why), rows, assumed])
-        sections.append(Section("goodput", "When devices fail", body))
     return page(title, sections, lead=f"{described} {lead}".strip())
 
 
@@ -58,8 +52,7 @@ def answer(forecast: PlanReport) -> Markup:
     )
     shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
-    bill = [str(each) for each in (forecast.smallest, forecast.bill) if each is not None]
-    return joined([numbers(headline(forecast)), box, paragraphs([*bill, *notes], "note")])
+    return joined([numbers(headline(forecast)), box, paragraphs(notes, "note")])
 
 
 # The table.

@@ -55,8 +55,8 @@ def evaluate(
             files[single.file] = single.text()
     if missing := [metric for metric in assembly.experiment.eval_metrics if metric not in row]:
         raise ExperimentError(
-            f"loss.name = {assembly.experiment.loss.name!r} must give the metrics that it is registered with; given "
-            f"{', '.join(row)}, without {missing[0]}: add it to jdp.Loss, or take it from the list"
+            f"{assembly.experiment.loss.chosen} must give the metrics of loss.metrics; given {', '.join(row)}, without "
+            f"{missing[0]}: add it to jdp.Loss, or take it from the list"
         )
     return row
 

@@ -19,7 +19,7 @@ from jdp.base.notices import shown
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import on_first_process
 from jdp.checkpoint.safetensors.config_table import read_json
-from jdp.checkpoint.safetensors.peft import merge_lora
+from jdp.checkpoint.safetensors.lora import merge_lora
 from jdp.checkpoint.safetensors.transfer import export_hf
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.state import TrainState

@@ -72,7 +72,7 @@ MAY_CHANGE = {
 schedule runs over them."""
 PLACES = re.compile(r"name|data\.(source|heldout|tokenizer|chat_template)|data\.mixture\..*\.source")
 """Keys that may differ as well: the samples at these places are compared by their fingerprint."""
-INITIAL = ("train.init_from", "train.init_adapter")
+INITIAL = ("train.init_from",)
 """Keys of weights that are read at a run's start alone: they may differ if nothing is left at the old path."""
 FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_names", *INITIAL))
 _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)

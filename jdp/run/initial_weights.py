@@ -2,7 +2,7 @@
 
 1. Check the path before anything is written.
 2. Read parameters and model state onto the state's shardings. LoRA parameters may be missing: they keep their initial
-   values, or get those of `train.init_adapter`.
+   values.
 3. Make the optimizer's state for these weights: an average of parameters starts from them.
 """
 
@@ -23,8 +23,6 @@ from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names
-from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
-from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter, import_peft
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import REPLICA
@@ -33,7 +31,7 @@ from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_pa
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import stack
 from jdp.core.update.optimizer_checks import first_state
-from jdp.data.sources.in_bucket import fetch, local_copy
+from jdp.data.sources.in_bucket import fetch
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Train
 
@@ -42,29 +40,25 @@ LORA = ("*lora_*",)
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
 """Files by which a folder of safetensors is known."""
-ADAPTER = (ADAPTER_CONFIG, WEIGHTS).__contains__
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights that a run starts from: `train.init_from`, then `train.init_adapter`.
+    """The weights that a run starts from: `train.init_from`.
 
     Attributes:
         train: their keys as given.
         place: a run, a checkpoint, a safetensors file or a folder of them.
-        adapter: the folder of an adapter; None: none is given.
     """
 
     train: Train
     place: Path | Remote
-    adapter: Path | Remote | None
 
     @staticmethod
     def of(train: Train) -> InitialWeights:
         """Return the weights that [train] names, which must be some."""
         assert train.init_from is not None
-        adapter = train.init_adapter
-        return InitialWeights(train, place_of(train.init_from), None if adapter is None else place_of(adapter))
+        return InitialWeights(train, place_of(train.init_from))
 
     def check(self, config: Any) -> None:
         """Check that the weights exist, and that the `config.json` beside each describes this model."""
@@ -73,11 +67,6 @@ class InitialWeights:
             keys = [] if path is None or self.train.init_names == "jdp" else differences(path, config)
         except (CheckpointError, PathError) as error:
             raise ExperimentError(f"train.init_from: {error}") from error
-        if self.adapter is not None:
-            try:
-                check_adapter(local_copy(self.adapter, only=ADAPTER).absolute(), config)
-            except ValueError as error:
-                raise ExperimentError(f"train.init_adapter: {error}") from error
         if path is not None and keys:
             folder = path if path.is_dir() else path.parent
             raise ExperimentError(
@@ -87,14 +76,12 @@ class InitialWeights:
 
     def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
         """Return the state with these parameters and a new optimizer state, and a line that names them."""
-        given, adapter = self.train.init_from or "", self.train.init_adapter
+        given = self.train.init_from or ""
         path = _safetensors(self.place)
         read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, self.train, config)
-        if self.adapter is not None:
-            read = import_peft(local_copy(self.adapter, only=ADAPTER), read, config)
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-        message = f"parameters from {given}" + (f", updates from {adapter}" if adapter is not None else "")
+        message = f"parameters from {given}"
         if fresh:
             shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
             message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"

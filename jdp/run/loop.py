@@ -56,14 +56,11 @@ def run(
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
-    if wanted := experiment.track.model_dump(exclude_none=True):
-        trackers.check_installed(**wanted)
+    trackers.check_installed(experiment.track.wandb)
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
         experiment = _dated(experiment, root)
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
-        if assembly.chooses_remat:
-            assembly = _with_policy(experiment)
         _ = assembly.eval_sets  # errors of the data come before anything is written
         weights = _initial_weights(experiment.train)
         if weights is not None and not _has_checkpoints(root, experiment.name):  # afterwards they may be moved
@@ -99,13 +96,6 @@ def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
             day = date.fromisoformat(parse(text.decode())["data"]["chat_date"]).isoformat()
     day = from_first_process("the day of the run's first start", day)
     return experiment.model_copy(update={"data": data.model_copy(update={"chat_date": day})})
-
-
-def _with_policy(experiment: Experiment) -> Assembly:
-    """Return the assembly with a policy in place of `model.remat = "auto"`."""
-    from jdp.experiment.remat import settled  # late: it plans, which no other run does
-
-    return Assembly.on_devices(settled(experiment))
 
 
 def _initial_weights(train: Train) -> InitialWeights | None:

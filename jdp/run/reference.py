@@ -2,7 +2,7 @@
 
 They are computed once, before the first step, by all devices, and kept in the run's folder, `reference.npz`. A second
 copy of the weights would take their memory on every device, and a forward pass at every step. With LoRA they are those
-of the model without updates, or with those of `train.init_adapter`.
+of the model without updates.
 
 The file has the samples' fingerprints and a checksum of the weights. Values of other samples or weights are not used.
 A run's fingerprint covers the values themselves, so a resume with others is refused.

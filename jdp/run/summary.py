@@ -13,9 +13,9 @@ from jdp.base.formatting import finite_or_none
 from jdp.base.notices import shown
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
+from jdp.experiment.make import folder_of
 from jdp.experiment.optimizer import peak_rate, peak_rates
 from jdp.experiment.phases import batch_shapes, lengths, phases
-from jdp.experiment.plugins import folder_of, names_used
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
@@ -37,10 +37,11 @@ def introduction(assembly: Assembly) -> list[str | None]:
 
 
 def _plugin(experiment: Experiment) -> str | None:
-    """Return the line about a run's plug-in: its folder, and the names it registered that the run uses."""
+    """Return the line about a run's plug-in: its folder, and the functions of it that the run uses."""
     if experiment.plugin is None:
         return None
-    used = [f"{key} {name}" for key, name in names_used(experiment).items()]
+    tables = (experiment.model, experiment.data, experiment.loss, experiment.optimizer)
+    used = [table.make for table in tables if table.make is not None]
     return f"plug-in {experiment.plugin} ({folder_of(experiment.plugin)}): {', '.join(used) or 'nothing of it is used'}"
 
 

@@ -93,8 +93,8 @@ class Visit:
         differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
         if not self.ended:
             record(toml, folder)
-        wanted = {} if self.ended else experiment.track.model_dump(exclude_none=True)
-        tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted) if wanted else []
+        wandb = None if self.ended else experiment.track.wandb
+        tracked = trackers.start(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
         with (
             Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,
             self.display,

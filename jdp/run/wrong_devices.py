@@ -19,7 +19,7 @@ from jdp.guard.flight_recorder import Flight
 from jdp.guard.replicas import CorruptState, Difference, in_words
 
 _SCHEDULER_NAMES = ("SLURMD_NODENAME", "JDP_NODE_NAME")
-"""Variables with the name by which a scheduler knows this host; the second is for Kubernetes' node names."""
+"""Variables with the name by which a scheduler knows this host; experiments/cluster/jobset.yaml sets the second."""
 
 
 class WrongDevice(CorruptState):

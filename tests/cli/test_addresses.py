@@ -13,24 +13,10 @@ from jdp.export import export_safetensors, gpt_config_from_hf, import_safetensor
 WORDS = r"must be on a disk of this machine, given .*(gs|s3):// is taken for runs, checkpoints and data only; mount it"
 COMMANDS = {
     "an experiment": ["train", "s3://bucket/points.toml"],
-    "a sweep": ["train", "FILE", "--run-dir", "s3://bucket/runs", "--sweep", "seed=1:2"],
     "a plan's page": ["plan", "FILE", "--target", "cpu:2", "--html", "gs://bucket/plan.html"],
-    "a trace": ["plan", "FILE", "--target", "cpu:2", "--trace", "s3://bucket/trace.json"],
     "a target": ["plan", "FILE", "--target", "s3://bucket/mine.toml:1x8"],
     "a report": ["report", "runs/points", "-o", "s3://bucket/report.html"],
     "logs": ["launch", "-n", "2", "--log-dir", "s3://bucket/logs", "--", "FILE"],
-    "a manifest": ["manifest", "slurm", "FILE", "--nodes", "1", "--per-node", "8", "-o", "gs://bucket/job.sh"],
-    "a manifest's runs": [
-        "manifest",
-        "slurm",
-        "FILE",
-        "--nodes",
-        "1",
-        "--per-node",
-        "8",
-        "--run-dir",
-        "gs://bucket/runs",
-    ],
     "a doctor's run": ["doctor", "s3://bucket/run"],
     "a doctor's folder": ["doctor", "--run-dir", "s3://bucket/runs"],
 }

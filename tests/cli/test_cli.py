@@ -24,8 +24,7 @@ from jdp.base import machine
 from jdp.cli import main as cli
 from jdp.cli.options import UsageError, split_overrides, write_file
 from jdp.core.cluster.schedulers import find_cluster
-from jdp.experiment.file import Experiment, ExperimentError, describe
-from jdp.run.sweep.results import record
+from jdp.experiment.file import Experiment, describe
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +119,7 @@ def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.Cap
 def test_the_help_of_train_lists_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    for option in ("--run-dir DIR", "--json", "FILE", "--profile ", "--sweep KEY=VALUES"):
+    for option in ("--run-dir DIR", "--json", "FILE", "--profile "):
         assert option in text
     for _, keys in describe():
         for key in keys:
@@ -179,7 +178,6 @@ MISTAKES = {
         "--run-dir: a path must be one that the system can",
     ),
     "run dir of nobody": (["train", "FILE", "--run-dir", "~nosuchuser/x"], "~nosuchuser has none; write the folder"),
-    "run dir of a sweep": (["train", "FILE", "--sweep", "seed=1", "--run-dir", "a\0b"], "must have no NUL character"),
     "page too long": (["plan", "FILE", "--html", "y" * 300], "(300 characters): File name too long"),
     "microbatches beyond reason": (["plan", "FILE", "--accumulate", "9" * 20], "--accumulate takes positive whole"),
     "microbatches beyond a batch": (
@@ -190,7 +188,6 @@ MISTAKES = {
         ["train", "FILE", "--profile", "9" * 5000],
         "--profile takes FIRST:LAST, or one step; given",
     ),
-    "sweep of 5000 digits": (["train", "FILE", "--sweep", f"seed=1:{'9' * 5000}"], "--seed must be a whole number"),
     "target of 5000 digits": (["verify", "FILE", "--target", f"cpu:{'9' * 5000}"], "a target is KIND:HOSTSxPER_HOST"),
     "target of nobody": (["verify", "FILE", "--target", "~nosuchuser/x.toml:1x8"], "a user who has a home folder"),
     "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
@@ -204,7 +201,6 @@ MISTAKES = {
         "data=3, but there are 4 devices",
     ),
     "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "<= train.steps = 50"),
-    "launch of a wrong sweep": (["launch", "-n", "2", "--", "FILE", "--sweep", "seed=x"], "--seed must be a whole"),
     "negative restarts": (["launch", "-n", "2", "--max-restarts", "-1", "--", "x.py"], "must be 0 or more; given -1"),
     "no nodes": (["launch", "-n", "2", "--nodes", "0", "--", "x.py"], "--nodes must be 1 or more machines; given 0"),
     "nodes without a place": (
@@ -227,17 +223,9 @@ MISTAKES = {
         ["launch", "-n", "2", "--nodes", "2", "--node-rank", "0", "--coordinator", "h", "--", "x.py"],
         "A coordinator is HOST:PORT, port 1 to 65535; given 'h'",
     ),
-    "a sweep over nodes": (
-        ["launch", "-n", "2", *TWO_NODES, "--", "FILE", "--sweep", "seed=1,2"],
-        "--sweep runs on one machine; given --nodes",
-    ),
     "launch of too few devices on all nodes": (
         ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
         "data=3, but there are 8 devices",
-    ),
-    "a folder of logs for a sweep": (
-        ["launch", "-n", "2", "--log-dir", "x", "--", "FILE", "--sweep", "seed=1,2"],
-        "the runs of a sweep have a folder of logs each",
     ),
     "run dir of a program": (["launch", "-n", "2", "--run-dir", "x", "--", "x.py"], "--run-dir is for experiments"),
 }
@@ -305,12 +293,6 @@ def test_a_file_is_replaced_a_link_stays_one_and_what_is_no_file_is_written_to(t
     with pytest.raises(UsageError, match="/dev/full cannot be written: No space left on device; choose another file"):
         write_file(Path("/dev/full"), "x")
     assert sorted(tmp_path.iterdir()) == [file, link, pipe] and Path("/dev/full").is_char_device()
-
-
-def test_a_sweep_that_cannot_write_its_table_says_so(tmp_path: Path):
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ExperimentError, match=r"small\.sweep\.json cannot be written: .*; choose another --run-dir"):
-        record("small", [], tmp_path / "runs")
 
 
 def test_the_experiment_reaches_the_loop_with_its_overrides(file: str, tmp_path: Path, loop: Callable[..., None]):

@@ -156,16 +156,19 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
     assert "an export has one model" in refused(capsys, "generate", folder / "export", "--step", "1")
     text = (folder / "experiment.toml").read_text()
     changes = {
-        "plug-in": ('name = "gpt-nano"', 'name = "wave"', f"{RULE}{tmp_path}/plug-in has model.name = 'wave' of the"),
+        "made": (
+            '[model]\nmake = "none"',
+            '[model]\nmake = "rings:wave"',
+            f"{RULE}{tmp_path}/made has model.make = 'rings:wave'",
+        ),
         "ids": ('tokenizer = "bytes"', 'tokenizer = "none"', "has token ids, and no tokenizer: export it"),
         "fresh": ("", "", "has none yet"),
         "unkept": ("keep_best = true", "keep_best = false", "has none yet"),
     }
     for name, (old, new, error) in changes.items():
         (tmp_path / name).mkdir()
-        plugin = ('plugin = "none"', 'plugin = "waves"') if name == "plug-in" else ("", "")
         sample = text.partition("[sample]")
-        kept = (sample[0] if name == "ids" else text).replace(old, new).replace(*plugin)
+        kept = (sample[0] if name == "ids" else text).replace(old, new)
         (tmp_path / name / "experiment.toml").write_text(kept.replace('export = "hf"', 'export = "none"'))
         assert error in refused(capsys, "generate", tmp_path / name)
     (tmp_path / "unkept" / "checkpoints").mkdir()

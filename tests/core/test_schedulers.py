@@ -148,7 +148,7 @@ def test_a_pod_finds_pod_0_by_its_own_name(own: str, coordinator: str, monkeypat
 
 
 def test_an_indexed_job_that_does_not_say_enough_is_refused_in_words(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match=r"by JDP_NUM_PROCESSES; it is not set.*jdp manifest kubernetes"):
+    with pytest.raises(ValueError, match=r"by JDP_NUM_PROCESSES; it is not set.*jobset.yaml"):
         find_cluster({"JOB_COMPLETION_INDEX": "0"})
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-1")
     with pytest.raises(ValueError, match=r"by a headless service.*given a pod named 'train-1'.*subdomain"):

@@ -143,7 +143,7 @@ def test_what_cannot_be_a_chat_is_one_error(chat_llama, tmp_path, capsys, case):
 
 ALIKE = '{"prompt": "a", "chosen": "b", "rejected": "b"}'
 DPO_REFUSED = {
-    "loss": ({}, {"loss.name": "none"}, "loss.beta is not a key of [loss]", ""),
+    "loss": ({}, {"loss.name": "none"}, 'and loss.name = "dpo" need each other', "no loss.name"),
     "format": ({}, {"data.format": "chat"}, 'and loss.name = "dpo" need each other; given data.format = "chat"', ""),
     "field": ({}, {"data.field": "text"}, 'preferences are the columns "prompt", "chosen" and "rejected"', ""),
     "arrays": ({}, {"data.source": "pairs.npz"}, '"preferences" is of rows of messages', "pairs.npz"),

@@ -170,7 +170,7 @@ ATOL = 5e-5
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path, family, form):
     run = fine_tuned(tmp_path, family, form)
     losses = rows(run, "loss")
@@ -185,7 +185,7 @@ def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path
     reason="the numbers that transformers gave are kept, and held against above; this loads what was fine-tuned",
 )
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_transformers_loads_what_was_fine_tuned(tmp_path, family, form):
     run = fine_tuned(tmp_path, family, form)
     program = [sys.executable, hf_reference.__file__, "--loads", str(run / "export")]
@@ -232,7 +232,7 @@ def test_digits_are_learnt(tmp_path):
 
 
 def test_a_plug_in_is_found_by_its_package(tmp_path):
-    """In a process of its own, as nothing that it registers stays; a file alone runs no code."""
+    """In a process of its own, as it is imported; a file alone runs no code."""
     words = [
         str(EXPERIMENTS / "plugin/rings.toml"),
         "--plugin",

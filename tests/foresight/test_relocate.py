@@ -1,8 +1,5 @@
 """A step, its state and its batch on a target's devices; rows that do not divide are rounded up, with one message."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +8,8 @@ import pytest
 
 import jdp
 from jdp.core.sharding.axes import batch_unit
-from jdp.foresight.candidates.max_batch import largest_batch
-from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, round_up_rows
-from jdp.foresight.targets.resolve import Target, target
+from jdp.foresight.targets.relocate import abstract_on, round_up_rows
+from jdp.foresight.targets.resolve import target
 
 
 def loss_fn(params, batch, rng):
@@ -104,43 +100,3 @@ def test_rows_that_belong_together_are_rounded_up_together():
     moved = abstract_on(*made(rows=8, group=2), "cpu:8")
     assert moved.notes == ("a batch's rows must divide by data=8 × group=2 = 16; given 8: 16 are taken",)
     assert jdp.verify(*made(rows=8, group=2), "cpu:8").notes[:1] == moved.notes
-
-
-@pytest.mark.aot
-def test_the_largest_batch_counts_rows_that_belong_together(monkeypatch):
-    """A device that holds 1 GiB for each of its rows."""
-    moved, tried = abstract_on(*made(rows=8, group=2, accumulate=2), "h100:1x8"), []
-    monkeypatch.setattr(Candidate, "compile", lambda candidate, *_: tried.append(candidate) or candidate)
-    monkeypatch.setattr(
-        "jdp.foresight.candidates.max_batch.memory", lambda compiled, *_: Held(len(compiled.batch["x"]) // 16)
-    )
-    found = largest_batch(moved, target("h100:1x8"))
-    assert found.rows % 2 == 0 and found.batch_size == 16 * found.rows and found.too_many == found.rows + 2
-    for candidate in tried:
-        candidate.lower()  # which refuses rows that do not divide
-
-
-class Held:
-    def __init__(self, rows):
-        self.total = rows * 2**30
-
-    def fits(self, memory_bytes):
-        return SimpleNamespace(fraction=None)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "gigabytes", "expected"),
-    [
-        (64, 128, {"replica": 64, "data": 8}),
-        (512, 1120, {"replica": 128, "data": 32}),  # 70 B of 16 bytes: 35 GB a device
-        (3, 640, None),  # one host is too few, and three have no half
-        (1, 1, None),
-    ],
-)
-def test_replicas_are_of_as_few_hosts_as_hold_the_state(hosts, gigabytes, expected):
-    gpus = Target("h100", hosts, 8, (SimpleNamespace(platform="gpu"),), 80 * 10**9, "an H100")
-    weight = jax.ShapeDtypeStruct((gigabytes * 10**9 // 16,), "float32")
-    _, state, _ = made()
-    state = replace(state, params={"w": weight}, opt_state=(weight, weight))  # and their gradients
-    assert hybrid_axes(gpus, state) == expected
-    assert hybrid_axes(replace(gpus, memory_bytes=None), state) is None

@@ -2,7 +2,6 @@
 programs that XLA's GPU compiler made."""
 
 import functools
-import json
 import random
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,6 @@ import jdp
 from jdp.experiment.losses import text_loss
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.chrome_trace import chrome_trace
 from jdp.foresight.timing.collectives import collective_seconds
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, MOST_EVENTS, timeline
 from jdp.models import GPTConfig, build
@@ -328,17 +326,6 @@ def test_the_number_of_events_is_bounded():
     assert any("longest events" in caveat for caveat in result.caveats)
 
 
-def test_a_trace_is_the_timeline_in_microseconds():
-    result = simulated([START, ("compute", LONG), DONE])
-    trace = json.loads(json.dumps(chrome_trace(result, "zero3")))
-    spans = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "X"}
-    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert names == {"zero3", COMPUTE, COMMUNICATION}
-    assert spans["a"]["dur"] == pytest.approx(1e6 * gather_seconds())
-    assert spans["a"]["args"]["bytes"] == 4 * 8 * SHARD
-    assert {span["tid"] for span in spans.values()} == {0, 1}
-
-
 # Programs that XLA made.
 
 
@@ -413,22 +400,8 @@ def test_what_the_computing_time_is_spent_on():
         return jax.tree.map(lambda p, g: p - 0.1 * jnp.sqrt(jnp.abs(g)), (w, stacked), grads)
 
     result = compiled(step, (4, 256, 4, 64), (64, 512), (3, 64, 64))
-    seconds = {name: part.seconds for name, part in result.parts.items()}
+    seconds = result.parts
     assert sum(seconds.values()) == pytest.approx(result.compute_seconds, rel=1e-9)
     assert {"attention", "matrix products", "loss", "optimizer"} <= {*seconds}
-    attention, products = result.parts["attention"], result.parts["matrix products"]
-    assert attention.unfused == attention.seconds and 0 < attention.recomputed < attention.seconds
     assert max(seconds, key=seconds.get) == next(iter(seconds)) == "attention"
-    assert max(attention.lines, key=attention.lines.get).rpartition(":")[0] == __file__
-    assert attention.seconds + products.seconds > result.matmul_seconds > products.seconds
-
-
-def test_a_target_without_published_rates_is_measured():
-    sharding = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2])).batch_sharding
-    x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
-    program = parse(jax.jit(lambda x: (x.T @ x).sum()).lower(x).compile().as_text())
-    result = timeline(program, target("cpu:2"))
-    assert result.flops == 2 * 128 * 256 * 256
-    assert 1e-6 < result.matmul_seconds <= result.step_seconds < 1
-    assert result.communication_seconds > 0
-    assert any("measured on this machine" in caveat for caveat in result.caveats)
+    assert seconds["attention"] + seconds["matrix products"] > result.matmul_seconds > seconds["matrix products"]

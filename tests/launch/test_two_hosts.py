@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 import two_hosts
-import yaml
 from open_mpi import MPIRUNS
 from own_process import environment
 from tiny_experiment import points_text, tables, train_here, write_points
 from tiny_runs import rows
-
-from jdp.cli.main import main
 
 TRAIN = {"steps": 24, "batch_size": 8, "log_every": 1, "checkpoint_every": 5, "eval_batches": 1}
 SECONDS = 200  # the machine may be busy
@@ -160,33 +157,3 @@ def test_ranks_of_an_mpirun_on_two_hosts_join(on, tmp_path, version):
     done = subprocess.run(on(0, command), env=own, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"joined 0 2", "joined 1 2"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
-
-
-def test_the_pods_of_a_manifest_join_once_pod_0_has_a_name(start, end, tmp_path, monkeypatch, capsys):
-    """With the command and variables of the manifest, and what Kubernetes adds: an index, and the service's names.
-
-    Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
-    """
-    write(tmp_path, steps=3)
-    shutil.move(tmp_path / "points.npz", tmp_path / "data.npz")
-    options = ["--nodes=2", "--per-node=1", "--image=any", "--data.source=/jdp/data.npz"]
-    monkeypatch.chdir(tmp_path)
-    assert main(["manifest", "kubernetes", "points.toml", *options]) == 0
-    config, secret, job_set = yaml.safe_load_all(capsys.readouterr().out.replace("/jdp/", f"{tmp_path}/"))
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "experiment.toml").write_text(config["data"]["experiment.toml"])
-    (container,) = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry} | secret["stringData"]
-
-    def pod(index):
-        return start(index, sys.executable, "-m", *container["command"], JOB_COMPLETION_INDEX=str(index), **given)
-
-    pod_1 = pod(1)
-    wait_for(
-        lambda: "waiting up to 300 seconds for an address of 'points-work" in (tmp_path / "out1").read_text(), [pod_1]
-    )
-    for number, address in enumerate(("127.0.0.1", two_hosts.ADDRESSES[0])):
-        with (tmp_path / f"hosts{number}").open("a") as names:
-            names.write(f"{address} points-workers-0-0.points\n")
-    codes, printed = end(pod(0), pod_1)
-    assert codes == [0, 0] and "step 3/3  loss" in printed[0], printed

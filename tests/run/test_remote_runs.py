@@ -259,7 +259,6 @@ REFUSED = {
     "no slashes in upper case": (["--run-dir", "S3:box/runs"], 'given "S3:box/runs": write "s3://box/runs"'),
     "a kind alone": (["--run-dir", "s3:"], "must name a bucket"),
     "data without slashes": (["--data.source", "gs:box/points.npz"], 'two slashes|write "gs://box/points.npz"'),
-    "a sweep": (["--run-dir", "s3://b/runs", "--sweep", "seed=1:2"], "a sweep keeps its runs in a folder of this"),
     "a program's file": (["--data.source", "memory://x"], "that other machines reach|on a disk of this machine"),
 }
 

@@ -1,4 +1,4 @@
-"""A model, its weights, tokenizer and adapter behind an address, on a real S3 server on this machine."""
+"""A model, its weights and tokenizer behind an address, on a real S3 server on this machine."""
 
 import json
 import re

@@ -82,8 +82,7 @@ def export_hf(
 ) -> None:
     """Write a model as `transformers` reads it: `model.safetensors` and `config.json`. Every process calls this.
 
-    The model type is the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 3. Tokenizers
-    are not written.
+    The model type is the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3. Tokenizers are not written.
 
     Args:
         folder: made if there is none. A `config.json` in it stays if it describes this model.
@@ -100,8 +99,8 @@ def export_hf(
     folder = user_path(folder).absolute()
     if config.lora_rank is not None:
         raise CheckpointError(
-            "A model with updates is its base and an adapter; given lora_rank="
-            f"{config.lora_rank}. Export the adapter, jdp.export.export_peft; or the sum, jdp.export.merge_lora."
+            "A model is exported with its low-rank updates added to the kernels; given "
+            f"lora_rank={config.lora_rank}. Add them first: jdp.export.merge_lora."
         )
     _check_dtype(dtype)
     names = hf_names(config)

@@ -28,7 +28,6 @@ from jdp.core.cluster.service import LostPeer, coordination_client, joined_as
 from jdp.core.cluster.tls import check_tls
 
 HEARTBEAT_SECONDS = 60  # a process without a heartbeat for half of it or all of it is lost, and JAX aborts all others
-LOST_HOST_SECONDS = 30  # about as long until a run with a deadline has noticed it (`guard.deadline.SILENT_SECONDS`)
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
 LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it ends, JAX aborts the others at once
 FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C

@@ -211,7 +211,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     if count is None:
         raise ValueError(
             "A pod of an indexed Kubernetes job joins the others by JDP_NUM_PROCESSES; it is not set. Give the job's "
-            "container this variable, spec.completions (1: each pod is on its own); `jdp manifest kubernetes` does."
+            "container this variable, spec.completions (1: each pod is on its own): experiments/cluster/jobset.yaml."
         )
     address = environment.get("JDP_COORDINATOR")
     if address is None:
@@ -220,7 +220,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
             raise ValueError(
                 "Pods of an indexed job find each other by a headless service, as JOB-0.SERVICE…; given a pod named "
                 f"{socket.getfqdn()!r}. Make a headless service and name it in spec.template.spec.subdomain, or set "
-                "JDP_COORDINATOR; `jdp manifest kubernetes` does."
+                "JDP_COORDINATOR, as experiments/cluster/jobset.yaml does."
             )
         port = environment.get("JAX_COORDINATOR_PORT", KUBERNETES_PORT)
         address = f"{host.removesuffix(index)}0.{domain}:{port}"

@@ -17,8 +17,8 @@ from jdp.core.sharding.host_memory import PINNED
 from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.types import PyTree
 
-IN_A_TERMINAL = 24
-"""Leaves of a table of text; of more, those in the middle are left out."""
+IN_A_TERMINAL, IN_A_NOTEBOOK = 24, 120
+"""Leaves of a table; of more, those in the middle are left out."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import SupportsIndex, overload
 
-from jdp.base.notebook import Drawn
-from jdp.core.sharding.leaf_table import Leaf, leaf_text
+from jdp.base.notebook import html_table
+from jdp.core.sharding.leaf_table import IN_A_NOTEBOOK, Leaf, leaf_table, leaf_text
 from jdp.core.sharding.placement import Placement
 
 
-class Placements(list[Placement], Drawn):
+class Placements(list[Placement]):
     """The result of `Plan.placements`: a list, one `Placement` a leaf; a slice of it is one too."""
 
     @overload
@@ -24,6 +24,9 @@ class Placements(list[Placement], Drawn):
 
     def __repr__(self) -> str:
         return leaf_text(f"{len(self)} placements", self.leaves)
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{len(self)} placements", leaf_table(self.leaves, IN_A_NOTEBOOK))
 
     @property
     def leaves(self) -> list[Leaf]:

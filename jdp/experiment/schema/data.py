@@ -3,18 +3,14 @@
 import math
 from collections.abc import Iterator, Mapping
 from datetime import date
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from jdp.base.by_step import ByStep, together
 from jdp.experiment.schema.by_step import Lengths, Weights
 from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
-from jdp.experiment.schema.registered import Table
-
-
-def _data_name(name: str | None) -> str | None:
-    return None if name is None else DATASETS.check(name)
+from jdp.experiment.schema.made import Made
 
 
 def _day(text: str | None) -> str | None:
@@ -36,11 +32,13 @@ class Ingredient(Section):
     """As data.field; none = the same."""
 
 
-class Data(Section):
-    """[data]: what to learn from; the model decides whether that is text, images or tables of numbers."""
+class Data(Made):
+    """[data]: what to learn from; the model decides whether that is text, images or tables of numbers. Or `make`, a
+    function of keywords that returns samples with len and [index], dicts of arrays; a pair is the training side and the
+    held-out side."""
 
-    name: Annotated[str | None, AfterValidator(_data_name)] = None
-    """A data set that the plug-in registers, whose fields may be given beside it, in place of source; none = source."""
+    shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
+
     source: MaybeSource = "stdlib"
     """Text: "stdlib" (Python's own library source), files, globs or directories (text, JSONL, parquet, Arrow; gzip or
     zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
@@ -97,8 +95,8 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_of_three(cls, table: Any) -> Any:
-        """Leave out the default source where a mixture or a data set's name replaces it."""
-        replaced = isinstance(table, Mapping) and (table.get("mixture") or table.get("name") not in (None, NONE))
+        """Leave out the default source where a mixture or a function replaces it."""
+        replaced = isinstance(table, Mapping) and (table.get("mixture") or table.get("make") not in (None, NONE))
         if replaced and "source" not in table:
             return {**table, "source": None}
         return table
@@ -181,8 +179,8 @@ def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterat
     """Yield what is wrong between the keys of a chat, or of preferences and their loss."""
     if kind != "text":
         if loss == "dpo":
-            data_set = f" and data.name = {data.name!r}" if data.name else ""
-            yield f'loss.name = "dpo" learns text by a GPT; given model.name = {model!r}{data_set}: remove [loss]'
+            data_set = f" and data.make = {data.make!r}" if data.make else ""
+            yield f'loss.name = "dpo" learns text by a GPT; given {model}{data_set}: remove [loss]'
         return
     if (data.format == "preferences") != (loss == "dpo"):
         given = f'data.format = "{data.format}" and {"no loss.name" if loss is None else f"loss.name = {loss!r}"}'
@@ -194,7 +192,7 @@ def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterat
             if getattr(data, key) is not None:
                 yield f'data.{key} is of data.format = "chat"; given "{data.format}": give that, or remove the key'
         return
-    if data.tokenizer == NONE or (data.tokenizer == "bytes" and not model.startswith("hf:")):
+    if data.tokenizer == NONE or (data.tokenizer == "bytes" and "hf:" not in model):
         yield (
             f'data.format = "{data.format}" needs a tokenizer with a chat template; given data.tokenizer = '
             f'"{data.tokenizer}": name the folder of a model of Hugging Face, or its tokenizer.json'
@@ -206,11 +204,8 @@ def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterat
         yield f'data.format = "{data.format}" keeps conversations apart; given {given}: remove that key'
 
 
-OF_EVERY = ("name", "heldout_fraction", "shuffle")
-"""The keys that a plug-in's data set has too."""
 OF_TEXT = ("tokenizer", "format", "chat_template", "chat_date", "packing", "length")
 """The keys that text alone has."""
-DATASETS = Table("data", reserved=(*OF_EVERY, "source", "mixture"))
 
 
 class EvalSet(Section):

@@ -11,7 +11,7 @@ from jdp.base.shorten import cut
 from jdp.experiment.schema.data import Data, EvalSet
 from jdp.experiment.schema.fields import ALL, NONE, Section
 from jdp.experiment.schema.model import Model
-from jdp.experiment.schema.optimizer import LOSSES, LossTable
+from jdp.experiment.schema.optimizer import LossTable
 from jdp.experiment.schema.train import Train
 from jdp.models.configs.gpt import GPTConfig
 
@@ -77,9 +77,8 @@ class File(Protocol):
 def eval_metrics(experiment: File) -> tuple[str, ...]:
     """Return the names of an evaluation's metrics: "eval_…" of the held-out data, "eval_NAME_…" of the held-out side of
     [data.mixture.NAME] and of [eval.NAME]."""
-    entry = LOSSES.entries.get(experiment.loss.name or "")
-    own = ("bits_per_token",) if experiment.in_bits else (ACCURACY,)
-    names = dict.fromkeys(("loss", *(own if entry is None else entry.metrics), *experiment.evaluate.metrics))
+    usual, own = ("bits_per_token",) if experiment.in_bits else (ACCURACY,), experiment.loss.measured
+    names = dict.fromkeys(("loss", *(usual if own is None else own), *experiment.evaluate.metrics))
     sets = ("eval", *(f"eval_{name}" for name in _named_sets(experiment)))
     return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
 
@@ -104,14 +103,14 @@ def _evaluate(experiment: File) -> Iterator[str]:
     given, kind = experiment.evaluate, experiment.kind
     if given == Evaluate():
         return
-    if kind == "own" or experiment.loss.name is not None:
-        of = "a plug-in's data" if kind == "own" else f"loss.name = {experiment.loss.name!r}"
+    if kind == "own" or experiment.loss.measured is not None:
+        of = f"data.make = {experiment.data.make!r}" if kind == "own" else experiment.loss.chosen
         yield f"[evaluate] is measured beside jdp's cross-entropies; given {of}, which has its own metrics: remove it"
         return
-    name, is_text = experiment.model.name, kind == "text"
+    name, is_text = experiment.model.chosen, kind == "text"
     for metric in (PERPLEXITY, BITS_PER_BYTE):
         if metric in given.metrics and not is_text:
-            yield f'evaluate.metrics has "{metric}", which is of text; model.name = {name!r} learns classes: remove it'
+            yield f'evaluate.metrics has "{metric}", which is of text; {name} learns classes: remove it'
     for metric in given.tops:
         if (other := metric.removesuffix(f"_{ACCURACY}")) in _named_sets(experiment):
             yield f'evaluate.metrics has "{metric}", and a data set is named {other}: both are eval_{metric}; rename it'
@@ -120,9 +119,9 @@ def _evaluate(experiment: File) -> Iterator[str]:
         if count > outputs:
             yield f'evaluate.metrics has "{metric}", and the model tells {outputs} apart: lower the number'
     if given.documents and not is_text:
-        yield f"evaluate.documents is of text; model.name = {name!r} learns classes: remove it"
+        yield f"evaluate.documents is of text; {name} learns classes: remove it"
     if given.confusion and is_text:
-        yield f"evaluate.confusion is of classes; model.name = {name!r} learns text: remove it"
+        yield f"evaluate.confusion is of classes; {name} learns text: remove it"
     if given.documents and experiment.train.eval_batches != ALL:
         yield (
             f'evaluate.documents reads every document, train.eval_batches = "{ALL}"; given '
@@ -132,7 +131,7 @@ def _evaluate(experiment: File) -> Iterator[str]:
         return
     if (given.tops or given.documents) and not isinstance(experiment.model.config, GPTConfig):
         key = "documents" if given.documents else "metrics"
-        yield f"evaluate.{key} looks at single tokens, which a plug-in's model, {name!r}, does not give: remove it"
+        yield f"evaluate.{key} looks at single tokens, which {name} does not give: remove it"
     sources = (*experiment.data.sources, *(word for table in experiment.eval.values() for word in _several(table)))
     if BITS_PER_BYTE in given.metrics and (experiment.data.tokenizer == NONE or any(map(_is_array, sources))):
         yield f'evaluate.metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'

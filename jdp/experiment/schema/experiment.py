@@ -6,7 +6,7 @@ data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
 evaluate.py   [evaluate]
 train.py      [train], [sample], [track], [guard]; wire.py [wire], [local_steps]
-registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
+made.py       `make` of [model], [data], [loss] and [optimizer]: a function of the user's own
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
 The constructor checks everything that needs neither the number of devices nor the data. `jdp.experiment.file` checks
@@ -22,10 +22,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.base.shorten import cut
 from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
-from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import (
-    DATASETS,
-    OF_EVERY,
     OF_TEXT,
     Data,
     EvalSet,
@@ -36,9 +33,8 @@ from jdp.experiment.schema.data import (
 )
 from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
-from jdp.experiment.schema.model import AnyModel, Model, model_table
-from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
-from jdp.experiment.schema.registered import Table
+from jdp.experiment.schema.model import NEEDED, AnyModel, Model, model_table
+from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer, unread, unused
 from jdp.experiment.schema.train import Guard, Sample, Track, Train
 from jdp.experiment.schema.wire import LocalStepsTable, WireTable
 from jdp.models.configs.gpt import GPTConfig
@@ -62,8 +58,7 @@ __all__ = [
 ]
 
 Kind = Literal["text", "images", "features", "own"]
-OTHERS_KEYS: dict[Kind, tuple[str, ...]] = {
-    "own": tuple(key for key in Data.model_fields if key not in OF_EVERY),
+OTHERS_KEYS: dict[str, tuple[str, ...]] = {
     "text": ("label", "heldout", "size", "crop_padding", "resized_crop", "flip"),
     "images": (*OF_TEXT, "size"),
     "features": ("mixture", *OF_TEXT, "crop_padding", "resized_crop", "flip"),
@@ -92,8 +87,8 @@ class Experiment(Section):
     name: RunName
     """Name of the run, and of its folder."""
     plugin: PackageName | None = None
-    """A package that registers models, data sets, losses and optimizers (jdp.plugin), whose fields are listed with
-    --plugin PACKAGE --help. It is code, which a file alone does not run: give --plugin on the command line too."""
+    """A package with functions that `make` names in [model], [data], [loss] or [optimizer]. It is code, which a file
+    alone does not run: give --plugin on the command line too."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Where all randomness starts: initial weights, dropout, sample order."""
     strategy: StrategyName = "ddp"
@@ -152,22 +147,16 @@ class Experiment(Section):
 
     @field_validator("model", mode="before")
     @classmethod
-    def _of_its_size(cls, table: Any) -> Any:
+    def _of_its_size(cls, table: Any, info: ValidationInfo) -> Any:
         if not isinstance(table, Mapping):
             return table
-        return (model_table(table) or AnyModel).model_validate(table)
-
-    @field_validator("data", "loss", "optimizer", mode="before")
-    @classmethod
-    def _of_its_name(cls, table: Any, info: ValidationInfo) -> Any:
-        schema = chosen_tables({info.field_name or "": table}).get(info.field_name or "")
-        return table if schema is None else schema.model_validate(table)
+        return (model_table(table) or AnyModel).model_validate(table, context=info.context)
 
     @field_validator("data")
     @classmethod
     def _whole_context(cls, data: Data, info: ValidationInfo) -> Data:
         model = info.data.get("model")
-        if model is None or model.entry.learns != "text" or data.name or data.length:
+        if model is None or model.kind != "text" or data.make or data.length:
             return data
         return data.model_copy(update={"length": model.config.context})
 
@@ -184,13 +173,13 @@ class Experiment(Section):
 
     @property
     def kind(self) -> Kind:
-        """The kind of data: "text", "images" or "features"; "own": a plug-in's data set."""
-        return "own" if self.data.name else self.model.entry.learns or "own"
+        """The kind of data: "text", "images" or "features"; "own": what data.make returns."""
+        return "own" if self.data.make else self.model.kind or "own"
 
     @property
     def in_bits(self) -> bool:
         """Whether the loss is a cross-entropy in nats a token, which is shown in bits too."""
-        return self.loss.name is None and self.model.entry.learns == "text"
+        return self.loss.measured is None and self.model.kind == "text"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -202,14 +191,16 @@ class Experiment(Section):
 
 def disagreements(experiment: Experiment) -> Iterator[str]:
     """Yield a line for every rule between keys that is broken."""
-    if problems := list(_plugin(experiment)):  # the other rules need these names
+    if problems := list(_made(experiment)):  # the other rules need what these make
         yield from problems
         return
     yield from _size(experiment)
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
-    yield from (_own_data if experiment.kind == "own" else _data)(experiment)
-    yield from chat_problems(experiment.data, experiment.model.name, experiment.loss.name, experiment.kind)
+    yield from unread(experiment.loss)
+    if experiment.kind != "own":
+        yield from _data(experiment)
+    yield from chat_problems(experiment.data, experiment.model.chosen, experiment.loss.name, experiment.kind)
     yield from metric_problems(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)
@@ -220,37 +211,28 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     is_gpt = isinstance(experiment.model.config, GPTConfig)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
-    if experiment.train.init_adapter is not None and (experiment.train.init_from is None or not is_gpt):
-        yield "train.init_adapter updates the weights of a GPT, train.init_from: give these, or remove it"
     yield from experiment.train.export_problems(experiment.model)
     if experiment.sample and not (experiment.kind == "text" and is_gpt):
-        yield f"[sample] is text written by a GPT; model.name = {experiment.model.name!r} writes none: remove the table"
+        yield f"[sample] is text written by a GPT; {experiment.model.chosen} writes none: remove the table"
 
 
-def _plugin(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between the names in several tables and the plug-in that registered them."""
-    for table in TABLES:
-        name = getattr(experiment, table.key).name
-        entry = table.entries.get(name) if name else None
-        if entry and entry.by and not entry.registered_by(experiment.plugin):
-            yield f"{table.key}.name = {name!r} is registered by {entry.by}; given no --plugin {entry.by}: add it"
-    model, learns = experiment.model.name, experiment.model.entry.learns
-    if learns is None and experiment.data.name is None:
-        yield f"model.name = {model!r} learns a plug-in's data set; given none: name it, data.name{_names(DATASETS)}"
-    if learns is None and experiment.loss.name is None:
-        yield f"model.name = {model!r} has a plug-in's loss; given none: name it, loss.name{_names(LOSSES)}"
-    if experiment.data.name and experiment.eval:
-        yield f"[eval.NAME] is read by jdp; given beside data.name = {experiment.data.name!r}: remove the table"
-
-
-def _names(table: Table) -> str:
-    names = [repr(name) for name, entry in table.entries.items() if entry.by]
-    return f" = {' or '.join(names)}" if names else ""
+def _made(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between functions of the user's and the tables that go with them."""
+    model, config = experiment.model, experiment.model.config
+    if model.kind is None:
+        for key, table in (("data", experiment.data), ("loss", experiment.loss)):
+            if table.make is None:
+                kinds = ", ".join(NEEDED)
+                yield f"{model.chosen} needs {key}.make beside it, or learns jdp's own data: model.learns = {kinds}"
+    elif missing := [key for key in NEEDED[model.kind] if not hasattr(config, key)]:
+        yield f"{model.chosen} learns {model.kind} and lacks the keywords {', '.join(missing)}: add them to it"
+    if experiment.data.make and experiment.eval:
+        yield f"[eval.NAME] is read by jdp; given beside data.make = {experiment.data.make!r}: remove the table"
 
 
 def _size(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong with a model that no machine holds, or whose tracing would not end."""
-    config, name = experiment.model.config, experiment.model.name
+    config, name = experiment.model.config, experiment.model.chosen
     if not isinstance(config, ModelConfig):
         return
     if (count := parameter_lower_bound(config)) > MOST_PARAMETERS:
@@ -258,7 +240,7 @@ def _size(experiment: Experiment) -> Iterator[str]:
         yield f"model has more than 10^{power} parameters, which no machine holds: lower the sizes in [model]"
     if (layers := traced_layers(config)) > MOST_TRACED:
         scanned = " (scan = true has no such limit)" if hasattr(config, "scan") else ""
-        rule = f"model.name = {name!r} takes at most {MOST_TRACED:,} layers, as they are compiled one by one"
+        rule = f"{name} takes at most {MOST_TRACED:,} layers, as they are compiled one by one"
         yield f"{rule}; given {layers:,}{scanned}"
 
 
@@ -319,7 +301,7 @@ def _lengths(experiment: Experiment) -> Iterator[str]:
 
 def _data(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong between the model and its data, as far as it shows without reading it."""
-    data, kind, name = experiment.data, experiment.kind, experiment.model.name
+    data, kind, name = experiment.data, experiment.kind, experiment.model.chosen
     for twice in sorted(data.mixture.keys() & experiment.eval.keys()):
         yield f"eval.{twice} and data.mixture.{twice} are both evaluated as eval_{twice}: rename one"
     if data.tokenizer == NONE and experiment.sample:
@@ -347,19 +329,9 @@ def _data(experiment: Experiment) -> Iterator[str]:
     for key, given in tables.items():
         for source in (given,) if isinstance(given, str) else given or ():
             if source in other_words:
-                yield f"{key} must fit model.name = {name!r}: {why}; given {cut(repr(source))}, which is not {fix}"
+                yield f"{key} must fit {name}: {why}; given {cut(repr(source))}, which is not {fix}"
     for key, given in _unread(data, OTHERS_KEYS[kind]):
-        yield f"data.{key} is not used by model.name = {name!r}, as {why}; given {given}: remove it"
-
-
-def _own_data(experiment: Experiment) -> Iterator[str]:
-    """Yield the keys of [data] that a plug-in's data set does not have."""
-    data = experiment.data
-    own = DATASETS.entries[data.name or ""].keys
-    if data.source is not None:
-        yield f"data.name = {data.name!r} is in place of data.source; given both: remove one"
-    for key, given in _unread(data, [key for key in OTHERS_KEYS["own"] if key not in (*own, "source")]):
-        yield f"data.{key} is not used by data.name = {data.name!r}; given {given}: remove it"
+        yield f"data.{key} is not used by {name}, as {why}; given {given}: remove it"
 
 
 def _unread(data: Data, keys: Iterable[str]) -> Iterator[tuple[str, str]]:

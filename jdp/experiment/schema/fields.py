@@ -29,7 +29,7 @@ _MOST_INT = 2**31 - 1
 
 
 LONGEST_NAME = 200
-"""Most characters of a run's name: file systems take 255 bytes, and a sweep appends its values."""
+"""Most characters of a run's name: file systems take 255 bytes."""
 
 
 def run_name(name: str) -> str:
@@ -37,7 +37,7 @@ def run_name(name: str) -> str:
         raise ValueError(
             f"must have at most {LONGEST_NAME} characters, as it names the run's folder, and has {len(name):,}"
         )
-    if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):  # NAME-seed=1: a run of a sweep
+    if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):
         raise ValueError(
             "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
         )

@@ -1,13 +1,12 @@
 """The tables [loss] and [optimizer]: what is minimised, and the update rule with its learning rate over the run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field
 
-from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Section, Single
-from jdp.experiment.schema.registered import Entry, Table
+from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Single
+from jdp.experiment.schema.made import Made
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -28,21 +27,18 @@ READ_BY_SOME = {key for keys in USED_BY.values() for key in keys}
 """Keys that some optimizers read; the others are for every one: jdp makes the rate, averages and clips."""
 
 
-def _registered_or(name: Any, its_own: ValidatorFunctionWrapHandler) -> Any:
-    """Return a name that a plug-in registered unchanged; raise as `Table.check` for an unknown one."""
-    if isinstance(name, str) and name not in USED_BY:
-        return OPTIMIZERS.check(name)
-    return its_own(name)
+class Optimizer(Made):
+    """[optimizer]: the update rule and its learning rate over the run. Or `make`, a function of (schedule, keywords)
+    that returns an optax.GradientTransformation; schedule is the learning rate by step."""
 
+    shared: ClassVar[tuple[str, ...]] = (
+        *("lr", "base_batch_size", "lr_scaling", "warmup_steps", "schedule", "final_lr_fraction"),
+        *("ema_decay", "clip_norm"),
+    )
+    arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
-class Optimizer(Section):
-    """[optimizer]: the update rule and its learning rate over the run."""
-
-    name: Annotated[
-        Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"],
-        WrapValidator(_registered_or),
-    ] = "adamw"
-    """The update rule; or one that the plug-in registers, whose fields may be given beside it."""
+    name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"] = "adamw"
+    """The update rule."""
     lr: Annotated[float, Field(gt=0), Single] = 3e-4
     """Peak learning rate; with lr_scaling, that of a batch of base_batch_size."""
     base_batch_size: Positive | None = None
@@ -81,15 +77,9 @@ class Optimizer(Section):
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
 
-OPTIMIZERS = Table(
-    "optimizer", own=USED_BY, reserved=tuple(key for key in Optimizer.model_fields if key not in READ_BY_SOME)
-)
-
-
 def unused(optimizer: Optimizer) -> Iterator[str]:
     """Yield a line for each key that is set although this optimizer, schedule or scaling does not read it."""
-    entry = OPTIMIZERS.entries.get(optimizer.name)
-    for key in sorted(READ_BY_SOME.difference(USED_BY[optimizer.name] if entry is None else entry.keys)):
+    for key in sorted(READ_BY_SOME.difference(USED_BY[optimizer.name])):
         value, default = getattr(optimizer, key), Optimizer.model_fields[key].default
         if value != default:
             users = ", ".join(name for name, keys in USED_BY.items() if key in keys)
@@ -114,40 +104,44 @@ def unused(optimizer: Optimizer) -> Iterator[str]:
         )
 
 
-def _loss_name(name: str | None) -> str | None:
-    return None if name is None else LOSSES.check(name)
-
-
-class LossTable(Section):
-    """[loss]: what is minimised."""
-
-    name: Annotated[str | None, AfterValidator(_loss_name)] = None
-    """"dpo" learns preferences; or a loss that the plug-in registers. Its fields may be given beside it. none = the
-    cross-entropy of the model's next token or class."""
-
-
-@dataclass(frozen=True)
-class DPO:
-    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
-
-    Fields:
-        beta: how dear it is to leave the initial weights: the larger, the nearer the model stays to them.
-        label_smoothing: share of the pairs that are taken to be labelled the wrong way round (conservative DPO).
-    """
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-
-
-def _dpo(given: DPO, model: Any, batch: Any, rng: Any) -> Any:
-    from jdp.experiment.losses import dpo_loss  # late: it imports JAX
-
-    del rng
-    return dpo_loss(model, batch, beta=given.beta, smoothing=given.label_smoothing)
-
-
-_DPO_METRICS = (
+DPO_METRICS = (
     *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
     *("logps/chosen", "logps/rejected"),
 )
-LOSSES = Table("loss", entries={"dpo": Entry("dpo", DPO, _dpo, metrics=_DPO_METRICS)})
+
+
+class LossTable(Made):
+    """[loss]: what is minimised. Or `make`, a function of (model, batch, rng, keywords) that returns a jdp.Loss."""
+
+    shared: ClassVar[tuple[str, ...]] = ("metrics",)
+    arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
+
+    name: Literal["dpo"] | None = None
+    """"dpo" learns preferences (Rafailov et al. 2023, arXiv:2305.18290, equation 7). none = the cross-entropy of the
+    model's next token or class."""
+    metrics: tuple[str, ...] = ()
+    """With make: names in jdp.Loss.metrics, by which a run may stop early and keep its best checkpoint. One that ends
+    in "accuracy" is better when it is larger."""
+    beta: Annotated[float, Field(gt=0), Single] = 0.1
+    """How dear it is to leave the initial weights: the larger, the nearer the model stays to them (dpo)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Single] = 0.0
+    """Share of the pairs that are taken to be labelled the wrong way round (dpo)."""
+
+    @property
+    def measured(self) -> tuple[str, ...] | None:
+        """Names of its own metrics; None: the loss is the model's usual one."""
+        return self.metrics if self.make else DPO_METRICS if self.name else None
+
+    @property
+    def chosen(self) -> str:
+        """The key that chooses the loss, and its value, for messages."""
+        return f"loss.make = {self.make!r}" if self.make else f"loss.name = {self.name!r}"
+
+
+def unread(loss: LossTable) -> Iterator[str]:
+    """Yield a line for each key of [loss] that this loss does not read."""
+    keys = (() if loss.make else ("metrics",)) + (() if loss.name == "dpo" else ("beta", "label_smoothing"))
+    for key in keys:
+        if getattr(loss, key) != LossTable.model_fields[key].default:
+            needed = "loss.make" if key == "metrics" else 'loss.name = "dpo"'
+            yield f"loss.{key} is a key of {needed}; given {getattr(loss, key)}: give that, or remove the key"

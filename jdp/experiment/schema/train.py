@@ -44,10 +44,7 @@ class Train(Section):
     data.source; none = random."""
     init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
     """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
-    ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2, Qwen3 and Gemma too)."""
-    init_adapter: PathText | None = None
-    """The folder of a LoRA adapter in PEFT's format, or its address, read after init_from; model.lora_rank, lora_alpha
-    and lora_targets are the adapter's. Relative as data.source; none = no adapter."""
+    ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2 and Qwen3 too)."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     eval_every: Count = 0
@@ -91,7 +88,7 @@ class Train(Section):
         if self.export is None:
             return
         if not isinstance(config := model.config, GPTConfig):
-            yield f"train.export is for a GPT, and model.name = {model.name!r} is none: remove the key"
+            yield f"train.export is for a GPT, and {model.chosen} is none: remove the key"
             return
         from jdp.checkpoint.safetensors.hugging_face_config import check_written  # late: Orbax takes a second
 
@@ -130,8 +127,6 @@ class Track(Section):
 
     wandb: Name | None = None
     """Weights & Biases project, or ENTITY/PROJECT; WANDB_MODE=offline keeps it in the run's folder."""
-    mlflow: Name | None = None
-    """MLflow experiment; MLFLOW_TRACKING_URI names its server."""
 
 
 class Guard(Section):

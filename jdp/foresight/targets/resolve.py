@@ -70,11 +70,6 @@ class Target:
         return f"{self.kind}:{self.shape or f'{self.hosts}x{self.per_host}'}"
 
     @property
-    def is_timed(self) -> bool:
-        """Whether its rates are known: published, or measured on this machine's processor."""
-        return self.chip is not None or self.kind == "cpu"
-
-    @property
     def fingerprint(self) -> str:
         """Everything about the target that decides what the compiler makes for it, as text."""
         named = (self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or "")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from jdp.foresight.timing.operations import Schedule, TimedOp
 
@@ -26,34 +25,16 @@ _LENGTH = 256
 _COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeeze", "reshape", "broadcast_in_dim")
 _LOSSES = re.compile(r"losses[^/\\]*(?:[/\\][^/\\]+)?$")
 """Of "file:line": the file or its folder is named so; the folders that a checkout is in say nothing."""
-_RECOMPUTED = "rematted_computation"
-"""What jax calls the part of a backward pass that `jax.checkpoint` computes again."""
 
 
-@dataclass
-class Part:
-    """The kernels of one part, over a whole step."""
-
-    seconds: float = 0.0  # of all of them
-    recomputed: float = 0.0  # of those that rematerialisation computes again
-    unfused: float = 0.0  # of attention: seconds outside fused calls
-    lines: dict[str, float] = field(default_factory=dict[str, float], repr=False)  # "file:line", innermost -> seconds
-
-
-def parts(schedule: Schedule) -> dict[str, Part]:
-    """Return what a step's kernels are spent on, the costliest part first."""
+def parts(schedule: Schedule) -> dict[str, float]:
+    """Return the seconds of a step's kernels by part, the costliest part first."""
     kernels = list(_kernels(schedule, schedule.program.entry, 1))
     square = {_line(schedule, op) for op, _ in kernels if not op.cost.flops and _has_length_twice(op)} - {None}
-    found = defaultdict[str, Part](Part)
+    seconds = defaultdict[str, float](float)
     for op, times in kernels:
-        line, seconds = _line(schedule, op), op.seconds * times
-        part = found[_part(schedule, op, line in square)]
-        part.seconds += seconds
-        part.recomputed += seconds if _RECOMPUTED in (op.step.op_name or "") else 0.0
-        part.unfused += 0.0 if op.cost.attention else seconds
-        if line:
-            part.lines[line] = part.lines.get(line, 0.0) + seconds
-    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+        seconds[_part(schedule, op, _line(schedule, op) in square)] += op.seconds * times
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _kernels(schedule: Schedule, computation: str, times: int) -> Iterator[tuple[TimedOp, int]]:

@@ -19,7 +19,7 @@ from jdp.foresight.program.module import Program
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing.kernels import CostModel
 from jdp.foresight.timing.operations import Schedule, TimedOp, Total
-from jdp.foresight.timing.parts import Part, parts
+from jdp.foresight.timing.parts import parts
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 MOST_EVENTS = 5000
@@ -60,19 +60,14 @@ class Timeline:
     attention_seconds: float = 0.0  # of fused attention
     host_seconds: float = 0.0
     host_wait_seconds: float = 0.0  # that compute waits for copies from and to host memory
-    # what the computing time is spent on (`parts.py`), the costliest first
-    parts: Mapping[str, Part] = field(default_factory=dict[str, Part], repr=False)
+    # seconds of computing by what they are spent on (`parts.py`), the costliest first
+    parts: Mapping[str, float] = field(default_factory=dict[str, float], repr=False)
     error: float | None = None  # the chip's `time_error`, of these seconds; None where it is not known
 
     @property
     def exposed_fraction(self) -> float:
         """Share of the communication that overlaps with no computation; 0 when nothing is sent."""
         return min(self.exposed_seconds / self.communication_seconds, 1.0) if self.communication_seconds else 0.0
-
-    @property
-    def recomputed_seconds(self) -> float:
-        """Of `compute_seconds`: of kernels that rematerialisation computes again."""
-        return sum(part.recomputed for part in self.parts.values())
 
 
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:

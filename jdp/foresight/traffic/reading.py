@@ -6,9 +6,7 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
-from jdp.core.gradients.fp8 import has_fp8
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.timing.float8 import Float8Products, float8_products
 from jdp.foresight.traffic.origin import Parameters, Sites
 
 
@@ -28,11 +26,3 @@ class Reading:
     def sites(self) -> Sites:
         """The program's call graph."""
         return Sites(self.compiled.program, self.accumulate)
-
-    @cached_property
-    def float8(self) -> Float8Products | None:
-        """The products asked for in float8; None without any, or on devices that have no units for it."""
-        if not has_fp8(self.mesh.devices.flat[0]):
-            return None
-        found = float8_products(self.compiled.program, self.compiled.requests)
-        return found if found.asked else None

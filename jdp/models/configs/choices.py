@@ -2,13 +2,10 @@
 
 from typing import Literal, get_args
 
-Activation = Literal["swiglu", "geglu", "gelu", "gelu_exact"]
-NormKind = Literal["rms", "rms_plus_one", "layer"]
+Activation = Literal["swiglu", "gelu", "gelu_exact"]
+NormKind = Literal["rms", "layer"]
 Attend = Literal["auto", "xla", "cudnn"]
-Policy = Literal["dots", "dots_except_mlp", "full"]
-Remat = Literal["dots", "dots_except_mlp", "full", "auto"]
-AUTO = "auto"
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+Remat = Literal["dots", "dots_except_mlp", "full"]
 Scan = bool | Literal["auto"]
 SCANS = (True, False, "auto")
 REMATS = (None, *get_args(Remat))

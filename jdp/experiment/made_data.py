@@ -1,4 +1,4 @@
-"""A plug-in's data set: samples in dtypes of 32 bits or less, a training and a held-out side, and a fingerprint."""
+"""A data set of the user's own: samples in dtypes of 32 bits or less, a training and a held-out side, a fingerprint."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jdp.data import EpochSource, NumpyBatch, OrderedSource
 from jdp.data.arrays import NOT_CONTENT
 from jdp.data.held_out import content_score, fingerprint, split_samples
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.data import DATASETS, Data
+from jdp.experiment.schema.data import Data
 
 _LOOKED_AT = 64
 """Samples of each side that the fingerprint of two sides is made of."""
 
 
 @dataclass(frozen=True, eq=False)
-class PluginSamples:
-    """One side of a plug-in's data set: its samples as given, checked, with floats and whole numbers of 32 bits.
+class MadeSamples:
+    """One side of a data set: its samples as given, with floats and whole numbers of 32 bits, and "weights".
 
     Attributes:
-        name: of the data set.
-        source: the plug-in's object.
+        name: the function that made it.
+        source: what it returned.
         rows: int64 [len], the samples that are on this side; None: all.
     """
 
@@ -39,74 +39,55 @@ class PluginSamples:
         return len(self.source) if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
-        return self._like_the_first(self.source[self._row(index)], index)
+        return self._sample(self.source[self._row(index)])
 
     def _row(self, index: int) -> int:
         return index if self.rows is None else int(self.rows[index])
 
-    @cached_property
-    def first(self) -> NumpyBatch:
-        """The first sample."""
-        return self._sample(self.source[self._row(0)], 0)
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        return {key: (array.shape, array.dtype) for key, array in self.first.items()}
-
-    def _like_the_first(self, given: Any, index: int) -> NumpyBatch:
-        sample = self._sample(given, index)
-        shapes = {key: (array.shape, array.dtype) for key, array in sample.items()}
-        if shapes != self._shapes:
-            raise ExperimentError(
-                f"all samples of data.name = {self.name!r} must have the arrays of the first, {_described(self.first)}"
-                f"; given {_described(sample)} in sample {index}: make them alike"
-            )
-        return sample
-
-    def _sample(self, given: Any, index: int) -> NumpyBatch:
+    def _sample(self, given: Any) -> NumpyBatch:
         """Return a sample's arrays, and "weights" 1 if it has none. Raises ExperimentError for what is no sample."""
         if not isinstance(given, Mapping) or not given:
             raise ExperimentError(
-                f"a sample of data.name = {self.name!r} must be a dict of arrays; given {cut(repr(given))} at index "
-                f'{index}: return such as {{"features": array, "labels": array}}'
+                f"a sample of {self.name} is a dict of arrays; given {cut(repr(given))}: return such as "
+                '{"features": array, "labels": array}'
             )
         arrays = {str(key): np.asarray(value) for key, value in given.items()}
         if wrong := next((key for key, array in arrays.items() if array.dtype.kind not in "biuf"), None):
             raise ExperimentError(
-                f"a sample of data.name = {self.name!r} must hold numbers; given {wrong}: {arrays[wrong].dtype} at "
-                f"index {index}: leave it out, or number it"
+                f"a sample of {self.name} holds numbers; given {wrong}: {arrays[wrong].dtype}: leave it out, or encode "
+                "it"
             )
         sample = {key: array.astype(_dtype(array.dtype), copy=False) for key, array in arrays.items()}
         return sample if "weights" in sample else {**sample, "weights": np.ones((), np.float32)}
 
 
-class _Ordered(PluginSamples):
+class _Ordered(MadeSamples):
     """Samples with an order of their own."""
 
     source: OrderedSource
 
     def sample_at(self, position: int, seed: int) -> NumpyBatch:
-        return self._like_the_first(self.source.sample_at(position, seed), position)
+        return self._sample(self.source.sample_at(position, seed))
 
 
-class _InEpochs(PluginSamples):
+class _InEpochs(MadeSamples):
     """Samples that are drawn anew in every epoch."""
 
     source: EpochSource
 
     def sample_in_epoch(self, index: int, epoch: int) -> NumpyBatch:
-        return self._like_the_first(self.source.sample_in_epoch(self._row(index), epoch), index)
+        return self._sample(self.source.sample_in_epoch(self._row(index), epoch))
 
 
 @dataclass(frozen=True, eq=False)
-class PluginData:
-    """A plug-in's data set, split when it is first asked for; `str()` is one line of text.
+class MadeData:
+    """A data set, split when it is first asked for; `str()` is one line of text.
 
     Attributes:
-        name: of the data set.
-        given: what the plug-in returned: one object, or two sides.
+        name: the function that made it.
+        given: what it returned: one object, or two sides.
         heldout_fraction: share of one object that is held out.
-        described: its fields, for the fingerprint.
+        described: the function and its keywords, for the fingerprint.
     """
 
     name: str
@@ -117,20 +98,15 @@ class PluginData:
     @cached_property
     def first(self) -> NumpyBatch:
         """The first sample; no other is read for it."""
-        return _samples(self.name, self.given[0] if isinstance(self.given, tuple) else self.given).first
+        return _samples(self.name, self.given[0] if isinstance(self.given, tuple) else self.given)[0]
 
     @cached_property
-    def _split(self) -> tuple[PluginSamples, PluginSamples, str]:
-        """Return both sides and the fingerprint. Raises ExperimentError for sides that are not alike."""
+    def _split(self) -> tuple[MadeSamples, MadeSamples, str]:
+        """Return both sides and the fingerprint."""
         if isinstance(self.given, tuple):
             train, heldout = (_samples(self.name, side) for side in self.given)
-            if _described(train.first) != _described(heldout.first):
-                raise ExperimentError(
-                    f"both sides of data.name = {self.name!r} must have alike samples; given "
-                    f"{_described(train.first)} and {_described(heldout.first)}: make them alike"
-                )
-            described = f"{self.described} {len(train)} {len(heldout)}"
             looked_at = [_score(side[index]) for side in (train, heldout) for index in _spread(len(side))]
+            described = f"{self.described} {len(train)} {len(heldout)}"
             return train, heldout, fingerprint(described, [np.asarray(looked_at)])
         every = _samples(self.name, self.given)
         scores = np.asarray([_score(every[index]) for index in range(len(every))])
@@ -139,12 +115,12 @@ class PluginData:
         return train, heldout, fingerprint(f"{self.described} {self.heldout_fraction}", [scores])
 
     @property
-    def train(self) -> PluginSamples:
+    def train(self) -> MadeSamples:
         """The samples to train on."""
         return self._split[0]
 
     @property
-    def heldout(self) -> PluginSamples:
+    def heldout(self) -> MadeSamples:
         """The samples kept from training."""
         return self._split[1]
 
@@ -155,43 +131,37 @@ class PluginData:
         return self._split[2]
 
     def __str__(self) -> str:
+        arrays = (f"{key} {array.dtype}{list(array.shape) if array.ndim else ''}" for key, array in self.first.items())
         split = "as given" if isinstance(self.given, tuple) else "by a hash of their content"
         return (
-            f"{self.name}: {len(self.train) + len(self.heldout):,} samples of {_described(self.first)}; train "
+            f"{self.name}: {len(self.train) + len(self.heldout):,} samples of {', '.join(arrays)}; train "
             f"{len(self.train):,}, held out {len(self.heldout):,} ({split})"
         )
 
 
-def plugin_data(table: Data) -> PluginData:
-    """Make the data set that [data] names."""
-    entry = DATASETS.entries[table.name or ""]
-    given = entry.make(entry.values(table))
+def made_data(table: Data) -> MadeData:
+    """Make the data set of [data] with `make`."""
+    given, name = table.call(), f"data.make = {table.make!r}"
     sides: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
     is_data = all(hasattr(side, "__len__") and hasattr(side, "__getitem__") for side in sides)
     if not is_data or len(sides) not in (1, 2) or isinstance(given, str | Mapping):
         raise ExperimentError(
-            f"data.name = {entry.name!r} must be made an object with len and [index], or two of them, to train on and "
-            f"held out; given {cut(repr(given))}: return such as a list of dicts of arrays"
+            f"{name} returns an object with len and [index], or two of them, to train on and held out; given "
+            f"{cut(repr(given))}: return such as a list of dicts of arrays"
         )
     if not all(len(side) for side in sides):
-        raise ExperimentError(f"data.name = {entry.name!r} must have samples; given a side without any: add some")
+        raise ExperimentError(f"{name} returns samples; given a side without any: add some")
     if len(sides) == 1 and hasattr(given, "sample_at"):
         raise ExperimentError(
-            f"data.name = {entry.name!r} has its own order (sample_at), and jdp cannot hold out a part of it; given "
-            "one object: return two, to train on and held out"
+            f"{name} has its own order (sample_at), of which jdp cannot hold out a part; given one object: return two, "
+            "to train on and held out"
         )
-    if len(sides) == 2 and table.heldout_fraction != Data.model_fields["heldout_fraction"].default:
-        raise ExperimentError(
-            f"data.heldout_fraction is not used by data.name = {entry.name!r}, which holds out samples itself; given "
-            f"{table.heldout_fraction}: remove it"
-        )
-    described = f"{entry.name} {[str(getattr(table, key)) for key in entry.keys]}"
-    return PluginData(entry.name, given, table.heldout_fraction, described)
+    return MadeData(str(table.make), given, table.heldout_fraction, f"{table.make} {sorted(table.keywords.items())}")
 
 
-def _samples(name: str, source: Any, rows: NDArray[np.int64] | None = None) -> PluginSamples:
+def _samples(name: str, source: Any, rows: NDArray[np.int64] | None = None) -> MadeSamples:
     ordered, in_epochs = hasattr(source, "sample_at"), hasattr(source, "sample_in_epoch")
-    return (_Ordered if ordered else _InEpochs if in_epochs else PluginSamples)(name, source, rows)
+    return (_Ordered if ordered else _InEpochs if in_epochs else MadeSamples)(name, source, rows)
 
 
 def _spread(count: int) -> list[int]:
@@ -202,10 +172,6 @@ def _score(sample: NumpyBatch) -> float:
     """Return the `content_score` of a sample without labels, targets and weights."""
     seen = [key for key in sorted(sample) if key not in NOT_CONTENT] or sorted(sample)
     return content_score(b"".join(np.ascontiguousarray(sample[key]).tobytes() for key in seen))
-
-
-def _described(sample: NumpyBatch) -> str:
-    return ", ".join(f"{key} {array.dtype}{list(array.shape) if array.ndim else ''}" for key, array in sample.items())
 
 
 def _dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
