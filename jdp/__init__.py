@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from jdp.core.types import Loss as Loss
     from jdp.core.update.ema import ema_params as ema_params
     from jdp.core.update.ema import with_ema as with_ema
-    from jdp.core.update.local_steps import LocalSteps as LocalSteps
     from jdp.core.update.schedules import scaled_lr as scaled_lr
     from jdp.core.update.schedules import warmup as warmup
     from jdp.core.value_and_grad import ValueAndGrad as ValueAndGrad
@@ -73,7 +72,6 @@ _HOMES = {
     "Checkpoints": "checkpoint.directory",
     "Deadline": "guard.deadline",
     "Feed": "data.feed",
-    "LocalSteps": "core.update.local_steps",
     "Loss": "core.types",
     "Placement": "core.sharding.placement",
     "Plan": "core.plan",

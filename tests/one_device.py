@@ -231,33 +231,6 @@ def steps(loop, batches, seed):
     return rows, params, opt_state, state
 
 
-def rounds(loop, batches, seed, local, replicas):
-    """Take a round of `local.steps` with each batch, replica after replica, as `steps` does; optimizers are stacked."""
-    params, opt_states, state, rows = loop.params, [loop.start()] * replicas, loop.state, []
-    held = jax.tree.map(jnp.zeros_like, loop.part(params))
-    for number, batch in enumerate(batches):
-        ends, norms, found = [], [], []
-        for replica in range(replicas):
-            key, own, kept = jax.random.fold_in(key_of(seed, number), replica), params, state
-            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(replicas, -1, local.steps, loop.group)
-            for h in range(local.steps):
-                here = numbers[replica, :, h].ravel()
-                part = jax.tree.map(lambda x, here=here: x[here], batch)
-                after, row, sums = loop.step(own, opt_states[replica], kept, part, jax.random.fold_in(key, h))
-                own, opt_states[replica], kept = after
-                norms.append(row["grad_norm"])
-                found.append(sums)
-            ends.append((loop.part(own), kept))
-        mean, state = jax.tree.map(lambda *ends: sum(ends) / replicas, *ends)
-        delta = jax.tree.map(jnp.subtract, loop.part(params), mean)
-        held = jax.tree.map(lambda m, d: local.momentum * m + d, held, delta)
-        change = jax.tree.map(lambda m, d: local.lr * (d + local.momentum * m), held, delta)
-        params = loop.together(params, jax.tree.map(jnp.subtract, loop.part(params), change))
-        sums = jax.tree.map(lambda *parts: sum(parts), *found)
-        rows.append({**floats(means(sums)), "grad_norm": float(sum(norms) / len(norms)), "skipped": 0})
-    return rows, params, jax.tree.map(lambda *leaves: jnp.stack(leaves), *opt_states), state
-
-
 def key_of(seed, number):
     """The key of the batch after `number` others."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)

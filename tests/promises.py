@@ -10,7 +10,6 @@ NAMES = {
     "Checkpoints": "checkpoint/test_checkpoint.py::test_a_restored_run_goes_on_as_if_it_had_never_stopped",
     "Deadline": "guard/test_deadline.py::test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75",
     "Feed": "data/test_feed.py::test_what_comes_out_is_what_a_step_takes",
-    "LocalSteps": "core/test_local_steps.py::test_a_round_is_the_published_one[zero3-2-4-local3-1]",
     "Loss": "core/test_step.py::test_the_objective_is_the_sum_over_the_weight_exactly[zero3-manual-axes2-4]",
     "Placement": "core/test_plan.py::test_a_placement_says_shape_dtype_bytes_and_reason",
     "Plan": "core/test_plan.py::test_the_strategies_are_the_rows_of_the_table",

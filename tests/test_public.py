@@ -23,7 +23,7 @@ SIGNATURES = {
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "group=1, wire=None, buckets=None, local_steps=None, noise_scale=False, overlap=None, "
+        "group=1, wire=None, buckets=None, overlap=None, "
         "check_loss=True, donate=True, compiler='auto')"
     ),
     "make_eval_step": (
@@ -50,7 +50,6 @@ SIGNATURES = {
     "restore": "(path, target)",
     "restore_params": "(path, target, *, missing=(), ignore=())",
     "Wire": "(gradients=None, weights=None, block=256, fraction=0.01, rank=4, error_feedback=True)",
-    "LocalSteps": "(steps, lr=1.0, momentum=0.0)",
     "Deadline": "(seconds=300.0, first_seconds=3600.0)",
     "Precision": "(params='fp32', compute='fp32', reduce='fp32', products=None)",
 }

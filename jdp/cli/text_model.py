@@ -43,7 +43,7 @@ from jdp.experiment.file import ExperimentError, load
 from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
 from jdp.experiment.schema.model import HF
-from jdp.experiment.schema.wire import LocalStepsTable, WireTable
+from jdp.experiment.schema.wire import WireTable
 from jdp.models import GPT, SIZES, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
@@ -195,7 +195,7 @@ def _restored(path: str, experiment: Experiment, config: GPTConfig, device: Devi
     if experiment.optimizer.ema_decay is None:
         return restore_params(path, _abstract(config, device)).model
     alone = {"mesh": {DATA: 1}, "strategy": "ddp", "rules": {}, "offload": None}
-    alone |= {"wire": WireTable(), "local_steps": LocalStepsTable()}
+    alone |= {"wire": WireTable()}
     assembly = Assembly.on_devices(experiment.model_copy(update=alone), [device])
     return assembly.averaged(restore(path, assembly.abstract_state())).model
 

@@ -13,7 +13,6 @@ from jdp.core.precision import Precision
 from jdp.core.step import Step
 from jdp.core.step_settings import StepSettings, check_settings, check_training_settings, settled_partitioning
 from jdp.core.types import LossFn
-from jdp.core.update.local_steps import LocalSteps
 from jdp.core.wire.settings import Wire
 
 
@@ -29,8 +28,6 @@ def make_train_step(
     group: int = 1,
     wire: Encoding | Wire | None = None,
     buckets: Buckets | None = None,
-    local_steps: int | LocalSteps | None = None,
-    noise_scale: bool = False,
     overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
@@ -78,14 +75,6 @@ def make_train_step(
             finishes them. Useful for models of many small parameters, whose collectives take latency. "auto": jdp
             chooses. None: one collective a parameter, which XLA may combine; "auto" if gradients are encoded. zero3
             reduces layer by layer instead. Requires partitioning="manual".
-        local_steps: H, for replicas with slow links between them (`replica` of 2 or more). Every replica takes H
-            optimizer steps by itself, each with 1/H of its rows. Then the replicas' weights are averaged, or updated by
-            an outer optimizer (DiLoCo) if a `LocalSteps` is given. A batch is then the rows of H steps, and metrics are
-            means over them. Requires partitioning="manual", and no `wire` or `buckets`.
-        noise_scale: add the gradient noise scale to the metrics (McCandlish et al. 2018, arXiv:1812.06162), averaged
-            over some 20 steps. Use it to choose a batch size: up to it, more rows a step reduce the number of steps.
-            Its unit is that of the metric `weight`: rows, or tokens if the loss's weight counts tokens. Requires
-            partitioning="manual" and a strategy other than zero3, which never has a device's whole gradient.
         overlap: under "manual", have `scan_layers` communicate while it computes. A layer's weights are gathered during
             the layer before, and its gradient is reduced during the next. That takes memory for one more layer's
             weights and gradient, and some compile time: give False when this memory is needed. None: where less is
@@ -114,19 +103,17 @@ def make_train_step(
     check_plan(plan)
     check_loss_takes(loss_fn, 3)
     check_settings(accumulate, group, partitioning)
-    check_training_settings(clip_norm, noise_scale, overlap, donate)
-    wire, local = Wire.of(wire), LocalSteps.of(local_steps, plan)
+    check_training_settings(clip_norm, overlap, donate)
+    wire = Wire.of(wire)
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, plan, wire, buckets, local, noise_scale),
+        requested=settled_partitioning(partitioning, plan, wire, buckets),
         accumulate=accumulate,
         clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
         group=group,
         wire=wire,
         buckets=buckets,
-        local_steps=local,
-        noise_scale=noise_scale,
         overlap=overlap,
         check_loss=check_loss,
         donate=donate,

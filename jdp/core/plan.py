@@ -44,7 +44,7 @@ from jdp.core.sharding.placement import (
 from jdp.core.sharding.placement_list import Placements
 from jdp.core.sharding.rules import check_fits, checked_rules
 from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
-from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
+from jdp.core.state import Static, TrainState, map_flat, own_shapes
 from jdp.core.types import PyTree
 
 MIN_SHARD_SIZE = 1024
@@ -298,13 +298,6 @@ class Plan(Drawn):
             head, _, tail = path.partition("/")
             if head == "params":
                 return replace(params[tail], path=path)
-            if head == "opt_state" and STACKED in state.sync:
-                one = self._place_optimizer_leaf(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-                rest, compute = (PartitionSpec(REPLICA, *spec) for spec in (one.rest, one.compute))
-                placement = self._placement(path, leaf, rest, compute, f"each replica's own; {one.reason}")
-                return replace(placement, flat=flat.get(path))
-            if path.startswith("sync/momentum/"):
-                return replace(params[tail.partition("/")[2]], path=path)
             if head == "opt_state":
                 placement = self._in_memory(self._place_optimizer_leaf(path, leaf, params))
                 return replace(placement, flat=flat.get(path))

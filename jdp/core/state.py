@@ -45,19 +45,8 @@ class Static:
     inner_products: bool = False
 
 
-STACKED = "rounds"
-"""The entry of `TrainState.sync` that counts rounds of local steps; where it is, `opt_state` is each replica's own."""
-
-MOMENTUM = "momentum"
-"""The entry of `TrainState.sync` that is like the trained parameters, and sharded like them."""
-
-
 ERROR = "mean_error"
 """The entry of `TrainState.sync` for the error of encoding the mean gradient; earlier: "error", of the sum."""
-
-SQUARES = "squares"
-"""What a synchroniser keeps during a step that measures noise: of each gradient before it is reduced the squared norm,
-and its rows' squared weight, summed."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +73,7 @@ class TrainState(Drawn, Generic[Model]):
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
         sync: name -> what the synchronisation of gradients keeps between steps; {} if it keeps nothing. A step that
             needs it adds it (`Step.complete`). "mean_error": the error of encoding the mean gradient, [D, ...] for the
-            D shards of the batch, sharded over them. "factor": PowerSGD's, replicated. "noise": averages of the noise
-            scale, float32 [3]. "rounds": of local steps, int32 scalar; "momentum": theirs, sharded like the parameters.
-            With local steps each leaf of `opt_state` is [R, ...] for the R replicas.
+            D shards of the batch, sharded over them. "factor": PowerSGD's, replicated.
         static: the optimizer and everything else that is no array; see `Static`.
     """
 
@@ -139,12 +126,10 @@ class TrainState(Drawn, Generic[Model]):
     def unpadded(self) -> TrainState[Model]:
         """Return the state with every leaf in its own shape; leaves that were flat and padded are then replicated.
 
-        `jdp.place` pads them again. Of what synchronisation keeps (`sync`) only "momentum" changes.
+        `jdp.place` pads them again.
         """
         fields = own_shaped({"params": self.params, "opt_state": self.opt_state}, "", self.static)
-        momentum = own_shaped(self.sync[MOMENTUM], "params", self.static) if MOMENTUM in self.sync else None
-        sync = self.sync if momentum is None else {**self.sync, MOMENTUM: momentum}
-        return replace(self, **fields, sync=sync, static=replace(self.static, flat=(), whole=(), inner_products=False))
+        return replace(self, **fields, static=replace(self.static, flat=(), whole=(), inner_products=False))
 
 
 _FIELDS = tuple(field.name for field in fields(TrainState))

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 from jax._src.core import trace_state_clean  # nothing public says that another function is being traced
 from jax.sharding import Mesh
 
@@ -26,7 +25,6 @@ from jdp.base.words import Buckets, Partitioning
 from jdp.core.batch import check_alive, owned_batch, signature
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients import manual
-from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.init.sync_entries import with_sync_entries
 from jdp.core.plan import Plan
@@ -34,13 +32,11 @@ from jdp.core.precision import Precision
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
-from jdp.core.state import SQUARES, STACKED, Layout, Leaves, TrainState, together, trained_part, unread_leaves
+from jdp.core.state import Layout, Leaves, TrainState, together, unread_leaves
 from jdp.core.step_settings import StepSettings, check_settings, check_training_settings
 from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
-from jdp.core.update import noise_scale
 from jdp.core.update.guarded import guarded_update
-from jdp.core.update.local_steps import LocalSteps, train_round, unstack
 from jdp.core.update.offloaded import constrained, params_on_device, streamed
 from jdp.core.wire.settings import Wire
 
@@ -69,7 +65,7 @@ class Step(Generic[Kind]):
         requested: the partitioning that was asked for; None leaves the choice to jdp.
         train: True for a training step, False for an evaluation step.
         precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
-        clip_norm, local_steps, noise_scale, donate, compiler: likewise.
+        clip_norm, donate, compiler: likewise.
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
 
@@ -102,8 +98,6 @@ class Step(Generic[Kind]):
     overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
     clip_norm: float | None = read_only("settings.clip_norm")
-    local_steps: LocalSteps | None = read_only("settings.local_steps")
-    noise_scale: bool = read_only("settings.noise_scale")
     donate: bool = read_only("settings.donate")
     compiler: Compiler = read_only("settings.compiler")
 
@@ -275,11 +269,9 @@ class Step(Generic[Kind]):
             ValueError: a rule of the plan matches nothing or does not divide.
         """
         own = self.settings
-        if not own.train or not (own.wire.gradients or own.local_steps or own.noise_scale or state.sync):
+        if not own.train or not (own.wire.gradients or state.sync):
             return state
-        local = own.local_steps
-        like_params = own.wire.gradients or (local and local.momentum)  # else what is kept is the same for any
-        parts = (state.params if like_params else (), state.opt_state if local else (), state.sync)
+        parts = (state.params if own.wire.gradients else (), state.sync)
         leaves, tree = jax.tree.flatten(parts)
         known = tree, tuple(leaf.shape for leaf in leaves), state.static.trained
         if known in self._complete:
@@ -291,9 +283,7 @@ class Step(Generic[Kind]):
 
     def _kept_shapes(self, state: TrainState) -> dict[str, PyTree]:
         """Return shapes and dtypes of what is kept between steps (`TrainState.sync`) for parameters of these shapes."""
-        trained, local = trained_part(state.params, state.static.trained), self.local_steps
-        kept = local.kept_shapes(trained) if local else manual.kept_shapes(self.loss.gradient_spec(state), self.plan)
-        return {**kept, "noise": jax.ShapeDtypeStruct((3,), jnp.float32)} if self.noise_scale else kept
+        return manual.kept_shapes(self.loss.gradient_spec(state), self.plan)
 
     def bare(self, state: TrainState) -> TrainState:
         """Return an abstract state without what belongs to a mesh: shardings, padding, and what `complete` adds.
@@ -301,10 +291,7 @@ class Step(Generic[Kind]):
         Args:
             state: a train state, real or abstract.
         """
-        shapes = jax.eval_shape(lambda state: state, replace(state, sync={}))
-        if STACKED in state.sync:
-            shapes = replace(shapes, opt_state=jax.eval_shape(unstack, shapes.opt_state))
-        return shapes.unpadded()
+        return jax.eval_shape(lambda state: state, replace(state, sync={})).unpadded()
 
     def on(self, mesh: Mesh) -> Step[Kind]:
         """Return this step for another mesh, with what was found when its loss was tried.
@@ -337,47 +324,21 @@ class Step(Generic[Kind]):
         own = self.loss
         changed = replace(own.settings, **settings)
         check_settings(changed.accumulate, changed.group, changed.requested)
-        check_training_settings(None, False, changed.overlap, True)
+        check_training_settings(None, changed.overlap, True)
         changed = replace(changed, compiler=Compiler.of(changed.compiler))
         return Step(PartitionedLoss(loss_fn or own.loss_fn, plan or own.plan, changed, own.noun))
 
 
 def _train(loss: PartitionedLoss, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     settings, plan = loss.settings, loss.plan
-    if settings.local_steps is None:
-        new, sums, norm = _update(loss, state, batch)
-    else:
-        loss.choose(state, batch)
-
-        def once(plan: Plan, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
-            return _update(loss.under(plan, local_steps=None), state, batch)
-
-        new, sums, norm = train_round(settings.local_steps, plan, settings.group, once, state, batch)
+    key = jax.random.fold_in(state.rng, state.consumed)
+    computing = replace(state, params=params_on_device(plan, state))
+    grads, sums, model_state, sync = loss.gradients(computing, batch, key, state.sync)
+    update = partial(guarded_update, settings.clip_norm, plan)
+    given = (grads, sums.total, sums.weight, model_state, sync)
+    new, norm = update(state, *given) if plan.offload is None else streamed(update, state, given, plan)
     new = constrained(plan, new)
-    measured = {"noise_scale": noise_scale.ratio(new.sync["noise"])} if settings.noise_scale else {}
-    metrics = {**means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
+    metrics = {**means(sums), "grad_norm": norm, "skipped": new.skipped}
     if plan.home == plan.mesh:
         return new, metrics
     return plan.left(new, plan.shardings(state)), plan.left(metrics, plan.replicated)
-
-
-def _update(loss: PartitionedLoss, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
-    """Return the state after one update of the optimizer, the sums of its batch, and the gradient's norm."""
-    settings, plan = loss.settings, loss.plan
-    key = jax.random.fold_in(state.rng, state.consumed)
-    kept = {name: tree for name, tree in state.sync.items() if name != "noise"}
-    if settings.noise_scale:
-        kept[SQUARES] = jnp.zeros(2, jnp.float32)
-    computing = replace(state, params=params_on_device(plan, state))
-    grads, sums, model_state, sync = loss.gradients(computing, batch, key, kept)
-    if settings.noise_scale and loss.last is not None and loss.last.gathers_rows:
-        raise ValueError(
-            "noise_scale compares gradients of rows that do not depend on each other; given a loss that calls "
-            "jdp.gather_rows: leave noise_scale out."
-        )
-    update, given = (
-        partial(guarded_update, settings.clip_norm, plan),
-        (grads, sums.total, sums.weight, model_state, sync),
-    )
-    new, norm = update(state, *given) if plan.offload is None else streamed(update, state, given, plan)
-    return new, sums, norm

@@ -10,7 +10,6 @@ from jdp.base.words import Buckets, Partitioning
 from jdp.core.compiling.options import DEFAULT, Compiler
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.update.local_steps import LocalSteps
 from jdp.core.wire.settings import WIDE, Wire
 
 FP32 = Precision()
@@ -32,8 +31,6 @@ class StepSettings:
         overlap: True if layer loops send while they compute, None where devices can.
         check_loss: True if the loss is tried on a few rows before the first step.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
-        local_steps: the steps that a replica takes by itself; None: it takes none.
-        noise_scale: True if the gradient noise scale is measured.
         donate: True if the new state takes the old one's memory.
         compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
     """
@@ -49,15 +46,8 @@ class StepSettings:
     overlap: bool | None = None
     check_loss: bool = True
     clip_norm: float | None = None
-    local_steps: LocalSteps | None = None
-    noise_scale: bool = False
     donate: bool = True
     compiler: Compiler = DEFAULT
-
-    @property
-    def rounds(self) -> int:
-        """Number of optimizer steps that a replica takes in a call."""
-        return self.local_steps.steps if self.local_steps else 1
 
 
 def check_settings(accumulate: int, group: int, partitioning: Partitioning | None) -> None:
@@ -75,12 +65,10 @@ def check_settings(accumulate: int, group: int, partitioning: Partitioning | Non
         )
 
 
-def check_training_settings(clip_norm: float | None, noise_scale: bool, overlap: bool | None, donate: bool) -> None:
+def check_training_settings(clip_norm: float | None, overlap: bool | None, donate: bool) -> None:
     """Check what a training step has besides. Raises ValueError."""
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
-    if noise_scale not in (True, False):
-        raise ValueError(f"noise_scale is True, or False not to measure it; given {noise_scale!r}. Give a bool.")
     if overlap not in (True, False, None):
         raise ValueError(f"overlap is True, False, or None (jdp chooses); given {overlap!r}. Leave it out.")
     if donate not in (True, False):
@@ -88,27 +76,13 @@ def check_training_settings(clip_norm: float | None, noise_scale: bool, overlap:
 
 
 def settled_partitioning(
-    partitioning: Partitioning | None,
-    plan: Plan,
-    wire: Wire,
-    buckets: Any,
-    local: LocalSteps | None,
-    noise_scale: bool,
+    partitioning: Partitioning | None, plan: Plan, wire: Wire, buckets: Any
 ) -> Partitioning | None:
     """Return "manual" if a setting of a training step takes that, else what was asked for."""
     sends_otherwise = wire != WIDE or buckets is not None
-    if local is not None:
-        _check_local_steps(wire, buckets, partitioning)
-        if plan.offload is not None:
-            raise ValueError(
-                f"local_steps keeps an optimizer on every replica's devices; given Plan(offload={plan.offload!r}) too: "
-                "leave one of them out."
-            )
     if sends_otherwise:
         _check_synchronisation(wire, buckets, partitioning, plan)
-    if noise_scale:
-        _check_noise_scale(plan, partitioning, local)
-    return "manual" if local is not None or sends_otherwise or noise_scale else partitioning
+    return "manual" if sends_otherwise else partitioning
 
 
 def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
@@ -135,15 +109,6 @@ def without_feedback(wire: Wire) -> Wire:
             f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
         )
     return wire if wire.gradients is None else replace(wire, error_feedback=False)
-
-
-def _check_local_steps(wire: Wire, buckets: Any, partitioning: Partitioning | None) -> None:
-    others = {"wire": wire != WIDE, "buckets": buckets is not None, 'partitioning="auto"': partitioning == "auto"}
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise ValueError(
-            'local_steps takes neither wire nor buckets nor partitioning="auto"; given '
-            f"{' and '.join(given)}: leave that out, or local_steps."
-        )
 
 
 def _check_synchronisation(wire: Wire, buckets: Any, partitioning: Partitioning | None, plan: Plan) -> None:
@@ -173,19 +138,3 @@ def _check_synchronisation(wire: Wire, buckets: Any, partitioning: Partitioning 
         notice(f"{plan.strategy} reduces inside the backward pass: wire={wire.gradients!r} has no error feedback there")
     if buckets is not None:
         notice(f"{plan.strategy} reduces each layer where it is computed: buckets={buckets!r} holds for small leaves")
-
-
-def _check_noise_scale(plan: Plan, partitioning: Partitioning | None, local: LocalSteps | None) -> None:
-    fix = "leave noise_scale out"
-    if partitioning == "auto" or local is not None:
-        given = 'partitioning="auto"' if partitioning == "auto" else "local_steps"
-        raise ValueError(f"noise_scale needs each device's own gradient of a step; given {given}: {fix}, or that.")
-    if plan.row.gather == "use":
-        raise ValueError(
-            f"noise_scale needs each device's own gradient, and {plan.strategy} reduces it layer by layer; given "
-            f"{plan.strategy}: {fix}, or take zero2."
-        )
-    if plan.batch_shards == 1:
-        raise ValueError(
-            f"noise_scale compares gradients of 2 shards of the batch or more; given {dict(plan.mesh.shape)}: {fix}."
-        )

@@ -123,13 +123,13 @@ def value_and_grad(
     check_plan(plan)
     refuse_offload(plan)
     check_settings(accumulate, group, partitioning)
-    check_training_settings(None, False, overlap, True)
+    check_training_settings(None, overlap, True)
     numbers = checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
     wire = without_feedback(Wire.of(wire))
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, plan, wire, buckets, None, False),
+        requested=settled_partitioning(partitioning, plan, wire, buckets),
         accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
         group=group,

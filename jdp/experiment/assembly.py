@@ -33,7 +33,6 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device, LossFn
 from jdp.core.update.ema import ema_params
-from jdp.core.update.local_steps import LocalSteps
 from jdp.core.wire.settings import Wire
 from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
@@ -340,8 +339,6 @@ class Assembly:
     @cached_property
     def train_step(self) -> Step:
         """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
-        local = self.experiment.local_steps
-        local_steps = None if local.steps is None else LocalSteps(local.steps, local.lr, local.momentum)
         clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         step = make_train_step(
             self.loss,
@@ -350,8 +347,6 @@ class Assembly:
             sync_batch_norm=sync_batch_norm,
             wire=Wire(**self.experiment.wire.model_dump(exclude={"buckets"})),
             buckets=self.experiment.wire.buckets,
-            local_steps=local_steps,
-            noise_scale=self.experiment.train.noise_scale,
             overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,
             **self._step_options,
         )

@@ -20,7 +20,6 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import axes_of
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import ExperimentError
 from jdp.experiment.phases import phases
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.advice.advice import advise
@@ -61,11 +60,6 @@ def search_meshes(
     experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int]
 ) -> MeshSearch:
     """Choose strategies on other meshes of a target that are worth compiling (`foresight/candidates/meshes.py`)."""
-    if experiment.local_steps.steps is not None:
-        raise ExperimentError(
-            "[local_steps] trains each replica by itself, so another mesh would learn something else; given --axes: "
-            "remove it"
-        )
     assembly = Assembly.on_devices(experiment, list(target.devices))
     batch, config = assembly.abstract_batch(), experiment.model.config
     heads = {name: getattr(config, name, None) for name in ("heads", "key_value_heads")}

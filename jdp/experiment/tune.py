@@ -184,7 +184,7 @@ class Tuning:
             check_for_devices(own, len(self.target.devices))
             return NOTHING
         bare = own.model_copy(update={"train": own.train.model_copy(update={"accumulate": 1})})
-        unit = batch_unit(check_for_devices(bare, len(self.target.devices)), local_steps=own.local_steps.steps or 1)
+        unit = batch_unit(check_for_devices(bare, len(self.target.devices)))
         rows = math.gcd(*own.train.sizes.values) // unit.rows
         asked = self.accumulate or (own.train.accumulate, *(2**power for power in range(rows.bit_length())))
         counts = sorted({count for count in asked if rows % count == 0}) or [1]

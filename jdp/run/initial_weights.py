@@ -27,11 +27,9 @@ from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
 from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter, import_peft
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
-from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_part
+from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
 from jdp.core.types import PyTree
-from jdp.core.update.local_steps import stack
 from jdp.core.update.optimizer_checks import first_state
 from jdp.data.sources.in_bucket import fetch, local_copy
 from jdp.experiment.file import ExperimentError
@@ -136,8 +134,7 @@ def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     def optimizer_state(params: PyTree) -> PyTree:
         own = own_shaped(on_device(params), "params", state.static)
         first = first_state(tx, trained_part(own, trained))
-        one = map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
-        return stack(one, plan.mesh.shape[REPLICA]) if STACKED in state.sync else one
+        return map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
 
     begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
     return replace(state, opt_state=begin(state.params))

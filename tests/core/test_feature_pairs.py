@@ -13,19 +13,18 @@ QUICK = """
 bf16 replica batch_norm accumulate ema
 int8 pad wrt dropout eval
 fp8 scan_layers lora resume group
-topk model_axis accumulate noise_scale clip_norm
+topk model_axis accumulate clip_norm
 powersgd offload scan_layers batch_norm resume
 powersgd pad clip_norm eval
 int8_weights overlap dropout clip_norm pad
-local_steps ema batch_norm dropout eval
-local_steps pad group wrt resume scan_layers
-local_steps gather_rows
-noise_scale gather_rows
+replica ema batch_norm dropout eval
+pad group wrt resume scan_layers
+accumulate gather_rows
 own_loop bf16 lora group replica ema
 own_loop int8_weights gather_rows model_axis
 fp8 buckets model_axis wrt offload
 products int8 overlap lora
-products buckets noise_scale offload resume
+products buckets offload resume
 gather_rows topk group eval
 """
 

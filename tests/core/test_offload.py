@@ -158,6 +158,3 @@ def test_mistakes():
     with pytest.raises(ValueError, match=r"devices that reach pinned host memory.*given metal devices with device"):
         check_memory_kinds(["device"], "metal")
     check_memory_kinds([], "gpu")  # only described
-    plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), offload="optimizer")
-    with pytest.raises(ValueError, match="local_steps keeps an optimizer on every replica's devices; given Plan"):
-        jdp.make_train_step(loss, plan, local_steps=2)

@@ -271,19 +271,6 @@ def by_norms():
     return optax.multi_transform(each, {"up": {"w": "lamb", "b": "prodigy"}, "down": {"w": "lars", "b": "fromage"}})
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), by_norms()], ids=["sgd", "norms"])
-def test_local_steps_on_padded_parameters(tx):
-    plan = plan_of(6, "zero2", mesh={"replica": 2, "data": 3})
-    settings = {"local_steps": jdp.LocalSteps(2, momentum=0.5, lr=0.7), "partitioning": "manual", "rows": 60}
-    state, padded = train(plan, tx, **settings)
-    assert len([path for path, _ in state.static.flat if path.startswith("params")]) >= 3
-    other, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
-    np.testing.assert_allclose(padded, plain, rtol=LOSS_BOUND)
-    assert not any(behind.any() for behind in padding(state))
-    for got, wanted in zip(*map(jax.tree.leaves, (state.unpadded().params, other.params)), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=WEIGHT_BOUND)
-
-
 def test_an_explicit_mesh_of_another_name():
     mesh = jax.make_mesh((5,), ("batch",), devices=jax.devices()[:5])
     plan = jdp.Plan(mesh, "zero3", data="batch", min_shard_size=16)
@@ -393,18 +380,3 @@ def test_what_encoding_lost_fits_another_number_of_devices(tmp_path):
     read = jdp.restore(tmp_path / "saved", states[1]).sync[ERROR]["up"]["w"]
     flat = dict(states[1].static.flat)["params/up/w"]
     np.testing.assert_allclose(flat.from_rest(read).sum(axis=0), np.full((IN, HIDDEN), 5.0), rtol=1e-6)
-
-
-def test_a_checkpoint_of_local_steps_fits_another_number_of_devices(tmp_path):
-    states = []
-    for devices in (3, 2):
-        plan = plan_of(2 * devices, "zero2", mesh={"replica": 2, "data": devices})
-        step = jdp.make_train_step(loss, plan, local_steps=jdp.LocalSteps(2, momentum=0.5), partitioning="manual")
-        state = step.complete(jdp.init_state(init, optax.sgd(1e-3, momentum=0.9), plan, rng=jax.random.key(7)))
-        states.append(state)
-    saved = dataclasses.replace(states[0], sync=plus_one(states[0].sync))
-    jdp.save(tmp_path / "saved", saved)
-    read = jdp.restore(tmp_path / "saved", states[1])
-    momentum = read.sync["momentum"]["up"]["w"]
-    flat = dict(states[1].static.flat)["params/up/w"]
-    assert np.array_equal(flat.from_rest(momentum), np.ones((IN, HIDDEN)))

@@ -503,7 +503,6 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
     [
         {"accumulate": 2, "group": 2},
         {"accumulate": 2, "partitioning": "manual", "wire": "int8"},
-        {"local_steps": 2},
     ],
 )
 def test_an_array_of_rows_without_elements_changes_nothing(settings):

@@ -130,7 +130,7 @@ def test_a_step_keeps_the_state_on_the_users_mesh(mesh, is_set, expected):
     jax.tree.map(np.testing.assert_array_equal, state.params, expected[1].params)
 
 
-@pytest.mark.parametrize("settings", [{"wire": "int8"}, {"local_steps": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{"wire": "int8"}], ids=str)
 def test_what_synchronisation_keeps_lies_on_the_users_mesh(settings, tmp_path):
     wanted = steps(OURS, is_set=False, **settings)
     plan, state, metrics = steps(EXPLICIT, is_set=True, **settings)

@@ -211,16 +211,6 @@ def test_layers_that_are_sharded_over_the_matrices_send_nothing():
     assert_trains_as_one_device(shapes, tx, plan, {"layers/u", "layers/d"})
 
 
-def test_replicas_that_train_by_themselves():
-    ends = []
-    for whole in (True, False):
-        plan = plan_of("zero3", mesh={"replica": 2, "data": 4}, whole_matrices=whole)
-        state, step = start(plan, FEW, few(), local_steps=jdp.LocalSteps(3, lr=0.7, momentum=0.9))
-        assert len(state.static.whole) == 4 * whole
-        ends.append(values(run(state, step, batches(4))))
-    assert_same(*ends)
-
-
 def test_part_by_part(monkeypatch):
     """A device takes a stack larger than its bound matrix by matrix."""
     monkeypatch.setattr(whole_matrices, "TOGETHER", 1)

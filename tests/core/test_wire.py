@@ -353,7 +353,6 @@ def test_a_checkpoint_carries_it_to_other_devices_other_settings_and_plain_steps
     [
         ("8", {"wire": SCHEMES["int8"]}),
         ("8", {"wire": SCHEMES["topk"]}),
-        ("2x4", {"local_steps": jdp.LocalSteps(2, momentum=0.9)}),
     ],
 )
 def test_a_step_takes_states_of_several_shapes(mesh, settings):
@@ -455,7 +454,6 @@ def test_parameters_too_small_to_shard_share_a_bucket_by_plan(settings):
         ({"buckets": "big"}, "at least 1"),
         ({"wire": "int7"}, "did you mean int8"),
         ({"wire": 8}, "given 8. Give one of these"),
-        ({"noise_scale": "off"}, "given 'off'. Give a bool"),
         ({"wire": "int8", "partitioning": "auto"}, "leave partitioning out"),
         ({"buckets": "auto", "partitioning": "auto"}, "leave partitioning out"),
     ],

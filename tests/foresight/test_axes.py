@@ -93,11 +93,6 @@ def test_on_devices_without_link_rates_bytes_are_compared():
     assert not found.in_seconds and found.kept and "sends_bytes" in found.to_json()["compiled"][0]
 
 
-def test_local_steps_keep_their_replicas():
-    with pytest.raises(ValueError, match="another mesh would learn something else"):
-        searched("h100:2x8", mesh={"replica": 2, "data": -1}, local_steps={"steps": 2})
-
-
 def test_clusters_grow_from_parts_of_a_host_to_whole_hosts():
     names = sizes_of(target("h100:2x8"))
     assert names[:6] == ["h100:1x1", "h100:1x2", "h100:1x4", "h100:1x8", "h100:2x8", "h100:4x8"]

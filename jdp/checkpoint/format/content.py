@@ -39,7 +39,7 @@ from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.chunk_table import Chunks, InMemory, Partial, Range, Source, chunk_table
 from jdp.checkpoint.format.committing import METADATA
 from jdp.checkpoint.format.padding import at_rest_as, converting, described_flat, flat_leaves, own_shape, stored_flat
-from jdp.checkpoint.format.sync_state import PREFIX, Read, read_optimizer_state, read_sync
+from jdp.checkpoint.format.sync_state import PREFIX, Read, read_sync
 from jdp.checkpoint.format.trees import (
     Content,
     check_kept,
@@ -113,11 +113,9 @@ def read_state(source: Source, target: Any) -> Any:
     _check_kind(saved, content.fields, folder)
     flat = flat_leaves(target, wanted)
     read, saved_at_rest = _reader(source, stored, flat), at_rest_as(saved, flat)
-    converted = read_optimizer_state(saved_at_rest, wanted, read, str(folder))
     (sync, own), (_, saved), (saved_sync, _) = map(_split_sync, (wanted, saved, saved_at_rest))
-    described = _describe(own, flat)
-    _check_match({**saved, **{path: described[path] for path in converted}}, described, folder)
-    arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
+    _check_match(saved, _describe(own, flat), folder)
+    arrays = read(own)
     arrays |= read_sync(saved_sync, sync, read, str(folder))
     given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
     return content.filled(given)

@@ -21,7 +21,7 @@ from jdp.core.state import TrainState, changed
 
 AT_ONCE = 2**30
 """Bytes of leaves that every device holds completely while they are converted; one leaf may be larger."""
-_LIKE_PARAMETERS = ("sync/mean_error/", "sync/momentum/")
+_LIKE_PARAMETERS = ("sync/mean_error/",)
 
 
 def flat_leaves(tree: Any, paths: Mapping[str, Any]) -> dict[str, Flat]:

@@ -19,11 +19,9 @@ from jdp.checkpoint.format.trees import parsed_text, text_of
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import rest_spec
 from jdp.core.sharding.user_mesh import auto_axes, entered, mesh_of_home
-from jdp.core.state import ERROR, STACKED
-from jdp.core.update.local_steps import stack, unstack
+from jdp.core.state import ERROR
 
 PREFIX = "sync/"
-ROUNDS = f"sync/{STACKED}"
 _ERROR = f"sync/{ERROR}/"
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -51,40 +49,6 @@ def read_sync(saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, f
     arrays |= {path: _shared_out(arrays[path], wanted[path]) for path in shared}
     zeros = {path: lambda leaf=wanted[path]: jnp.zeros(leaf.shape, leaf.dtype) for path in fresh}
     return arrays | {path: _computed(zero, wanted[path]) for path, zero in zeros.items()}
-
-
-def read_optimizer_state(
-    saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, folder: str
-) -> dict[str, Any]:
-    """Return optimizer state that only one of checkpoint and target has for each replica, or for other replicas.
-
-    Replicas of the checkpoint become one state, of floating-point leaves the mean; every replica of the target gets it.
-    """
-    was, stacks = ROUNDS in saved, ROUNDS in wanted
-    sources: dict[str, Any] = {}
-    for path, leaf in wanted.items():
-        known = saved.get(path, "")
-        if not path.startswith("opt_state/") or known == text_of(leaf.dtype, leaf.shape):
-            continue
-        shape, spec = (leaf.shape[1:], leaf.sharding.spec[1:]) if stacks else (leaf.shape, leaf.sharding.spec)
-        if was:
-            shape, spec = (_leading(known), *shape), (None, *spec)
-        if known == text_of(leaf.dtype, shape):
-            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
-            sources[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-    if not sources:
-        return {}
-    if was:
-        notice(f"{folder}: the replicas' optimizer states become one, their mean ({len(sources)} arrays)")
-
-    def convert(array: jax.Array, leaf: Any) -> jax.Array:
-        one = unstack(array) if was else array
-        return stack(one, leaf.shape[0]) if stacks else one
-
-    arrays = read(sources)
-    return {
-        path: _computed(lambda x, leaf=wanted[path]: convert(x, leaf), wanted[path], arrays[path]) for path in sources
-    }
 
 
 def _leading(saved: str) -> int:

@@ -30,7 +30,7 @@ from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.traced_mesh import traced_mesh
-from jdp.core.state import SQUARES, trained_part, with_trained
+from jdp.core.state import trained_part, with_trained
 from jdp.core.tracing.collectives import reduced_by_layer
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
@@ -56,7 +56,7 @@ def step_gradients(
     micro, part, its_key = microbatches(spec, collectives, batch, key)
     first = part, its_key
     by_layer = spec, collectives
-    if collectives.overlap and SQUARES not in kept and (count == 1 or spec.strategy.gather != "use"):
+    if collectives.overlap and (count == 1 or spec.strategy.gather != "use"):
         by_layer = _by_layer(spec, collectives, params, model_state, *first)
     if count == 1:
         spec, collectives = by_layer
@@ -85,7 +85,7 @@ def step_gradients(
             grads, sums, after = each(model_state, microbatch, key, seed_of(0))
             changed[:] = changed_leaves(model_state, after)
             if reduces_each:
-                grads, _ = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight, seed_of(0))
+                grads, _ = collectives.reduce_all(grads, spec.trained_placements, kept, seed_of(0))
             return grads, sums
 
         def one_more(before: Any, xs: Any, differentiate: Any) -> Any:
@@ -97,7 +97,7 @@ def step_gradients(
                 if lost is not None:  # which the last sends: the step's weight is known then
                     weight = jnp.where(index == count - 1, spec.summed(collectives, sums).weight, 0)
                     kept = feedback.added(kept, lost, weight)
-                grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, more.weight, seed)
+                grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, seed)
             return grads, (sums, trained_part(after, changed), kept), (more.rows, more.whole)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -127,11 +127,9 @@ def step_gradients(
     if not reduces_each and spec.strategy.gather != "use":  # else the backward pass reduced, of the last at least
         if lost is not None:
             kept = feedback.added(kept, lost, total.weight)
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight, seed_of(0))
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, seed_of(0))
     grads, kept = collectives.finish_all(grads, spec.trained_placements, kept, seed_of(count))
     kept = feedback.per_weight(kept, total.weight)
-    if SQUARES in kept:
-        kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
     return grads, total, collectives.average(model_state, after), kept
 
 

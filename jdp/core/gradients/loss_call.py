@@ -21,7 +21,7 @@ from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
-RESERVED = frozenset(("loss", "weight", "grad_norm", "noise_scale", "skipped"))
+RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
 
 
 @jax.tree_util.register_dataclass

@@ -27,10 +27,8 @@ from jdp.core.random import row_keys as keys
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, keep_axes
-from jdp.core.sharding.traced_mesh import mesh_inside
 from jdp.core.state import ERROR, trained_part, with_trained
 from jdp.core.types import Batch, PyTree
-from jdp.core.update.local_steps import is_inside_a_replica
 from jdp.core.wire import collectives
 from jdp.core.wire.buckets import Synchroniser
 
@@ -101,7 +99,7 @@ def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: 
     # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
     return jax.shard_map(
         local,
-        mesh=mesh_inside() if is_inside_a_replica() else plan.mesh,
+        mesh=plan.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(batch_axes(plan.mesh)),

@@ -97,14 +97,14 @@ class PartitionedLoss:
 
     @property
     def microbatches(self) -> int:
-        """Number of parts of a device's rows that are computed one after another, in all steps of a call."""
-        return self.settings.accumulate * self.settings.rounds
+        """Number of parts of a device's rows that are computed one after another."""
+        return self.settings.accumulate
 
     @property
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
         own = self.settings
-        return batch_unit(self.plan.mesh.shape, own.accumulate, own.group, own.rounds, named=self.plan.called)
+        return batch_unit(self.plan.mesh.shape, own.accumulate, own.group, named=self.plan.called)
 
     def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once."""
@@ -202,7 +202,7 @@ class PartitionedLoss:
             state.static.adapter,
             self.param_placements(state),
             self.plan.row,
-            replace(self.settings, accumulate=self.microbatches, overlap=overlap),
+            replace(self.settings, overlap=overlap),
             state.static.trained,
             reading=reading,
         )

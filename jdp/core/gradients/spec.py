@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from jdp.core.gradients.boundary import Collective, Reduction
 from jdp.core.gradients.loss_call import Sums
@@ -16,7 +14,7 @@ from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.strategy import Strategy
-from jdp.core.state import SQUARES, trained_part
+from jdp.core.state import trained_part
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
 from jdp.core.wire.buckets import Synchroniser
@@ -61,21 +59,16 @@ class Collectives:
     synchroniser: Synchroniser | None = None
     overlap: bool = False
 
-    def reduce_all(
-        self, grads: PyTree, placements: PyTree, kept: Kept, weight: jax.Array, seed: Any
-    ) -> tuple[PyTree, Kept]:
-        """Reduce every leaf, compute spec -> rest spec, of rows of this weight; return `kept` as it is afterwards."""
-        kept = _with_squares(kept, grads, weight)
+    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept, seed: Any) -> tuple[PyTree, Kept]:
+        """Reduce every leaf, compute spec -> rest spec; return `kept` as it is afterwards."""
         if self.synchroniser is not None:
-            grads, own = self.synchroniser.reduce(grads, {name: kept[name] for name in kept if name != SQUARES}, seed)
-            return grads, {**kept, **own}
+            return self.synchroniser.reduce(grads, kept, seed)
         return map_leaves(self.reduce, grads, placements), kept
 
     def finish_all(self, grads: PyTree, placements: PyTree, kept: Kept, seed: Any) -> tuple[PyTree, Kept]:
         """Sum every leaf over the batch axes that `reduce_all` left out; return `kept` as it is afterwards."""
         if self.synchroniser is not None:
-            grads, own = self.synchroniser.finish(grads, {name: kept[name] for name in kept if name != SQUARES}, seed)
-            return grads, {**kept, **own}
+            return self.synchroniser.finish(grads, kept, seed)
         return map_leaves(self.finish, grads, placements), kept
 
 
@@ -85,7 +78,7 @@ class GradientSpec:
 
     Attributes:
         loss_fn: the loss function.
-        settings: the step's; `accumulate` counts the local steps of a replica too; `overlap` None: by cost.
+        settings: the step's; `overlap` None: by cost.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
@@ -115,14 +108,6 @@ class GradientSpec:
     def trained_placements(self) -> PyTree:
         """The placements of the gradients: `placements` with None for frozen parameters."""
         return trained_part(self.placements, self.trained)
-
-
-def _with_squares(kept: Kept, grads: PyTree, weight: jax.Array) -> Kept:
-    """Add the squared norm of these gradients and their rows' squared weight, where they are asked for."""
-    if SQUARES not in kept:
-        return kept
-    own = optax.tree.norm(grads, squared=True).astype(jnp.float32)
-    return {**kept, SQUARES: kept[SQUARES] + jnp.stack([own, weight**2])}
 
 
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:

@@ -23,11 +23,10 @@ from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fa
 from jdp.core.init.programs import run_init
 from jdp.core.plan import Plan, check_plan
 from jdp.core.random.user_keys import key_of_init, typed_key
-from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.padded import Change
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.user_mesh import auto_axes, padded
-from jdp.core.state import MOMENTUM, STACKED, TrainState, changed
+from jdp.core.state import TrainState, changed
 from jdp.core.types import PyTree
 from jdp.core.update.optimized import at_rest, flattened
 
@@ -128,19 +127,9 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 
 def _placed_state(state: TrainState, plan: Plan) -> TrainState:
     """Shard a train state as `init_state` would, also one that was padded for another number of devices."""
-    replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
-    if STACKED in state.sync and sizes - {replicas}:
-        raise ValueError(
-            "After local steps a state keeps each replica's own optimizer state, and is sharded for as many replicas; "
-            f"given {max(sizes)} and a plan of {replicas}. Save it, and restore it onto a state of that plan, which "
-            "takes their mean."
-        )
     state = state.unpadded()
     laid = flattened(plan, state)
     shardings, flat = plan.shardings(laid), dict(laid.static.flat)
-    flat |= {
-        path.replace("params", f"sync/{MOMENTUM}", 1): own for path, own in flat.items() if path.startswith("params")
-    }
     if not flat or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
         return _put(at_rest(state, laid.static), plan, shardings)
 

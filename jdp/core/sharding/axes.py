@@ -101,10 +101,9 @@ def batch_unit(
     mesh: Mapping[str, int],
     accumulate: int = 1,
     group: int = 1,
-    local_steps: int = 1,
     named: Mapping[str, str] = MappingProxyType({}),
 ) -> BatchUnit:
-    """Return the divisor of a global batch's rows: shards × steps × microbatches × group."""
+    """Return the divisor of a global batch's rows: shards × microbatches × group."""
     factors = {named.get(axis, axis): mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
-    counts = {"local_steps": local_steps, "accumulate": accumulate, "group": group}
+    counts = {"accumulate": accumulate, "group": group}
     return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from jdp.core.plan import Plan
-from jdp.core.state import SQUARES, TrainState, map_flat, trained_part, with_trained
+from jdp.core.state import TrainState, map_flat, trained_part, with_trained
 from jdp.core.tracing.collectives import update_scope
 from jdp.core.types import PyTree
-from jdp.core.update import noise_scale
 from jdp.core.update.optimized import optimized
 
 
@@ -32,9 +31,6 @@ def guarded_update(
     params = trained_part(state.params, trained)
     # Padding counts as zero: divided by a weight of zero it would be NaN where the gradient itself is infinite.
     norm, square = _norm(map_flat(lambda g, flat: flat.masked(g), grads, "params", state.static), state.step)
-    if SQUARES in sync:
-        noise = noise_scale.updated(state.sync["noise"], sync[SQUARES], norm**2, weight)
-        sync = {name: tree for name, tree in sync.items() if name != SQUARES} | {"noise": noise}
     finite = jnp.isfinite(norm if clip_norm is not None else square) & jnp.isfinite(total)
     finite &= _stays_finite(state.model_state, model_state)
     if clip_norm is not None:

@@ -27,10 +27,9 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.optimizer_state import mirrored
 from jdp.core.sharding.padded import Flat
-from jdp.core.state import MOMENTUM, STACKED, Static, TrainState, map_flat, own_shaped, trained_part
+from jdp.core.state import Static, TrainState, map_flat, own_shaped, trained_part
 from jdp.core.tracing.graph import FORWARD, Env, Operation, before, evaluate, known, read
 from jdp.core.types import PyTree
-from jdp.core.update.local_steps import unstack
 from jdp.core.update.mixing import Refusal
 from jdp.core.update.optimizer_checks import Update, apply, traced_apply, traced_update
 from jdp.core.update.padded import Mixed, Stored, as_stored, replay, replay_operation
@@ -104,9 +103,6 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
     """
     assert not state.static.flat
     state = jax.eval_shape(lambda state: state, state)
-    if STACKED in state.sync:
-        one = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
-        return at_rest(state, flattened(plan, one).static)
     found = _candidates(plan, state)
     while found:
         laid = _with_whole_matrices(plan, at_rest(state, _with_opt_state(plan, state, found)))
@@ -161,8 +157,6 @@ def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
     """Return (kind of collective, devices of one) -> payload bytes of an update that takes matrices whole."""
     if not state.static.whole:
         return {}
-    if STACKED in state.sync:
-        state = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
     sent = [stack.sent() for stack in stacks_of(plan, state, read(_update(state).program, FORWARD))[0]]
     return {kind: sum(each.get(kind, 0) for each in sent) for kind in sorted({*chain(*sent)})}
 
@@ -174,8 +168,7 @@ def at_rest(state: TrainState, static: Static) -> TrainState:
         return jax.eval_shape(flat.to_rest, x) if isinstance(x, jax.ShapeDtypeStruct) else flat.to_rest(x)
 
     fields = {name: map_flat(rest, getattr(state, name), name, static) for name in FIELDS}
-    own = {MOMENTUM: map_flat(rest, state.sync[MOMENTUM], "params", static)} if MOMENTUM in state.sync else {}
-    return replace(state, **fields, sync={**state.sync, **own}, static=static)
+    return replace(state, **fields, static=static)
 
 
 def _candidates(plan: Plan, state: TrainState) -> dict[str, Flat]:

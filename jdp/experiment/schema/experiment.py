@@ -5,7 +5,7 @@ model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
 evaluate.py   [evaluate]
-train.py      [train], [sample], [track], [guard]; wire.py [wire], [local_steps]
+train.py      [train], [sample], [track], [guard]; wire.py [wire]
 registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
@@ -40,7 +40,7 @@ from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.registered import Table
 from jdp.experiment.schema.train import Guard, Sample, Track, Train
-from jdp.experiment.schema.wire import LocalStepsTable, WireTable
+from jdp.experiment.schema.wire import WireTable
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
@@ -135,7 +135,6 @@ class Experiment(Section):
     optimizer: Optimizer = Optimizer()
     train: Train
     wire: WireTable = WireTable()
-    local_steps: LocalStepsTable = LocalStepsTable()
     track: Track = Track()
     guard: Guard = Guard()
     evaluate: Evaluate = Evaluate()
@@ -215,8 +214,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _wire(experiment)
     if experiment.overlap is True and experiment.partitioning == "auto":
         yield 'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
-    for rules in (_local_steps, _noise_scale, _guard):
-        yield from rules(experiment)
+    yield from _guard(experiment)
     is_gpt = isinstance(experiment.model.config, GPTConfig)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
@@ -275,35 +273,6 @@ def _wire(experiment: Experiment) -> Iterator[str]:
         yield f'wire.gradients = "{wire.gradients}" needs error feedback, and zero3 has none: take zero2, or "int8"'
     if lossy and not wire.error_feedback:
         yield f'wire.gradients = "{wire.gradients}" needs wire.error_feedback = true; given false: remove that key'
-
-
-def _local_steps(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between [local_steps] and the mesh, the partitioning, [wire] and offload."""
-    wire, given = experiment.wire, experiment.local_steps
-    if given.steps is None:
-        if (given.lr, given.momentum) != (1.0, 0.0):
-            yield "local_steps.lr and .momentum are of rounds, and local_steps.steps is none: give it, or remove them"
-        return
-    if experiment.mesh.get(REPLICA, 1) == 1:
-        yield "[local_steps] needs replicas, each taking steps by itself: give mesh.replica, 2 or more, or -1"
-    if wire.gradients or wire.weights or wire.buckets:
-        yield "[local_steps] and [wire] do not go together: remove one of the tables"
-    if experiment.partitioning == "auto":
-        yield '[local_steps] is for partitioning = "manual"; given "auto": remove that key'
-    if experiment.offload is not None:
-        yield "[local_steps] keeps an optimizer on every replica's devices: remove it, or offload"
-
-
-def _noise_scale(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between train.noise_scale and what it measures."""
-    if not experiment.train.noise_scale:
-        return
-    if experiment.strategy == "zero3":
-        yield "train.noise_scale needs each device's own gradient, which zero3 never has: take zero2, or remove it"
-    if experiment.partitioning == "auto":
-        yield 'train.noise_scale is for partitioning = "manual"; given "auto": remove one of the keys'
-    if experiment.local_steps.steps is not None:
-        yield "train.noise_scale and [local_steps] do not go together: remove one of them"
 
 
 def _guard(experiment: Experiment) -> Iterator[str]:

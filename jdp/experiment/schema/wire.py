@@ -1,4 +1,4 @@
-"""The tables [wire] and [local_steps]: the bytes between devices, and how often they are sent."""
+"""The table [wire]: the bytes between devices."""
 
 from typing import Annotated, Any
 
@@ -37,15 +37,3 @@ class WireTable(Section):
     """Keep what encoding lost, in fp32 on every device, and add it to the next gradient."""
     buckets: BucketSize | None = None
     """Bytes of gradients in one collective, "auto" = jdp chooses; none = one for each parameter."""
-
-
-class LocalStepsTable(Section):
-    """[local_steps]: rounds of steps without synchronisation over `replica` (local SGD, DiLoCo)."""
-
-    steps: Positive | None = None
-    """Optimizer steps that every replica takes by itself in a round, which counts as one of train.steps; batch_size is
-    the samples of a round. none = every step is synchronised."""
-    lr: Annotated[float, Field(gt=0, le=10), Single] = 1.0
-    """Outer learning rate; 1 = take the mean of the replicas' weights; DiLoCo has 0.7."""
-    momentum: Annotated[float, Field(ge=0, lt=1), Single] = 0.0
-    """Outer Nesterov momentum; DiLoCo has 0.9."""

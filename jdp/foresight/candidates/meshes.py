@@ -201,8 +201,8 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
             return times * ring_bytes(kind, payload, devices)
         return times * collective_seconds(kind, payload, _groups(mesh, axes, target), target)
 
-    settings, sent = replace(step.settings, local_steps=None), exchanged(step.plan, state)
-    promised = theory(step.plan, state.params, settings, static=state.static, exchanged=sent)
+    sent = exchanged(step.plan, state)
+    promised = theory(step.plan, state.params, step.settings, static=state.static, exchanged=sent)
     stacked = (leaf.shape for leaf in jax.tree.leaves(own_shapes(state.params, state.static)) if len(leaf.shape) > 2)
     layers = max((shape[0] for shape in stacked), default=1) if step.plan.row.gather == "use" else 1
     total = 0.0

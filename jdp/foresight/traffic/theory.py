@@ -27,9 +27,6 @@ An optimizer that mixes the elements of matrices (Muon) has an update that takes
     zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, of Ψ elements with the padding, and nothing
                where a rule shards the stacks
 
-Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica. Over
-replica it sends Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3). H plain steps send H gradients there.
-
 In buckets, and encoded, several parameters share a collective; then the row names the most that there may be.
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
@@ -38,7 +35,7 @@ Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Ba
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -130,16 +127,12 @@ def theory(
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
     leaves = [(math.prod(leaf.own_shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
     trained = [(count, leaf) for count, leaf in leaves if leaf.trained]
-    inner = settings.local_steps.steps if settings.local_steps else 1
-    rounds = inner * (settings.accumulate if plan.row.reduce_each_microbatch else 1)
+    rounds = settings.accumulate if plan.row.reduce_each_microbatch else 1
     gathered = gathered if plan.row.gather == "use" else None
-    gathers, most = _gathers(plan, settings, leaves, inner, gathered)
+    gathers, most = _gathers(plan, settings, leaves, gathered)
     first, *others = _reductions(plan, rounds, r, sum(count for count, _ in trained))
     promises, packed = (first, *gathers, *others), defaultdict[str, float](float)
     unsharded = _unsharded(plan, trained, rounds * r)
-    if settings.local_steps is not None:
-        unsharded = replace(unsharded, devices=sizes[DATA])
-        promises = _of_a_round(promises, plan, rounds, first.parameters, unsharded.payload_bytes / (rounds * r))
     if (wire.gradients is not None or settings.buckets is not None) and plan.batch_shards > 1:
         reductions = Reductions(plan, settings, trained).promises(rounds)
         promises = (*reductions, *gathers)
@@ -150,8 +143,8 @@ def theory(
     for each in gathers if wire.weights is not None else ():
         packed["all-gather"] += each.payload_bytes
     for (kind, devices), payload in (exchanged or {}).items():
-        promises = (*promises, Promise(kind, inner * payload, (DATA,), devices, inner, 4, first.parameters))
-        packed[kind] += inner * payload
+        promises = (*promises, Promise(kind, payload, (DATA,), devices, 1, 4, first.parameters))
+        packed[kind] += payload
     adapter = static.adapter if static is not None and settings.sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
@@ -170,12 +163,12 @@ def _reductions(plan: Plan, rounds: int, r: int, trained: int) -> Sequence[Promi
 
 
 def _gathers(
-    plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], inner: int, gathered: Sequence[Gathered] | None
+    plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], gathered: Sequence[Gathered] | None
 ) -> tuple[list[Promise], float]:
     """Return (the promise of gathering weights, if the row has one; the bytes that it is at most)."""
     n, c, wire = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize, settings.wire
-    times = inner * {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
-    rounds = inner * (settings.accumulate if plan.row.gather == "use" else 1)
+    times = {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
+    rounds = settings.accumulate if plan.row.gather == "use" else 1
     working = [(times * _gathered_bytes(count, leaf, c, n, wire), leaf) for count, leaf in leaves]
     most = exact = sum(size for size, _ in working)
     if gathered is not None:
@@ -184,22 +177,6 @@ def _gathers(
     psi = sum(count for count, _ in leaves)
     promise = Promise("all-gather", exact, (DATA,), n, rounds, 1 if wire.weights else c, psi)
     return [promise] if plan.row.shard_state else [], most
-
-
-def _of_a_round(
-    promises: Sequence[Promise], plan: Plan, rounds: int, trained: int, whole_by_plan: float
-) -> tuple[Promise, ...]:
-    """Replace what is sent over `replica` in each step by what a round of local steps sends once.
-
-    Of the `trained` elements a device sends its shard, and all of those that are `whole_by_plan`.
-    """
-    n, replicas = plan.mesh.shape[DATA], plan.mesh.shape[REPLICA]
-    inside = [promise for promise in promises if REPLICA not in promise.axes]
-    if not plan.row.shard_state:
-        (whole,) = promises
-        inside = [replace(whole, payload_bytes=rounds * whole.payload_bytes, axes=(DATA,), devices=n, rounds=rounds)]
-    held = whole_by_plan + (trained - whole_by_plan) / n if plan.row.shard_state else trained
-    return (*inside, Promise("all-reduce", 4 * held, (REPLICA,), replicas, 1, 4, trained))
 
 
 def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharded:
