@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from jdp.core.update.schedules import warmup as warmup
     from jdp.core.value_and_grad import ValueAndGrad as ValueAndGrad
     from jdp.core.value_and_grad import value_and_grad as value_and_grad
-    from jdp.core.wire.settings import Wire as Wire
     from jdp.data.feed import Feed as Feed
     from jdp.data.feed import process_rows as process_rows
     from jdp.data.feed import shard_batches as shard_batches
@@ -79,7 +78,6 @@ _HOMES = {
     "Step": "core.step",
     "TrainState": "core.state",
     "ValueAndGrad": "core.value_and_grad",
-    "Wire": "core.wire.settings",
     "abstract_state": "core.init.train_state",
     "ema_params": "core.update.ema",
     "foresee": "foresight.foresee",

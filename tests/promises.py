@@ -17,7 +17,6 @@ NAMES = {
     "Step": "core/test_step.py::test_a_step_is_lowered_for_the_mesh_of_its_state",
     "TrainState": "core/test_init.py::test_the_abstract_state_describes_the_real_one",
     "ValueAndGrad": "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated",
-    "Wire": "core/test_wire.py::test_what_is_sent_and_what_is_kept_are_the_whole_gradient[int8-ddp-8]",
     "abstract_state": "core/test_init.py::test_the_abstract_state_describes_the_real_one",
     "ema_params": "core/test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
     "foresee": "foresight/test_foresee.py::test_from_python_around_ones_own_model",

@@ -32,7 +32,7 @@ SIGNATURES = {
     ),
     "value_and_grad": (
         "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
-        "sync_batch_norm=True, group=1, wire=None, buckets=None, overlap=None, check_loss=True)"
+        "sync_batch_norm=True, group=1, wire=None, overlap=None, check_loss=True)"
     ),
     "init": "(init, plan, *, rng=None, of=None)",
     "place": "(tree, plan, *, of=None)",
@@ -49,7 +49,6 @@ SIGNATURES = {
     "save": "(path, state, *, overwrite=False)",
     "restore": "(path, target)",
     "restore_params": "(path, target, *, missing=(), ignore=())",
-    "Wire": "(gradients=None, weights=None, block=256, fraction=0.01, rank=4, error_feedback=True)",
     "Deadline": "(seconds=300.0, first_seconds=3600.0)",
     "Precision": "(params='fp32', compute='fp32', reduce='fp32', products=None)",
 }

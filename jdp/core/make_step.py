@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
+from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core.compiling.options import Compiler, CompilerOptions
 from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss
@@ -13,7 +13,6 @@ from jdp.core.precision import Precision
 from jdp.core.step import Step
 from jdp.core.step_settings import StepSettings, check_settings, check_training_settings, settled_partitioning
 from jdp.core.types import LossFn
-from jdp.core.wire.settings import Wire
 
 
 def make_train_step(
@@ -26,8 +25,8 @@ def make_train_step(
     clip_norm: float | None = None,
     sync_batch_norm: bool = True,
     group: int = 1,
-    wire: Encoding | Wire | None = None,
-    buckets: Buckets | None = None,
+    wire: Encoding | None = None,
+    buckets: int | None = None,
     overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
@@ -67,14 +66,12 @@ def make_train_step(
             collectives when a device's rows are enough. In both cases the statistics are those of one microbatch.
         group: number of neighbouring rows that belong together and are never split over devices or microbatches. Needed
             for losses of pairs (2), such as DPO or contrastive pairs.
-        wire: how gradients are encoded while they are sent, for slow links between devices. None (as `precision` says),
-            "bf16", "int8", "fp8", "topk", "powersgd", or a `Wire`, which can encode ZeRO's weights too. Sums are made
-            in float32. The error of encoding is kept in the state and added to the next gradient, except under zero3.
-            Requires partitioning="manual".
-        buckets: the most bytes of gradients that one collective carries, in the order in which the backward pass
-            finishes them. Useful for models of many small parameters, whose collectives take latency. "auto": jdp
-            chooses. None: one collective a parameter, which XLA may combine; "auto" if gradients are encoded. zero3
-            reduces layer by layer instead. Requires partitioning="manual".
+        wire: how gradients are encoded while they are sent, for slow links between devices: None (as `precision` says),
+            "bf16" (2 bytes an element) or "int8" (1, and a scale for each block of 256). They are added up in float32.
+            Rounding is drawn from the step's key, so it is right on average. Requires partitioning="manual".
+        buckets: the bytes up to which XLA's compiler for GPUs joins collectives of one kind into one, in place of the
+            limits that `compiler` sets. Give it, such as 25 * 2**20, for models of many small parameters, whose
+            collectives take latency; joined ones start later. On CPUs it does nothing.
         overlap: under "manual", have `scan_layers` communicate while it computes. A layer's weights are gathered during
             the layer before, and its gradient is reduced during the next. That takes memory for one more layer's
             weights and gradient, and some compile time: give False when this memory is needed. None: where less is
@@ -104,20 +101,18 @@ def make_train_step(
     check_loss_takes(loss_fn, 3)
     check_settings(accumulate, group, partitioning)
     check_training_settings(clip_norm, overlap, donate)
-    wire = Wire.of(wire)
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, plan, wire, buckets),
+        requested=settled_partitioning(partitioning, wire),
         accumulate=accumulate,
         clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
         group=group,
         wire=wire,
-        buckets=buckets,
         overlap=overlap,
         check_loss=check_loss,
         donate=donate,
-        compiler=Compiler.of(compiler),
+        compiler=Compiler.of(compiler, buckets),
     )
     return Step(PartitionedLoss(loss_fn, plan, settings, "train step"))
 

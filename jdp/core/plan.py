@@ -301,9 +301,6 @@ class Plan(Drawn):
             if head == "opt_state":
                 placement = self._in_memory(self._place_optimizer_leaf(path, leaf, params))
                 return replace(placement, flat=flat.get(path))
-            if path.startswith("sync/mean_error/"):
-                spec = PartitionSpec(self.batch_axes, *params[tail.partition("/")[2]].compute)
-                return self._placement(path, leaf, spec, spec, "each shard of the batch has its own")
             return self._placement(path, leaf, PartitionSpec(), PartitionSpec(), f"replicated: {head}")
 
         return jax.tree.map_with_path(place, state)

@@ -45,10 +45,6 @@ class Static:
     inner_products: bool = False
 
 
-ERROR = "mean_error"
-"""The entry of `TrainState.sync` for the error of encoding the mean gradient; earlier: "error", of the sum."""
-
-
 @dataclass(frozen=True)
 class TrainState(Drawn, Generic[Model]):
     """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
@@ -71,9 +67,6 @@ class TrainState(Drawn, Generic[Model]):
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
-        sync: name -> what the synchronisation of gradients keeps between steps; {} if it keeps nothing. A step that
-            needs it adds it (`Step.complete`). "mean_error": the error of encoding the mean gradient, [D, ...] for the
-            D shards of the batch, sharded over them. "factor": PowerSGD's, replicated.
         static: the optimizer and everything else that is no array; see `Static`.
     """
 
@@ -83,7 +76,6 @@ class TrainState(Drawn, Generic[Model]):
     model_state: PyTree
     rng: jax.Array
     skipped: jax.Array
-    sync: dict[str, PyTree]
     static: Static
 
     def __repr__(self) -> str:

@@ -21,24 +21,21 @@ from jax._src.core import trace_state_clean  # nothing public says that another 
 from jax.sharding import Mesh
 
 from jdp.base.notices import notice
-from jdp.base.words import Buckets, Partitioning
+from jdp.base.words import Encoding, Partitioning
 from jdp.core.batch import check_alive, owned_batch, signature
 from jdp.core.compiling.options import Compiler, CompilerValue
-from jdp.core.gradients import manual
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
-from jdp.core.init.sync_entries import with_sync_entries
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
-from jdp.core.state import Layout, Leaves, TrainState, together, unread_leaves
+from jdp.core.state import Layout, Leaves, TrainState, together
 from jdp.core.step_settings import StepSettings, check_settings, check_training_settings
 from jdp.core.tracing.collectives import TracedCollectives, read_collectives
-from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
+from jdp.core.types import Batch, LossFn, Metrics, Model
 from jdp.core.update.guarded import guarded_update
 from jdp.core.update.offloaded import constrained, params_on_device, streamed
-from jdp.core.wire.settings import Wire
 
 Kind = TypeVar("Kind")
 _CHANGEABLE = ("accumulate", "overlap", "check_loss", "compiler")
@@ -64,14 +61,13 @@ class Step(Generic[Kind]):
         settings: all settings in one object; the step itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
         train: True for a training step, False for an evaluation step.
-        precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
-        clip_norm, donate, compiler: likewise.
+        precision, accumulate, sync_batch_norm, group, wire, overlap, check_loss: as in `make_train_step`.
+        clip_norm, donate, compiler: likewise; the compiler has `buckets`.
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
 
     __slots__ = (
         "__weakref__",
-        "_complete",
         "_layout",
         "_options",
         "_takes_tree",
@@ -93,8 +89,7 @@ class Step(Generic[Kind]):
     train: bool = read_only("settings.train")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
     group: int = read_only("settings.group")
-    wire: Wire = read_only("settings.wire")
-    buckets: Buckets | None = read_only("settings.buckets")
+    wire: Encoding | None = read_only("settings.wire")
     overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
     clip_norm: float | None = read_only("settings.clip_norm")
@@ -104,7 +99,6 @@ class Step(Generic[Kind]):
     def __init__(self, loss: PartitionedLoss) -> None:
         self.loss = loss
         self.sends: TracedCollectives | None = None
-        self._complete: set[Any] = set()  # what `complete` knows to need nothing
         self._layout: Layout | None = None  # of the last call's state
         self._takes_tree: bool | None = None  # whether `lower` came before the first call, which then has its program
         self._options: dict[str, CompilerValue] | None = None
@@ -121,8 +115,6 @@ class Step(Generic[Kind]):
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
         loss = self.loss
-        if not self._made(state):
-            state = self.complete(state)
         if self._takes_tree is None:
             self._takes_tree = False
         given = state if self._takes_tree else Leaves.of(state, self._layout)
@@ -140,11 +132,6 @@ class Step(Generic[Kind]):
             return run(given, batch)
         leaves, metrics = run(given, batch)
         return leaves.unread(self), metrics
-
-    def _made(self, state: TrainState) -> bool:
-        """Return whether the state came out of this step, and is therefore complete, and nobody has read it."""
-        leaves = unread_leaves(state)
-        return leaves is not None and leaves.maker is self
 
     @property
     def gathers_rows(self) -> bool:
@@ -228,7 +215,7 @@ class Step(Generic[Kind]):
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.plan.batch_sharding)
             return leaf
 
-        state, batch = step.complete(state), jax.tree.map(sharded, batch)
+        batch = jax.tree.map(sharded, batch)
         if step._takes_tree is None:
             step._takes_tree = True
         step.loss.check_first(state, batch)
@@ -255,43 +242,13 @@ class Step(Generic[Kind]):
         """
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
 
-    def complete(self, state: TrainState) -> TrainState:
-        """Return the state with the entries that the synchronisation keeps between steps (`TrainState.sync`), zeros at
-        first.
-
-        A step completes the state that it gets; this is for restoring a checkpoint onto the complete state. A state
-        that was completed for other settings is completed anew; that is reported.
-
-        Args:
-            state: a train state, real or abstract.
-
-        Raises:
-            ValueError: a rule of the plan matches nothing or does not divide.
-        """
-        own = self.settings
-        if not own.train or not (own.wire.gradients or state.sync):
-            return state
-        parts = (state.params if own.wire.gradients else (), state.sync)
-        leaves, tree = jax.tree.flatten(parts)
-        known = tree, tuple(leaf.shape for leaf in leaves), state.static.trained
-        if known in self._complete:
-            return state
-        completed = with_sync_entries(state, self._kept_shapes(state), self.plan, own)
-        if completed is state:
-            self._complete.add(known)
-        return completed
-
-    def _kept_shapes(self, state: TrainState) -> dict[str, PyTree]:
-        """Return shapes and dtypes of what is kept between steps (`TrainState.sync`) for parameters of these shapes."""
-        return manual.kept_shapes(self.loss.gradient_spec(state), self.plan)
-
     def bare(self, state: TrainState) -> TrainState:
-        """Return an abstract state without what belongs to a mesh: shardings, padding, and what `complete` adds.
+        """Return an abstract state without what belongs to a mesh: shardings and padding.
 
         Args:
             state: a train state, real or abstract.
         """
-        return jax.eval_shape(lambda state: state, replace(state, sync={})).unpadded()
+        return jax.eval_shape(lambda state: state, state).unpadded()
 
     def on(self, mesh: Mesh) -> Step[Kind]:
         """Return this step for another mesh, with what was found when its loss was tried.
@@ -325,7 +282,7 @@ class Step(Generic[Kind]):
         changed = replace(own.settings, **settings)
         check_settings(changed.accumulate, changed.group, changed.requested)
         check_training_settings(None, changed.overlap, True)
-        changed = replace(changed, compiler=Compiler.of(changed.compiler))
+        changed = replace(changed, compiler=Compiler.of(changed.compiler, own.settings.compiler.buckets))
         return Step(PartitionedLoss(loss_fn or own.loss_fn, plan or own.plan, changed, own.noun))
 
 
@@ -333,9 +290,9 @@ def _train(loss: PartitionedLoss, state: TrainState, batch: Batch) -> tuple[Trai
     settings, plan = loss.settings, loss.plan
     key = jax.random.fold_in(state.rng, state.consumed)
     computing = replace(state, params=params_on_device(plan, state))
-    grads, sums, model_state, sync = loss.gradients(computing, batch, key, state.sync)
+    grads, sums, model_state = loss.gradients(computing, batch, key)
     update = partial(guarded_update, settings.clip_norm, plan)
-    given = (grads, sums.total, sums.weight, model_state, sync)
+    given = (grads, sums.total, sums.weight, model_state)
     new, norm = update(state, *given) if plan.offload is None else streamed(update, state, given, plan)
     new = constrained(plan, new)
     metrics = {**means(sums), "grad_norm": norm, "skipped": new.skipped}

@@ -1,16 +1,14 @@
 """The settings of a step, checked before anything is traced: what each may be, and which of them go together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
-from jdp.base.notices import notice
+from jdp.base.hints import nearest
 from jdp.base.numbers import is_integer, is_number
-from jdp.base.words import Buckets, Partitioning
+from jdp.base.words import Encoding, Partitioning
 from jdp.core.compiling.options import DEFAULT, Compiler
-from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.wire.settings import WIDE, Wire
 
 FP32 = Precision()
 
@@ -26,8 +24,7 @@ class StepSettings:
         train: True if the loss is differentiated, False if it is evaluated.
         sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
         group: number of neighbouring rows that are never split.
-        wire: how gradients and weights are encoded while they are sent.
-        buckets: bytes of gradients that one collective carries at most, "auto", or None.
+        wire: how gradients are encoded while they are sent; None: not.
         overlap: True if layer loops send while they compute, None where devices can.
         check_loss: True if the loss is tried on a few rows before the first step.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
@@ -41,8 +38,7 @@ class StepSettings:
     train: bool = True
     sync_batch_norm: bool = True
     group: int = 1
-    wire: Wire = WIDE
-    buckets: Buckets | None = None
+    wire: Encoding | None = None
     overlap: bool | None = None
     check_loss: bool = True
     clip_norm: float | None = None
@@ -75,14 +71,20 @@ def check_training_settings(clip_norm: float | None, overlap: bool | None, donat
         raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
 
 
-def settled_partitioning(
-    partitioning: Partitioning | None, plan: Plan, wire: Wire, buckets: Any
-) -> Partitioning | None:
-    """Return "manual" if a setting of a training step takes that, else what was asked for."""
-    sends_otherwise = wire != WIDE or buckets is not None
-    if sends_otherwise:
-        _check_synchronisation(wire, buckets, partitioning, plan)
-    return "manual" if sends_otherwise else partitioning
+def settled_partitioning(partitioning: Partitioning | None, wire: Encoding | None) -> Partitioning | None:
+    """Return "manual" if gradients are encoded, else what was asked for. Raises ValueError."""
+    if wire is None:
+        return partitioning
+    known = get_args(Encoding)
+    if wire not in known:
+        hint = (nearest(wire, known) if isinstance(wire, str) else None) or ". Give one of these."
+        raise ValueError(f"wire is one of {', '.join(known)}, or None; given {wire!r}{hint}")
+    if partitioning == "auto":
+        raise ValueError(
+            'wire takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where XLA '
+            "does: leave partitioning out."
+        )
+    return "manual"
 
 
 def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
@@ -99,42 +101,3 @@ def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
             "the parameters into a model that is trained and one that is read."
         )
     return numbers
-
-
-def without_feedback(wire: Wire) -> Wire:
-    """Return the encodings without error feedback. Raises ValueError for those that need it."""
-    if wire.gradients in ("topk", "powersgd"):
-        raise ValueError(
-            f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
-            f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
-        )
-    return wire if wire.gradients is None else replace(wire, error_feedback=False)
-
-
-def _check_synchronisation(wire: Wire, buckets: Any, partitioning: Partitioning | None, plan: Plan) -> None:
-    """Check wire and buckets against the partitioning and the strategy; report what a strategy leaves out of them."""
-    whole = is_integer(buckets) and buckets > 0
-    if buckets is not None and buckets != "auto" and not whole:
-        raise ValueError(
-            f'buckets is a number of bytes, at least 1, "auto" or None; given {buckets!r}: give an integer, such as '
-            "25_000_000."
-        )
-    name = "buckets" if wire == WIDE else "wire"
-    if partitioning == "auto":
-        raise ValueError(
-            f'{name} takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where '
-            "XLA does: leave partitioning out."
-        )
-    if wire.weights is not None and plan.row.gather == "never":
-        notice(f"{plan.strategy} gathers no weights: what Wire.weights={wire.weights!r} asks changes nothing there")
-    if plan.row.gather != "use":
-        return
-    if wire.gradients in ("topk", "powersgd"):
-        raise ValueError(
-            f"{wire.gradients} needs error feedback, which {plan.strategy} does not have, as it reduces inside the "
-            f"backward pass; given wire={wire.gradients!r}: take zero2, or int8, which rounds right on average."
-        )
-    if wire.gradients is not None and wire.error_feedback:
-        notice(f"{plan.strategy} reduces inside the backward pass: wire={wire.gradients!r} has no error feedback there")
-    if buckets is not None:
-        notice(f"{plan.strategy} reduces each layer where it is computed: buckets={buckets!r} holds for small leaves")

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notices import notice
 from jdp.base.tree_paths import path_in_model
-from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
+from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import owned_batch, signature
 from jdp.core.gradients import manual
@@ -43,10 +43,8 @@ from jdp.core.step_settings import (
     check_training_settings,
     checked_numbers,
     settled_partitioning,
-    without_feedback,
 )
 from jdp.core.types import Batch, LossFn, PyTree
-from jdp.core.wire.settings import Wire
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -63,8 +61,7 @@ def value_and_grad(
     partitioning: Partitioning | None = None,
     sync_batch_norm: bool = True,
     group: int = 1,
-    wire: Encoding | Wire | None = None,
-    buckets: Buckets | None = None,
+    wire: Encoding | None = None,
     overlap: bool | None = None,
     check_loss: bool = True,
 ) -> ValueAndGrad[*Arguments]:
@@ -103,10 +100,10 @@ def value_and_grad(
             array is returned. A sum over examples belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate, precision, partitioning, sync_batch_norm, group, buckets, overlap, check_loss: as for
-            `jdp.make_train_step`, and needed when it needs them.
-        wire: as for `jdp.make_train_step`, for slow links, but without error feedback, which a step keeps in its state.
-            Rounding is drawn from `rng`, and so right on average if each call gets another key.
+        accumulate, precision, partitioning, sync_batch_norm, group, overlap, check_loss: as for `jdp.make_train_step`,
+            and needed when it needs them.
+        wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, so it is right on average if each call gets
+            another key.
 
     Returns:
         A `ValueAndGrad`. Metrics are global float32: `loss` (Σtotal / Σweight), `weight` and the loss function's own.
@@ -126,15 +123,13 @@ def value_and_grad(
     check_training_settings(None, overlap, True)
     numbers = checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
-    wire = without_feedback(Wire.of(wire))
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, plan, wire, buckets),
+        requested=settled_partitioning(partitioning, wire),
         accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
         group=group,
         wire=wire,
-        buckets=buckets,
         overlap=overlap,
         check_loss=check_loss,
     )
@@ -173,7 +168,7 @@ class ValueAndGrad(Generic[*Arguments]):
         plan: the mesh and the strategy.
         settings: all settings in one object; the gradient itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
-        precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
+        precision, accumulate, sync_batch_norm, group, wire, overlap, check_loss: as in `make_train_step`.
     """
 
     __slots__ = (
@@ -192,8 +187,7 @@ class ValueAndGrad(Generic[*Arguments]):
     accumulate: int = read_only("settings.accumulate")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
     group: int = read_only("settings.group")
-    wire: Wire = read_only("settings.wire")
-    buckets: Buckets | None = read_only("settings.buckets")
+    wire: Encoding | None = read_only("settings.wire")
     overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
 
@@ -277,7 +271,7 @@ class ValueAndGrad(Generic[*Arguments]):
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
             spec = self._spec_with_outputs(state, batch)
-            grads, sums, model_state, _ = self.loss.gradients(state, batch, state.rng, {}, spec)
+            grads, sums, model_state = self.loss.gradients(state, batch, state.rng, spec)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             grads = plan.left(grads, trained_part(jax.tree.map(plan.rest_sharding, placements), state.static.trained))

@@ -33,7 +33,6 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device, LossFn
 from jdp.core.update.ema import ema_params
-from jdp.core.wire.settings import Wire
 from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
@@ -292,8 +291,7 @@ class Assembly:
 
     def state(self) -> TrainState:
         """Make a fresh state, sharded as the plan says."""
-        state = init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-        return self.train_step.complete(state)
+        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def abstract_state(self) -> TrainState:
         """Return the state's shapes, dtypes and shardings; traced once."""
@@ -301,8 +299,7 @@ class Assembly:
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        state = abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-        return self.train_step.complete(state)
+        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def check_memory(self) -> None:
         """Check that weights, a batch and the state can fit into memory, before the data is read. Raises ValueError."""
@@ -345,8 +342,8 @@ class Assembly:
             self.plan,
             clip_norm=clip_norm,
             sync_batch_norm=sync_batch_norm,
-            wire=Wire(**self.experiment.wire.model_dump(exclude={"buckets"})),
-            buckets=self.experiment.wire.buckets,
+            wire=self.experiment.wire,
+            buckets=self.experiment.buckets,
             overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,
             **self._step_options,
         )

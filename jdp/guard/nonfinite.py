@@ -29,7 +29,6 @@ from jdp.core.state import TrainState, own_shaped, trained_part
 from jdp.core.step import Step
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
-from jdp.core.wire.settings import WIDE
 
 SHOWN = 4  # leaves, and rows, that a sentence names
 
@@ -122,10 +121,10 @@ class Inspection:
             state, batch = step.plan.entered((state, batch))
             choice = step.loss.choose(state, batch)
             spec = step.loss.gradient_spec(state, choice.reading)
-            spec = replace(spec, settings=replace(spec.settings, wire=WIDE, buckets=None))  # before it is encoded
+            spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
             gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
-            grads, sums, _, _ = gradients(params, state.model_state, batch, key, {})
+            grads, sums, _ = gradients(params, state.model_state, batch, key)
             own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
             trees = {"batch": batch, "params": own[0], "gradients": own[1]}
             return {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
@@ -137,7 +136,7 @@ class Inspection:
         step = self._step
         state, batch = step.plan.entered((state, batch))
         spec = step.loss.gradient_spec(state)
-        spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=WIDE, buckets=None))
+        spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
             return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng, {})[0]

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp.base import notices
 from jdp.core.sharding.padded import Flat
-from jdp.core.state import ERROR
 from jdp.foresight.targets.resolve import target
 from jdp.models import build
 from jdp.models.configs.sizes import SIZES
@@ -243,21 +242,12 @@ def test_what_a_user_sees_has_its_own_shape(capfd, monkeypatch):
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, state.params))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"wire": "int8", "partitioning": "manual"},
-        {"wire": "powersgd", "partitioning": "manual"},
-        {"buckets": 2000, "partitioning": "manual"},
-    ],
-    ids=["int8", "powersgd", "buckets"],
-)
-def test_padded_gradients_are_encoded_as_they_are_replicated(settings):
+def test_padded_gradients_are_encoded_as_they_are_replicated():
     """The same bound for both: encoding is not exact, but padding adds nothing to what it loses."""
     plan, tx = plan_of(5, "zero2"), optax.sgd(0.1)
-    _, padded = train(plan, tx, **settings)
-    _, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
-    np.testing.assert_allclose(padded, plain, rtol=2e-3 if "wire" in settings else LOSS_BOUND)
+    _, padded = train(plan, tx, wire="int8")
+    _, plain = train(dataclasses.replace(plan, pad=False), tx, wire="int8")
+    np.testing.assert_allclose(padded, plain, rtol=2e-3)
 
 
 def by_norms():
@@ -362,21 +352,3 @@ def test_checkpoints_fit_any_number_of_devices(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, taken.model, expected.params))
     with pytest.raises(ValueError, match=r"padded to \[1115\], which does not divide by data=3"):
         plan_of(3).placements(first)
-
-
-def plus_one(tree):
-    """What is kept is zero before the first step."""
-    shardings = jax.tree.map(lambda x: x.sharding, tree)
-    return jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), out_shardings=shardings)(tree)
-
-
-def test_what_encoding_lost_fits_another_number_of_devices(tmp_path):
-    states = []
-    for devices in (5, 3):
-        plan = plan_of(devices, "zero2")
-        step = jdp.make_train_step(loss, plan, wire="int8", partitioning="manual")
-        states.append(step.complete(jdp.init_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(7))))
-    jdp.save(tmp_path / "saved", dataclasses.replace(states[0], sync=plus_one(states[0].sync)))
-    read = jdp.restore(tmp_path / "saved", states[1]).sync[ERROR]["up"]["w"]
-    flat = dict(states[1].static.flat)["params/up/w"]
-    np.testing.assert_allclose(flat.from_rest(read).sum(axis=0), np.full((IN, HIDDEN), 5.0), rtol=1e-6)

@@ -20,7 +20,7 @@ from jdp.core.init.trees import check_keys
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
-_FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped", "sync")
+_FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped")
 
 
 @dataclass(frozen=True)

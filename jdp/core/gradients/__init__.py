@@ -34,7 +34,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        ▼
        accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view (spec.py):
        │
-       │     collective   auto.py: a constraint to    manual.py, by collectives.py
+       │     collective   auto.py: a constraint to    manual.py, by collectives.py, encoded by wire.py
        │     gather       the compute spec            all_gather over data; none where rest = compute
        │     reduce       the rest spec               psum_scatter over data; none where rest = compute
        │     finish       the rest spec               psum over replica; where rest = compute, over data too

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.batch import interleave
 from jdp.core.gradients.accumulate import evaluate, step_gradients
-from jdp.core.gradients.spec import Collectives, GradientSpec, Kept
+from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.random import row_keys as keys
 from jdp.core.sharding.placement import Placement
@@ -23,17 +23,16 @@ from jdp.core.types import Batch, PyTree
 
 
 def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    """Return a function (params, model_state, batch, key, kept) -> (Σ∇total at rest specs, sums, model_state, kept).
+    """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state).
 
     All arrays are global.
     """
     collectives = make_collectives(spec, plan)
 
-    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
-        given = params, model_state, _constrained(plan, batch), key, kept
-        grads, sums, after, kept = step_gradients(spec, collectives, *given)
+    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        grads, sums, after = step_gradients(spec, collectives, params, model_state, _constrained(plan, batch), key)
         whole = jax.lax.with_sharding_constraint(sums.whole, NamedSharding(plan.mesh, PartitionSpec()))
-        return grads, replace(sums, rows=_constrained(plan, sums.rows), whole=whole), after, kept
+        return grads, replace(sums, rows=_constrained(plan, sums.rows), whole=whole), after
 
     return run
 
@@ -79,7 +78,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         gather=lambda x, placement, leading: constrain(x, placement.compute, leading),
         reduce=lambda x, placement, leading, _=None: constrain(x, placement.rest, leading),
         constrain=constrain_accumulator,
-        finish=lambda x, placement, leading: constrain(x, placement.rest, leading),
+        finish=lambda x, placement, leading, _=None: constrain(x, placement.rest, leading),
         sum=lambda x: x,
         average=lambda before, after: after,
         microbatches=microbatches,

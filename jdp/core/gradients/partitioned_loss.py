@@ -212,21 +212,20 @@ class PartitionedLoss:
         state: AnyState,
         batch: Batch,
         key: jax.Array,
-        kept: dict[str, PyTree],
         spec: GradientSpec | None = None,
-    ) -> tuple[PyTree, Sums, PyTree, dict[str, PyTree]]:
+    ) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
         choice = self.choose(state, batch)
         spec = replace(spec or self.gradient_spec(state), reading=choice.reading, off=[])
         with self._handed_on(spec, state, batch) as spec:
             run = VIEWS[choice.partitioning].gradients(spec, self.plan)
-            grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
+            grads, sums, model_state = run(self._computed_with(state), state.model_state, batch, key)
         for found in spec.off[:1]:
             why = f"{choice.why}; overlap off: {found}"
             notice(f"{self.noun} under {self.plan.strategy}: overlap off: {found}; overlap=True turns it on")
             self._choices[_shapes(state, batch)] = replace(choice, why=why)
         self._request(state).check_metrics(sums, state, batch)
-        return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state
 
     def evaluate(self, state: AnyState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""

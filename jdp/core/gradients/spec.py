@@ -12,15 +12,12 @@ from jdp.core.gradients.boundary import Collective, Reduction
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.gradients.wire import seeds_by_leaf
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
-from jdp.core.wire.buckets import Synchroniser
-
-Kept = dict[str, PyTree]
-"""What a synchroniser keeps between steps, by name; {} for nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,35 +38,20 @@ class Collectives:
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
         finish_at_use: `finish` for the gather boundary, which first adds the shards of the microbatches before; None
             where it only reduces.
-        synchroniser: takes the place of `reduce` and `finish` for whole gradients, in buckets or encoded; None where
-            every leaf has a collective of its own.
         overlap: True if layer loops gather one layer ahead and reduce one behind.
     """
 
     gather: Collective
     reduce: Reduction
     constrain: Collective
-    finish: Collective
+    finish: Reduction
     sum: Callable[[jax.Array], jax.Array]
     average: Callable[[PyTree, PyTree], PyTree]
     microbatches: Callable[[Batch, int], Batch]
     key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
     finish_at_use: Collective | None = None
-    synchroniser: Synchroniser | None = None
     overlap: bool = False
-
-    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept, seed: Any) -> tuple[PyTree, Kept]:
-        """Reduce every leaf, compute spec -> rest spec; return `kept` as it is afterwards."""
-        if self.synchroniser is not None:
-            return self.synchroniser.reduce(grads, kept, seed)
-        return map_leaves(self.reduce, grads, placements), kept
-
-    def finish_all(self, grads: PyTree, placements: PyTree, kept: Kept, seed: Any) -> tuple[PyTree, Kept]:
-        """Sum every leaf over the batch axes that `reduce_all` left out; return `kept` as it is afterwards."""
-        if self.synchroniser is not None:
-            return self.synchroniser.finish(grads, kept, seed)
-        return map_leaves(self.finish, grads, placements), kept
 
 
 @dataclass(frozen=True)
@@ -113,3 +95,11 @@ class GradientSpec:
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:
     """Apply a collective to every leaf of a tree without leading dimensions of its own."""
     return jax.tree.map(lambda leaf, placement: collective(leaf, placement, 0), tree, placements)
+
+
+def sum_leaves(reduction: Reduction, grads: PyTree, placements: PyTree, seed: jax.Array | None) -> PyTree:
+    """Apply a reduction to every leaf of gradients; with a seed each leaf draws its own rounding."""
+    if seed is None:
+        return map_leaves(reduction, grads, placements)
+    drawn = seeds_by_leaf(grads, seed)
+    return jax.tree.map(lambda leaf, placement, own: reduction(leaf, placement, 0, own), grads, placements, drawn)

@@ -138,7 +138,6 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
             "model_state": model_state,
             "rng": jax.random.fold_in(rng, 1),
             "skipped": jnp.zeros((), jnp.int32),
-            "sync": {},
         }
 
     shapes = jax.eval_shape(make, rng)

@@ -24,7 +24,6 @@ def guarded_update(
     total: jax.Array,
     weight: jax.Array,
     model_state: PyTree,
-    sync: dict[str, PyTree],
 ) -> tuple[TrainState, jax.Array]:
     """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
     trained = state.static.trained
@@ -41,9 +40,7 @@ def guarded_update(
     with update_scope():
         params, opt_state = optimized(plan, state, grads, total / weight)
     params = with_trained(state.params, params, trained)
-    updated = replace(
-        state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
-    )
+    updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
     kept = replace(state, skipped=state.skipped + 1)
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept), norm
 

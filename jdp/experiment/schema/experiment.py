@@ -5,7 +5,7 @@ model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
 evaluate.py   [evaluate]
-train.py      [train], [sample], [track], [guard]; wire.py [wire]
+train.py      [train], [sample], [track], [guard]
 registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from jdp.base.shorten import cut
-from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
+from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import (
@@ -40,7 +40,6 @@ from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.registered import Table
 from jdp.experiment.schema.train import Guard, Sample, Track, Train
-from jdp.experiment.schema.wire import WireTable
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
@@ -119,6 +118,11 @@ class Experiment(Section):
     overlap: BoolOrAuto = "auto"
     """Send each scanned layer's weights and gradient while other layers are computed, under manual partitioning; false:
     all layers' together. "auto": the faster one by an estimate."""
+    wire: Encoding | None = None
+    """How gradients are encoded while they are sent, for slow links: "bf16" (2 bytes) or "int8" (1); none = as `reduce`
+    says. They are added up in fp32."""
+    buckets: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    """Bytes up to which XLA joins collectives of one kind, on GPUs; none = as `compiler` says."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Virtual CPU devices in this process, instead of what the machine has."""
     mesh: dict[str, int] = Field(default={DATA: -1})
@@ -134,7 +138,6 @@ class Experiment(Section):
     loss: LossTable = LossTable()
     optimizer: Optimizer = Optimizer()
     train: Train
-    wire: WireTable = WireTable()
     track: Track = Track()
     guard: Guard = Guard()
     evaluate: Evaluate = Evaluate()
@@ -211,7 +214,8 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from chat_problems(experiment.data, experiment.model.name, experiment.loss.name, experiment.kind)
     yield from metric_problems(experiment)
     yield from _rules(experiment)
-    yield from _wire(experiment)
+    if experiment.wire is not None and experiment.partitioning == "auto":
+        yield 'wire is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
     if experiment.overlap is True and experiment.partitioning == "auto":
         yield 'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
     yield from _guard(experiment)
@@ -258,21 +262,6 @@ def _size(experiment: Experiment) -> Iterator[str]:
         scanned = " (scan = true has no such limit)" if hasattr(config, "scan") else ""
         rule = f"model.name = {name!r} takes at most {MOST_TRACED:,} layers, as they are compiled one by one"
         yield f"{rule}; given {layers:,}{scanned}"
-
-
-def _wire(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between [wire] and what places the collectives."""
-    wire, lossy = experiment.wire, experiment.wire.gradients in ("topk", "powersgd")
-    used = wire.gradients or wire.weights or wire.buckets
-    if used and experiment.partitioning == "auto":
-        yield '[wire] is for partitioning = "manual", where jdp issues the collectives; given "auto": remove that key'
-    for name, scheme in (("fraction", "topk"), ("rank", "powersgd")):
-        if getattr(wire, name) != WireTable.model_fields[name].default and wire.gradients != scheme:
-            yield f'wire.{name} is a setting of wire.gradients = "{scheme}": give that, or remove wire.{name}'
-    if lossy and experiment.strategy == "zero3":
-        yield f'wire.gradients = "{wire.gradients}" needs error feedback, and zero3 has none: take zero2, or "int8"'
-    if lossy and not wire.error_feedback:
-        yield f'wire.gradients = "{wire.gradients}" needs wire.error_feedback = true; given false: remove that key'
 
 
 def _guard(experiment: Experiment) -> Iterator[str]:

@@ -168,7 +168,7 @@ def abstract_on(
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
     step = step.on(plan.home)
     cudnn = None if target is None else cudnn_of(target)
-    return Candidate(step, step.complete(abstract_state), abstract_batch, notes, axes=axes, cudnn=cudnn)
+    return Candidate(step, abstract_state, abstract_batch, notes, axes=axes, cudnn=cudnn)
 
 
 def cudnn_of(target: Target) -> int | None:

@@ -13,12 +13,10 @@ Which gathers zero3 makes is read from its own trace (`core/tracing/collectives.
 row, by plan: statistics of batch norms, and metrics (`batch_statistics.py`), and gradients of parameters too small to
 shard (`Unsharded`).
 
-Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
+Encoded gradients (`wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
 
-    ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves of fewer elements than devices × block as above
+    ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves of fewer elements than devices × 256 as above
     zero1-3    (K·)b·Ψ all-to-all over data; over replica b·Ψ/N all-to-all and b·Ψ/N all-gather
-    powersgd   all-reduce of (rows + columns) · rank · 4 bytes for each matrix; other leaves as above
-    weights    all-gathers of b bytes an element
 
 An optimizer that mixes the elements of matrices (Muon) has an update that takes each matrix whole on one device
 (`core/update/whole_matrices.py`). S are the bytes of what enters and leaves it, of stacks padded to a multiple of N:
@@ -26,8 +24,6 @@ An optimizer that mixes the elements of matrices (Muon) has an update that takes
     ddp        all-gather of the S that leave, among as many devices as leave little padding
     zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, of Ψ elements with the padding, and nothing
                where a rule shards the stacks
-
-In buckets, and encoded, several parameters share a collective; then the row names the most that there may be.
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
@@ -47,9 +43,8 @@ from jdp.core.state import Static
 from jdp.core.step_settings import StepSettings
 from jdp.core.tracing.collectives import Gathered
 from jdp.core.types import PyTree
-from jdp.core.wire.settings import Wire
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
-from jdp.foresight.traffic.reductions import Promise, Reductions, ring_bytes
+from jdp.foresight.traffic.reductions import Promise, encoded_reductions, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Theory:
     unsharded: Unsharded = field(default_factory=Unsharded)  # whose gradients are all-reduced by plan
     gathered: tuple[Gathered, ...] | None = None  # under zero3, by the step's own trace; None: not known
     most_gathered_bytes: float = 0.0  # that upper bound, 2·K·c·Ψ; for another strategy what its row gathers
-    # kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape
+    # kind -> payload a step of collectives that carry codes, or parts of matrices: of no parameter's shape
     packed: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -123,7 +118,7 @@ def theory(
     Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. `exchanged` is what one
     update sends that takes matrices whole (`core/update/optimized.exchanged`).
     """
-    sizes, wire, r = dict(plan.mesh.shape), settings.wire, settings.precision.reduce_dtype.itemsize
+    sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
     leaves = [(math.prod(leaf.own_shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
     trained = [(count, leaf) for count, leaf in leaves if leaf.trained]
@@ -133,15 +128,12 @@ def theory(
     first, *others = _reductions(plan, rounds, r, sum(count for count, _ in trained))
     promises, packed = (first, *gathers, *others), defaultdict[str, float](float)
     unsharded = _unsharded(plan, trained, rounds * r)
-    if (wire.gradients is not None or settings.buckets is not None) and plan.batch_shards > 1:
-        reductions = Reductions(plan, settings, trained).promises(rounds)
+    if settings.wire is not None and plan.batch_shards > 1:
+        reductions = encoded_reductions(plan, settings, trained, rounds)
         promises = (*reductions, *gathers)
         for each in reductions:
-            packed[each.kind] += each.payload_bytes
-        if unsharded.payload_bytes:
-            packed["all-reduce"] += unsharded.payload_bytes
-    for each in gathers if wire.weights is not None else ():
-        packed["all-gather"] += each.payload_bytes
+            if each.itemsize == 1:
+                packed[each.kind] += each.payload_bytes
     for (kind, devices), payload in (exchanged or {}).items():
         promises = (*promises, Promise(kind, payload, (DATA,), devices, 1, 4, first.parameters))
         packed[kind] += payload
@@ -166,16 +158,16 @@ def _gathers(
     plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], gathered: Sequence[Gathered] | None
 ) -> tuple[list[Promise], float]:
     """Return (the promise of gathering weights, if the row has one; the bytes that it is at most)."""
-    n, c, wire = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize, settings.wire
+    n, c = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize
     times = {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
     rounds = settings.accumulate if plan.row.gather == "use" else 1
-    working = [(times * _gathered_bytes(count, leaf, c, n, wire), leaf) for count, leaf in leaves]
+    working = [(times * _gathered_bytes(count, leaf, c), leaf) for count, leaf in leaves]
     most = exact = sum(size for size, _ in working)
     if gathered is not None:
         small = sum(size for size, leaf in working if leaf.dim is None)
         exact = min(most, small + sum(each.payload_bytes for each in gathered))
     psi = sum(count for count, _ in leaves)
-    promise = Promise("all-gather", exact, (DATA,), n, rounds, 1 if wire.weights else c, psi)
+    promise = Promise("all-gather", exact, (DATA,), n, rounds, c, psi)
     return [promise] if plan.row.shard_state else [], most
 
 
@@ -189,13 +181,8 @@ def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharde
     return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
 
 
-def _gathered_bytes(elements: int, placement: Placement, itemsize: int, devices: int, wire: Wire) -> int:
+def _gathered_bytes(elements: int, placement: Placement, itemsize: int) -> int:
     """Bytes that one gather of a parameter's `elements` has as its result."""
-    narrow = wire.weights is not None and placement.dim is not None and elements >= devices * wire.block
-    floating = jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating)
-    if narrow and floating:
-        padded = -(-elements // devices // wire.block) * wire.block
-        return devices * (padded + padded // wire.block * 4)
-    if placement.trained and floating:
+    if placement.trained and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
         return elements * itemsize
     return elements * min(itemsize, jnp.dtype(placement.dtype).itemsize)  # a frozen one in its dtype at rest
