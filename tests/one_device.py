@@ -3,7 +3,7 @@
 The rules are those that jdp documents, written once more: the objective of a step is Σtotal / Σweight over its batch;
 `init` gets `fold_in(rng, 0)`, and the key of the batch after `n` others is `fold_in(fold_in(rng, 1), n)`; a step whose
 gradient is not finite changes nothing. Where a model keeps statistics of the batch, microbatch k of K is the rows
-k, k + K, ..., one after the other; or groups of rows likewise.
+k, k + K, ..., one after the other.
 """
 
 from dataclasses import dataclass
@@ -149,12 +149,10 @@ class Loop:
 
     `split`: a sharding of the rows, by which XLA itself spreads the step over devices."""
 
-    def __init__(
-        self, initial, loss, tx, *, clip_norm=None, is_trained=lambda path: True, microbatches=1, group=1, split=None
-    ):
+    def __init__(self, initial, loss, tx, *, clip_norm=None, is_trained=lambda path: True, microbatches=1, split=None):
         self.kind, self.params, self.state = initial
         self.loss, self.tx, self.clip_norm = loss, tx, clip_norm
-        self.microbatches, self.group, self.split = microbatches, group, split
+        self.microbatches, self.split = microbatches, split
         self.trained = [is_trained(path) for path in by_path(self.params)]
         self.step = jax.jit(self._step)
 
@@ -181,7 +179,7 @@ class Loop:
         """((params, opt_state, state) afterwards, metrics, the sums that they are of)."""
         grads, found, now = None, None, state
         for k in range(self.microbatches):
-            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, self.microbatches, self.group)[:, k]
+            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, self.microbatches)[:, k]
             rows = jax.tree.map(lambda x, numbers=numbers: x[numbers.ravel()], batch)
             if self.split is not None:
                 rows = jax.lax.with_sharding_constraint(rows, self.split)

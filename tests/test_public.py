@@ -23,16 +23,15 @@ SIGNATURES = {
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "group=1, wire=None, buckets=None, overlap=None, "
+        "wire=None, buckets=None, overlap=None, "
         "check_loss=True, donate=True, compiler='auto')"
     ),
     "make_eval_step": (
-        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True, "
-        "compiler='auto')"
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, check_loss=True, compiler='auto')"
     ),
     "value_and_grad": (
         "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
-        "sync_batch_norm=True, group=1, wire=None, overlap=None, check_loss=True)"
+        "sync_batch_norm=True, wire=None, overlap=None, check_loss=True)"
     ),
     "init": "(init, plan, *, rng=None, of=None)",
     "place": "(tree, plan, *, of=None)",
@@ -50,7 +49,7 @@ SIGNATURES = {
     "restore": "(path, target)",
     "restore_params": "(path, target, *, missing=(), ignore=())",
     "Deadline": "(seconds=300.0, first_seconds=3600.0)",
-    "Precision": "(params='fp32', compute='fp32', reduce='fp32', products=None)",
+    "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
 }
 
 

@@ -3,9 +3,8 @@
 from typing import Literal
 
 StrategyName = Literal["ddp", "zero1", "zero2", "zero3"]
-PrecisionName = Literal["fp32", "bf16", "fp8"]
+PrecisionName = Literal["fp32", "bf16"]
 DtypeName = Literal["fp32", "bf16"]
-Products = Literal["fp8"]
 Partitioning = Literal["auto", "manual"]
 Encoding = Literal["bf16", "int8"]
 CompilerPreset = Literal["auto", "default", "overlap"]

@@ -39,19 +39,18 @@ def batch_rows(batch: Batch) -> int:
     return next(iter(sizes.values()))[0]
 
 
-def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
+def interleave(x: jax.Array, count: int) -> jax.Array:
     """Split rows into microbatches: [rows, ...] -> [count, rows / count, ...], with rows k, k + count, ... in row k.
 
     Every device then splits its own rows and nothing is sent; a contiguous split makes XLA gather the whole batch.
     """
     rows, dims = x.shape[0], x.shape[1:]
-    return x.reshape(rows // (count * group), count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
+    return x.reshape(rows // count, count, *dims).swapaxes(0, 1)
 
 
-def joined(x: jax.Array, group: int = 1) -> jax.Array:
+def joined(x: jax.Array) -> jax.Array:
     """Undo `interleave`: [count, rows / count, ...] -> [rows, ...]."""
-    count, rows, dims = x.shape[0], x.shape[0] * x.shape[1], x.shape[2:]
-    return x.reshape(count, -1, group, *dims).swapaxes(0, 1).reshape(rows, *dims)
+    return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def owned(leaf: Any) -> Any:

@@ -24,7 +24,6 @@ def make_train_step(
     partitioning: Partitioning | None = None,
     clip_norm: float | None = None,
     sync_batch_norm: bool = True,
-    group: int = 1,
     wire: Encoding | None = None,
     buckets: int | None = None,
     overlap: bool | None = None,
@@ -51,9 +50,8 @@ def make_train_step(
         plan: the mesh and the strategy.
         accumulate: number of microbatches per step, K. Raise it when the activations of a batch do not fit into memory.
             The rows of a batch must divide by K × the plan's batch shards.
-        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); "fp8"; or a
-            `Precision`. "bf16" is usual on GPUs and TPUs. "fp8" also makes the products of activations and weights in
-            float8, for H100 GPUs and later.
+        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); or a
+            `Precision`. "bf16" is usual on GPUs and TPUs.
         partitioning: "auto" (XLA places the collectives), "manual" (jdp does, under `jax.shard_map`), or None: the one
             that keeps the communication contract. Set it to compare the two, or when `jdp.verify` advises it. After the
             first trace `Step.partitioning` and `Step.why` report the choice.
@@ -64,8 +62,6 @@ def make_train_step(
         sync_batch_norm: True: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as
             under "auto". False: each device over its own rows, and the running averages are averaged; it saves
             collectives when a device's rows are enough. In both cases the statistics are those of one microbatch.
-        group: number of neighbouring rows that belong together and are never split over devices or microbatches. Needed
-            for losses of pairs (2), such as DPO or contrastive pairs.
         wire: how gradients are encoded while they are sent, for slow links between devices: None (as `precision` says),
             "bf16" (2 bytes an element) or "int8" (1, and a scale for each block of 256). They are added up in float32.
             Rounding is drawn from the step's key, so it is right on average. Requires partitioning="manual".
@@ -99,7 +95,7 @@ def make_train_step(
     """
     check_plan(plan)
     check_loss_takes(loss_fn, 3)
-    check_settings(accumulate, group, partitioning)
+    check_settings(accumulate, partitioning)
     check_training_settings(clip_norm, overlap, donate)
     settings = StepSettings(
         precision=Precision.of(precision),
@@ -107,7 +103,6 @@ def make_train_step(
         accumulate=accumulate,
         clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
-        group=group,
         wire=wire,
         overlap=overlap,
         check_loss=check_loss,
@@ -124,7 +119,6 @@ def make_eval_step(
     accumulate: int = 1,
     precision: PrecisionName | Precision = "fp32",
     partitioning: Partitioning | None = None,
-    group: int = 1,
     check_loss: bool = True,
     compiler: CompilerOptions | Compiler = "auto",
 ) -> Step[Literal["eval"]]:
@@ -139,7 +133,7 @@ def make_eval_step(
         loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
             `rng` is None, and an NNX module is in evaluation mode.
         plan: the mesh and the strategy.
-        accumulate, precision, partitioning, group, check_loss, compiler: as for `make_train_step`, and needed when it
+        accumulate, precision, partitioning, check_loss, compiler: as for `make_train_step`, and needed when it
             needs them. Microbatches are computed one after another.
 
     Returns:
@@ -152,13 +146,12 @@ def make_eval_step(
     """
     check_plan(plan)
     check_loss_takes(loss_fn, 3)
-    check_settings(accumulate, group, partitioning)
+    check_settings(accumulate, partitioning)
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=partitioning,
         accumulate=accumulate,
         train=False,
-        group=group,
         check_loss=check_loss,
         compiler=Compiler.of(compiler),
     )

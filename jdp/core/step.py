@@ -61,7 +61,7 @@ class Step(Generic[Kind]):
         settings: all settings in one object; the step itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
         train: True for a training step, False for an evaluation step.
-        precision, accumulate, sync_batch_norm, group, wire, overlap, check_loss: as in `make_train_step`.
+        precision, accumulate, sync_batch_norm, wire, overlap, check_loss: as in `make_train_step`.
         clip_norm, donate, compiler: likewise; the compiler has `buckets`.
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
@@ -88,7 +88,6 @@ class Step(Generic[Kind]):
     accumulate: int = read_only("settings.accumulate")
     train: bool = read_only("settings.train")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
-    group: int = read_only("settings.group")
     wire: Encoding | None = read_only("settings.wire")
     overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
@@ -280,7 +279,7 @@ class Step(Generic[Kind]):
             )
         own = self.loss
         changed = replace(own.settings, **settings)
-        check_settings(changed.accumulate, changed.group, changed.requested)
+        check_settings(changed.accumulate, changed.requested)
         check_training_settings(None, changed.overlap, True)
         changed = replace(changed, compiler=Compiler.of(changed.compiler, own.settings.compiler.buckets))
         return Step(PartitionedLoss(loss_fn or own.loss_fn, plan or own.plan, changed, own.noun))

@@ -23,7 +23,6 @@ class StepSettings:
         accumulate: number of microbatches, K.
         train: True if the loss is differentiated, False if it is evaluated.
         sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
-        group: number of neighbouring rows that are never split.
         wire: how gradients are encoded while they are sent; None: not.
         overlap: True if layer loops send while they compute, None where devices can.
         check_loss: True if the loss is tried on a few rows before the first step.
@@ -37,7 +36,6 @@ class StepSettings:
     accumulate: int = 1
     train: bool = True
     sync_batch_norm: bool = True
-    group: int = 1
     wire: Encoding | None = None
     overlap: bool | None = None
     check_loss: bool = True
@@ -46,15 +44,12 @@ class StepSettings:
     compiler: Compiler = DEFAULT
 
 
-def check_settings(accumulate: int, group: int, partitioning: Partitioning | None) -> None:
+def check_settings(accumulate: int, partitioning: Partitioning | None) -> None:
     """Check what every step has. Raises ValueError."""
-    counts = (
-        ("accumulate", "the number of microbatches", accumulate),
-        ("group", "the number of neighbouring rows that belong together", group),
-    )
-    for name, what, value in counts:
-        if not is_integer(value) or value < 1:
-            raise ValueError(f"{name} is {what}, at least 1; given {value!r}. Give an integer.")
+    if not is_integer(accumulate) or accumulate < 1:
+        raise ValueError(
+            f"accumulate is the number of microbatches, at least 1; given {accumulate!r}. Give an integer."
+        )
     if partitioning not in ("auto", "manual", None):
         raise ValueError(
             f'partitioning is "auto", "manual" or None (jdp chooses); given {partitioning!r}. Leave it out.'

@@ -60,7 +60,6 @@ def value_and_grad(
     precision: PrecisionName | Precision = "fp32",
     partitioning: Partitioning | None = None,
     sync_batch_norm: bool = True,
-    group: int = 1,
     wire: Encoding | None = None,
     overlap: bool | None = None,
     check_loss: bool = True,
@@ -100,7 +99,7 @@ def value_and_grad(
             array is returned. A sum over examples belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate, precision, partitioning, sync_batch_norm, group, overlap, check_loss: as for `jdp.make_train_step`,
+        accumulate, precision, partitioning, sync_batch_norm, overlap, check_loss: as for `jdp.make_train_step`,
             and needed when it needs them.
         wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, so it is right on average if each call gets
             another key.
@@ -119,7 +118,7 @@ def value_and_grad(
     """
     check_plan(plan)
     refuse_offload(plan)
-    check_settings(accumulate, group, partitioning)
+    check_settings(accumulate, partitioning)
     check_training_settings(None, overlap, True)
     numbers = checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
@@ -128,7 +127,6 @@ def value_and_grad(
         requested=settled_partitioning(partitioning, wire),
         accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
-        group=group,
         wire=wire,
         overlap=overlap,
         check_loss=check_loss,
@@ -168,7 +166,7 @@ class ValueAndGrad(Generic[*Arguments]):
         plan: the mesh and the strategy.
         settings: all settings in one object; the gradient itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
-        precision, accumulate, sync_batch_norm, group, wire, overlap, check_loss: as in `make_train_step`.
+        precision, accumulate, sync_batch_norm, wire, overlap, check_loss: as in `make_train_step`.
     """
 
     __slots__ = (
@@ -186,7 +184,6 @@ class ValueAndGrad(Generic[*Arguments]):
     requested: Partitioning | None = read_only("settings.requested")
     accumulate: int = read_only("settings.accumulate")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
-    group: int = read_only("settings.group")
     wire: Encoding | None = read_only("settings.wire")
     overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")

@@ -13,7 +13,6 @@ from typing import Any
 
 from jdp.base.formatting import format_bytes
 from jdp.base.notebook import Drawn
-from jdp.core.types import Device
 from jdp.foresight.timing.float8 import Float8Products
 
 
@@ -96,15 +95,6 @@ CPU_PROGRAM = (
     "GPUs will send is judged with the target h100:1x8"
 )
 """The note on a report of a program for CPUs."""
-
-
-def no_float8(device: Device) -> str:
-    """Return the note on a step that asks for float8 products of a device that has none."""
-    kind = "a CPU" if device.platform == "cpu" else device.device_kind
-    return (
-        f"fp8 products: {kind} runs none, and multiplies in a wider type; what an H100 runs is counted with the target "
-        "h100:1x8"
-    )
 
 
 def caveats_on(sent: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:

@@ -20,7 +20,6 @@ import jax
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes
-from jdp.core.gradients.fp8 import has_fp8
 from jdp.core.sharding.axes import factors
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
@@ -30,7 +29,7 @@ from jdp.core.update.optimized import exchanged
 from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, no_float8
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of
@@ -200,8 +199,6 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
     device = step.plan.mesh.devices.flat[0]
     if counted and device.platform == "cpu":
         yield CPU_PROGRAM
-    if step.precision.products == "fp8" and not has_fp8(device):
-        yield no_float8(device)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -139,7 +139,7 @@ class Inspection:
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
-            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng, {})[0]
+            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

@@ -12,19 +12,18 @@ TURN = int(os.environ.get("JDP_TURN", "0"))
 QUICK = """
 bf16 replica batch_norm accumulate ema
 int8 pad wrt dropout eval
-int8 scan_layers lora resume group
+int8 scan_layers lora resume
 bf16 model_axis accumulate clip_norm
 offload scan_layers batch_norm resume
 overlap dropout clip_norm pad
 replica ema batch_norm dropout eval
-pad group wrt resume scan_layers
+pad wrt resume scan_layers
 accumulate gather_rows
-own_loop bf16 lora group replica ema
+own_loop bf16 lora replica ema
 own_loop int8 gather_rows model_axis
 int8 model_axis wrt offload
-products int8 overlap lora
-products offload resume
-gather_rows group eval
+int8 overlap lora
+gather_rows eval
 """
 
 

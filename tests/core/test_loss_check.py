@@ -194,7 +194,7 @@ def test_a_loss_that_mixes_examples_gets_auto_where_that_is_right(loss):
 @pytest.mark.parametrize("loss", [*MIXING, weight_is_a_constant], ids=lambda loss: loss.__name__)
 def test_a_loss_that_mixes_examples_is_refused_where_auto_is_not_allowed(loss, settings):
     with pytest.raises(
-        ValueError, match=r"must not mix examples where it is called on parts .*=.*accumulate=1.*group=2"
+        ValueError, match=r"must not mix examples where it is called on parts .*=.*accumulate=1.*\[pairs, 2, "
     ):
         one_step(loss, settings)
 
@@ -203,7 +203,6 @@ def test_rows_that_cannot_stand_alone_are_tried_as_the_step_takes_them():
     with pytest.raises(ValueError, match="must not mix"):
         one_step(reshaped_pairs, {"accumulate": 2})
     check_equals_whole_batch(reshaped_pairs, {"partitioning": "manual"})  # neighbours are on one device
-    check_equals_whole_batch(reshaped_pairs, {"accumulate": 2, "group": 2})
 
 
 def guarded_mean(params, batch, rng):
@@ -271,23 +270,6 @@ def test_an_evaluation_over_microbatches_is_checked_too():
 def test_the_check_can_be_turned_off():
     _, before, _, metrics = one_step(contrastive, {"accumulate": 2, "check_loss": False})
     assert abs(metrics["loss"] - on_the_whole_batch(contrastive, before)) > 0.1
-
-
-# Rows that belong together.
-
-
-@pytest.mark.parametrize(
-    "settings", [{"accumulate": 4}, {"partitioning": "manual"}, {"accumulate": 2, "partitioning": "auto"}], ids=str
-)
-def test_neighbours_stay_together_in_a_group(settings):
-    check_equals_whole_batch(pairs, {"group": 2, **settings})
-
-
-def test_a_group_is_never_split_over_devices_or_microbatches():
-    with pytest.raises(ValueError, match=re.escape("must divide by data=4 × accumulate=2 × group=3 = 24; given 32")):
-        one_step(pairs, {"accumulate": 2, "group": 3})
-    with pytest.raises(ValueError, match=r"group is the number of neighbouring rows .* given 0"):
-        one_step(pairs, {"group": 0})
 
 
 # What is no reason for an error.

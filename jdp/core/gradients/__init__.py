@@ -77,8 +77,6 @@ the last. There the gather boundary (`boundary.py`) adds the gradients of the ot
 A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
 come back in the order of the batch, from those without.
 
-With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
-
 `tracing/collectives.py` reads which collectives the trace of a lowered step issues, for `jdp.verify`.
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
 """

@@ -112,7 +112,7 @@ def step_gradients(
             outputs = jax.tree.map(lambda x, y: jnp.concatenate([x, jnp.expand_dims(y, 0)]), outputs, end)
             spec, collectives = by_layer
         after = with_trained(model_state, state, changed)
-        by_row, whole = [joined(x, spec.settings.group) for x in outputs[0]], [x[-1] for x in outputs[1]]
+        by_row, whole = [joined(x) for x in outputs[0]], [x[-1] for x in outputs[1]]
         sums = replace(sums, rows=by_row, whole=whole)
 
     total = replace(spec.summed(collectives, sums.only), rows=sums.rows, whole=sums.whole)

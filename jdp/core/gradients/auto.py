@@ -57,7 +57,7 @@ def within(spec: GradientSpec, plan: Plan, function: Callable[..., None]) -> Cal
 
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     """Return the collectives of the global view: constraints of global arrays to the plan's specs."""
-    mesh, group = plan.mesh, spec.settings.group
+    mesh = plan.mesh
 
     def constrain(x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*partition[leading:])))
@@ -67,12 +67,12 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
 
     def microbatches(batch: Batch, count: int) -> Batch:
         sharding = NamedSharding(mesh, PartitionSpec(None, *plan.batch_spec))
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count, group), sharding), batch)
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count), sharding), batch)
 
     def key_of(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array | keys.BatchKey:
         if count == 1:
             return key
-        return keys.batch_key(key, rows=rows, total=rows * count, offset=index * group, stride=count, group=group)
+        return keys.batch_key(key, rows=rows, total=rows * count, offset=index, stride=count)
 
     return Collectives(
         gather=lambda x, placement, leading: constrain(x, placement.compute, leading),

@@ -114,7 +114,7 @@ def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
 
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     """Return the collectives of the replica view: those of `jax.lax`, on a device's own arrays."""
-    mesh, axes, group, wire = plan.mesh, batch_axes(plan.mesh), spec.settings.group, spec.settings.wire
+    mesh, axes, wire = plan.mesh, batch_axes(plan.mesh), spec.settings.wire
     others = tuple(axis for axis in axes if axis != DATA)
     replicas = plan.batch_shards
 
@@ -133,8 +133,8 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         if replicas == count == 1:
             return key
         first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count)
-        first += jnp.uint32(index) * jnp.uint32(group)
-        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
+        first += jnp.uint32(index)
+        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count)
 
     return Collectives(
         gather=lambda x, placement, leading: collectives.all_gather(x, placement, leading, mesh),
@@ -143,7 +143,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         finish=finish,
         sum=lambda x: jax.lax.psum(x, axes),
         average=lambda before, after: jax.tree.map(average, before, after),
-        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
+        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count), batch),
         key_of=key_of,
         axes=axes,
         overlap=spec.settings.overlap is not False and replicas > 1,

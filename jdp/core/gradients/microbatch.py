@@ -76,7 +76,6 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
         sync_axes,
         keep=spec.keep_gathered,
         whole=whole,
-        products=spec.settings.precision.products,
         reading=spec.reading,
     )
 

@@ -104,7 +104,7 @@ class PartitionedLoss:
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
         own = self.settings
-        return batch_unit(self.plan.mesh.shape, own.accumulate, own.group, named=self.plan.called)
+        return batch_unit(self.plan.mesh.shape, own.accumulate, named=self.plan.called)
 
     def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once."""

@@ -112,8 +112,6 @@ class PartitioningRequest:
         """Choose by the program that the step will run; None where that leaves something open."""
         adapter = state.static.adapter
         normed = adapter is not None and bool(adapter.batch_statistics)
-        if self.settings.precision.products:
-            return None
         try:
             choice, traces = self._traced_as_run(state, batch)
         except _NotAsRunError:
@@ -123,7 +121,7 @@ class PartitioningRequest:
         if calls > 1 and (normed or first.gathers_rows or not pair or first.names_axes() or constant_term(*pair)):
             return None
         if pair:
-            proof = prove(pair[0], pair[1], self.settings.group)
+            proof = prove(pair[0], pair[1])
             if calls > 1 and proof.verdict != "sum":
                 return None
             choice = replace(choice, reading=proof.reading, metrics=proof.of_metrics)
@@ -140,7 +138,7 @@ class PartitioningRequest:
 
     def _first_calls(self, choice: Choice, state: AnyState, batch: Batch) -> list[LossTrace]:
         """Trace the first call of the loss in the context of the step, and for a proof two of other numbers of rows."""
-        traces, least = list[LossTrace](), 2 * self.settings.group
+        traces, least = list[LossTrace](), 2
         calls, total = self._calls(choice), batch_rows(batch)
 
         def trace(collectives: Collectives, *given: Any) -> None:
@@ -195,7 +193,7 @@ class PartitioningRequest:
             only = f"it takes no other number of rows than {trace.rows}"
             return replace(choice, proven=self._calls(choice) == 1, metrics=False, unproven=only)
         first, second = pair
-        proof = prove(first, second, self.settings.group)
+        proof = prove(first, second)
         neighbours = batch_rows(batch) // self.plan.batch_shards  # stay together where each device makes one call
         one_call = choice.partitioning == "manual" and self.settings.accumulate == 1
         divides = one_call and not (first.rows % neighbours or second.rows % neighbours)
@@ -244,7 +242,7 @@ class PartitioningRequest:
             f"A loss must not mix examples where it is called on parts of the batch "
             f"({self._calls_as_product(choice)}): {found}. Take accumulate=1 and leave partitioning to jdp, which "
             "then shows it the whole batch; if the weight is a constant, count rows instead; if neighbouring rows "
-            "belong together, say group=2 (or more). check_loss=False turns this check off."
+            "belong together, make one row of them, [pairs, 2, ...]. check_loss=False turns this check off."
         )
 
     def check(self, choice: Choice, state: AnyState, batch: Batch) -> Choice:
@@ -257,8 +255,7 @@ class PartitioningRequest:
         except Exception as error:  # a faulty loss raises in the step's own trace too, with its own message
             first_line = str(error).partition("\n")[0]
             tried = f"whether the loss mixes examples could not be tried on a few rows: {first_line}"
-            if self.settings.group == 1:
-                tried += "; if neighbouring rows belong together, say group=2 (or more)"
+            tried += "; if neighbouring rows belong together, make one row of them, [pairs, 2, ...]"
             notice(tried)
             return choice if choice.proven else self._for_unknown(choice, tried)
         if difference is None:

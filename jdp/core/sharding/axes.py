@@ -100,10 +100,8 @@ class BatchUnit:
 def batch_unit(
     mesh: Mapping[str, int],
     accumulate: int = 1,
-    group: int = 1,
     named: Mapping[str, str] = MappingProxyType({}),
 ) -> BatchUnit:
-    """Return the divisor of a global batch's rows: shards × microbatches × group."""
+    """Return the divisor of a global batch's rows: shards × microbatches."""
     factors = {named.get(axis, axis): mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
-    counts = {"accumulate": accumulate, "group": group}
-    return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})
+    return BatchUnit(factors | ({"accumulate": accumulate} if accumulate > 1 else {}))

@@ -26,7 +26,6 @@ class _Traced:
 _CURRENT: ContextVar[_Traced | None] = ContextVar("jdp_traced", default=None)
 _ROWS: ContextVar[tuple[int, int]] = ContextVar("jdp_traced_rows", default=(1, 1))
 _ASKED: ContextVar[list[bool] | None] = ContextVar("jdp_asked_for_rows", default=None)
-_SCALED: ContextVar[bool] = ContextVar("jdp_scaled_weights", default=False)
 
 
 @contextmanager
@@ -58,21 +57,6 @@ def noting_sizes() -> Generator[list[bool]]:
         yield asked
     finally:
         _ASKED.reset(token)
-
-
-@contextmanager
-def scaling_weights() -> Generator[None]:
-    """Say that each weight of the traced code is scaled by itself (fp8): models then join none."""
-    token = _SCALED.set(True)
-    try:
-        yield
-    finally:
-        _SCALED.reset(token)
-
-
-def are_weights_scaled() -> bool:
-    """Return True while a loss is traced whose products are made in float8."""
-    return _SCALED.get()
 
 
 def rows_for_sizes(rows: int) -> int:

@@ -101,8 +101,7 @@ class Experiment(Section):
     partitioning: Partitioning | None = None
     """XLA or jdp places the collectives; "none" = jdp chooses, and reports why."""
     precision: PrecisionName = "fp32"
-    """Type of the working copy of the weights; master weights are fp32. fp8: bf16's working copy, and the products with
-    weights in float8, except the logits'; for H100 GPUs and later."""
+    """Type of the working copy of the weights; master weights are fp32."""
     reduce: DtypeName = "fp32"
     """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
     offload: Offload | None = None

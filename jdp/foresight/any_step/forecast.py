@@ -14,13 +14,12 @@ from typing import Any
 
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds, listed
-from jdp.core.gradients.fp8 import has_fp8
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
 from jdp.foresight.any_step.relocate import move
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, no_float8
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
 from jdp.foresight.targets.this_machine import target_of
@@ -88,8 +87,6 @@ def _notes(sent: Iterable[Sent], target: Target, limit: Bound | None, compiled: 
         yield "a strategy's row is for one microbatch, gradients and gathered weights in the parameters' own dtype"
     if target.devices[0].platform == "cpu":
         yield CPU_PROGRAM
-    if any(each.float8 for each in compiled.requests) and not has_fp8(target.devices[0]):
-        yield no_float8(target.devices[0])
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

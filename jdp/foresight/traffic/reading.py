@@ -6,7 +6,6 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
-from jdp.core.gradients.fp8 import has_fp8
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.timing.float8 import Float8Products, float8_products
 from jdp.foresight.traffic.origin import Parameters, Sites
@@ -31,8 +30,6 @@ class Reading:
 
     @cached_property
     def float8(self) -> Float8Products | None:
-        """The products asked for in float8; None without any, or on devices that have no units for it."""
-        if not has_fp8(self.mesh.devices.flat[0]):
-            return None
+        """The products asked for in float8; None without any."""
         found = float8_products(self.compiled.program, self.compiled.requests)
         return found if found.asked else None
