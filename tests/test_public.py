@@ -15,10 +15,7 @@ SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
-    "Plan": (
-        "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, whole_matrices=True, "
-        "offload=None, data='data', replica='replica', home=None)"
-    ),
+    "Plan": ("(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, whole_matrices=True, offload=None)"),
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (

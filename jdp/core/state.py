@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic
 import jax
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notebook import Drawn
 from jdp.base.tree_paths import path_of
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.leaf_table import leaf_text, leaves_of
 from jdp.core.sharding.padded import Change, Flat
-from jdp.core.sharding.user_mesh import auto_axes, entered, mesh_of_home
 from jdp.core.types import Model, PyTree
 
 
@@ -329,20 +328,17 @@ def changed(leaves: Sequence[tuple[jax.Array, Change, Any]]) -> list[jax.Array]:
     arrays, changes, shardings = zip(*leaves, strict=True)
     if not isinstance(shardings[0], NamedSharding):
         return [change(x) for x, change in zip(arrays, changes, strict=True)]
-    mesh, program = _program(changes, shardings)
-    with auto_axes(mesh):
-        made = program(arrays)
-    return jax.block_until_ready(made) if mesh.devices.flat[0].platform == "cpu" else made
+    made = _program(changes, shardings)(arrays)
+    platform = shardings[0].mesh.devices.flat[0].platform
+    return jax.block_until_ready(made) if platform == "cpu" else made
 
 
 @lru_cache
-def _program(changes: tuple[Change, ...], shardings: tuple[Any, ...]) -> tuple[Mesh, Callable[..., list[jax.Array]]]:
-    mesh = mesh_of_home(shardings[0].mesh)
-
+def _program(changes: tuple[Change, ...], shardings: tuple[Any, ...]) -> Callable[..., list[jax.Array]]:
     def make(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return [change(x) for x, change in zip(entered(arrays, mesh), changes, strict=True)]
+        return [change(x) for x, change in zip(arrays, changes, strict=True)]
 
-    return mesh, jax.jit(make, out_shardings=list(shardings))
+    return jax.jit(make, out_shardings=list(shardings))
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:

@@ -13,7 +13,6 @@ A step, traced once for each shape of batch and compiled:
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
@@ -35,7 +34,7 @@ from jdp.core.step_settings import StepSettings, check_settings, check_training_
 from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model
 from jdp.core.update.guarded import guarded_update
-from jdp.core.update.offloaded import constrained, params_on_device, streamed
+from jdp.core.update.offloaded import at_rest, fetched
 
 Kind = TypeVar("Kind")
 _CHANGEABLE = ("accumulate", "overlap", "check_loss", "compiler")
@@ -168,14 +167,12 @@ class Step(Generic[Kind]):
 
         def train_step(state: TrainState | Leaves, batch: Batch) -> tuple[TrainState | Leaves, Metrics]:
             with tracing_on(plan.mesh):
-                new, metrics = _train(loss, *plan.entered((together(state), batch)))
+                new, metrics = _train(loss, together(state), batch)
                 return (Leaves.of(new, state.layout) if isinstance(state, Leaves) else new), metrics
 
         def eval_step(state: TrainState | Leaves, batch: Batch) -> Metrics:
             with tracing_on(plan.mesh):
-                whole, batch = plan.entered((together(state), batch))
-                computing = replace(whole, params=params_on_device(plan, whole))
-                return plan.left(means(loss.evaluate(computing, batch)), plan.replicated)
+                return means(loss.evaluate(together(state), batch))
 
         if not self.train:
             return jax.jit(eval_step, compiler_options=options or None)
@@ -288,13 +285,8 @@ class Step(Generic[Kind]):
 def _train(loss: PartitionedLoss, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     settings, plan = loss.settings, loss.plan
     key = jax.random.fold_in(state.rng, state.consumed)
-    computing = replace(state, params=params_on_device(plan, state))
-    grads, sums, model_state = loss.gradients(computing, batch, key)
-    update = partial(guarded_update, settings.clip_norm, plan)
-    given = (grads, sums.total, sums.weight, model_state)
-    new, norm = update(state, *given) if plan.offload is None else streamed(update, state, given, plan)
-    new = constrained(plan, new)
-    metrics = {**means(sums), "grad_norm": norm, "skipped": new.skipped}
-    if plan.home == plan.mesh:
-        return new, metrics
-    return plan.left(new, plan.shardings(state)), plan.left(metrics, plan.replicated)
+    grads, sums, model_state = loss.gradients(state, batch, key)
+    state, grads = fetched(plan, state, grads)
+    new, norm = guarded_update(settings.clip_norm, plan, state, grads, sums.total, sums.weight, model_state)
+    new = at_rest(plan, new)
+    return new, {**means(sums), "grad_norm": norm, "skipped": new.skipped}

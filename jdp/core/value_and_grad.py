@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVarTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jdp.base.notices import notice
 from jdp.base.tree_paths import path_in_model
@@ -259,24 +259,21 @@ class ValueAndGrad(Generic[*Arguments]):
         keep, plan, own = jax.lax.with_sharding_constraint, self.loss.plan, state.model_state
 
         def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
-            return own if before is after else plan.left(keep(after, replicated), plan.replicated)
+            return own if before is after else keep(after, plan.replicated)
 
         with tracing_on(plan.mesh):
-            state, batch = plan.entered((state, batch))
             # A model that the same jitted function has updated would be gathered there, and stay so, without this.
-            placements, replicated = self.loss.param_placements(state), NamedSharding(plan.mesh, PartitionSpec())
+            placements = self.loss.param_placements(state)
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
             spec = self._spec_with_outputs(state, batch)
             grads, sums, model_state = self.loss.gradients(state, batch, state.rng, spec)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-            grads = plan.left(grads, trained_part(jax.tree.map(plan.rest_sharding, placements), state.static.trained))
             model_state = jax.tree.map(changed, own, state.model_state, model_state)
-            values = plan.left(means(sums), plan.replicated)
+            values = means(sums)
             if isinstance(spec.loss_fn, LossWithAux):
-                rows, whole = plan.left(sums.rows, plan.batch_sharding), plan.left(sums.whole, plan.replicated)
-                values = values, spec.loss_fn.aux(replace(sums, rows=rows, whole=whole))
+                values = values, spec.loss_fn.aux(sums)
             return values, grads, model_state
 
     def _spec_with_outputs(self, state: Models, batch: Batch) -> GradientSpec:
@@ -301,7 +298,7 @@ class ValueAndGrad(Generic[*Arguments]):
             loss_fn = self.loss.loss_fn
             check_loss_takes(loss_fn.fn if isinstance(loss_fn, LossWithAux) else loss_fn, len(arguments))
             self._checked_counts.add(len(arguments))
-        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.axis_names}:
+        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
             raise ValueError(
                 "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "
                 f"over {', '.join(sorted(manual))}. Call it outside."

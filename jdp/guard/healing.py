@@ -24,7 +24,6 @@ from jdp.base.tree_paths import path_of
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.placement import axes_of
-from jdp.core.sharding.user_mesh import entered, mesh_of_home
 from jdp.core.types import PyTree
 from jdp.guard.replicas import Difference, check_replicas, fingerprints, raise_for, words_of
 
@@ -76,7 +75,7 @@ def _repaired(leaf: jax.Array, differences: Sequence[Difference]) -> jax.Array:
     """Return a leaf in which each device at fault has the shard of one that agrees with the majority."""
     home = leaf.sharding
     assert isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh)
-    mesh = mesh_of_home(home.mesh)
+    mesh = home.mesh
     devices = list(mesh.devices.flat)
     roles = np.zeros(len(devices), np.int8)
     for each in differences:
@@ -84,9 +83,8 @@ def _repaired(leaf: jax.Array, differences: Sequence[Difference]) -> jax.Array:
         roles[[devices.index(device) for device in each.devices]] = _TAKES
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     placed = jax.make_array_from_callback(roles.shape, rows, lambda index: roles[index])
-    inside = entered(on_device(leaf), mesh)
     with tracing_on(mesh):
-        return jax.device_put(_copied_over(inside, placed, mesh, inside.sharding.spec), home)
+        return jax.device_put(_copied_over(on_device(leaf), placed, mesh, home.spec), home)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

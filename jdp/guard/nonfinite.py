@@ -118,7 +118,6 @@ class Inspection:
         step = self._step
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
-            state, batch = step.plan.entered((state, batch))
             choice = step.loss.choose(state, batch)
             spec = step.loss.gradient_spec(state, choice.reading)
             spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
@@ -134,7 +133,6 @@ class Inspection:
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
         """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
         step = self._step
-        state, batch = step.plan.entered((state, batch))
         spec = step.loss.gradient_spec(state)
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 

@@ -114,7 +114,7 @@ class Reference:
         static = Static(self.training.tx, adapter, specs, resolve(params, adapter, self.training.wrt))
         opt_state = self.training.tx.init(trained_part(params, static.trained))
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, {}, static)
+        return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, static)
 
     def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
         training, precision = self.training, self.training.precision

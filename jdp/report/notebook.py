@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
 from jdp.core.plan import Plan
-from jdp.core.sharding.axes import factors
+from jdp.core.sharding.axes import DATA, factors
 from jdp.core.sharding.leaf_table import Leaf, leaf_table, leaves_of
 from jdp.core.sharding.placement_list import Placements
 from jdp.core.state import TrainState
@@ -49,13 +49,14 @@ def fragment(shown: object) -> str:
 @fragment.register
 def _(plan: Plan) -> str:
     row = plan.row
-    sharded = f"sharded over {plan.data}" if row.shard_state else "replicated"
+    sharded = f"sharded over {DATA}" if row.shard_state else "replicated"
     reduced = "reduced once a step"
     if row.shard_state:
         reduced = f"reduce-scattered {'at each microbatch' if row.reduce_each_microbatch else 'once a step'}"
     gathered = {"never": "–", "step": "gathered once a step", "use": "gathered at each use"}[row.gather]
     words = [
-        ("parameters and optimizer state", sharded if plan.offload is None else f"{sharded}, in the hosts’ memory"),
+        ("parameters", sharded),
+        ("optimizer state", sharded if plan.offload is None else f"{sharded}, in the hosts’ memory"),
         ("gradients", reduced),
         ("working copy of the parameters", gathered),
         ("rows of a batch", f"split into {plan.batch_shards}"),
@@ -63,7 +64,7 @@ def _(plan: Plan) -> str:
         *((f"rule for {pattern}", f"{spec}") for pattern, spec in plan.rules),
     ]
     heading = element("p", element("strong", str(plan)))
-    return look.fragment(heading, _mesh(plan.home), table(("what", "how"), words, words=("how",)))
+    return look.fragment(heading, _mesh(plan.mesh), table(("what", "how"), words, words=("how",)))
 
 
 @fragment.register

@@ -3,7 +3,6 @@
 The reference is the same loss on the whole batch at once, by plain jax. Tolerance 1e-5: float32 sums in another order.
 """
 
-import re
 from pathlib import Path
 
 import jax
@@ -439,26 +438,6 @@ def test_a_float32_batch_that_widens_bf16_products_is_named(monkeypatch, caplog)
         messages = [r.getMessage() for r in caplog.records if "computed in float32" in r.getMessage()]
         assert bool(messages) == named
     assert "batch['x'] is float32 and meets bf16 weights at" in messages[0] and "astype" in messages[0]
-
-
-@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=str)
-def test_a_mesh_with_explicit_axes_is_taken(settings):
-    """The default of `jax.make_mesh`: as the plan's mesh, and set around a plan's step."""
-    explicit = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    expected = one_step(weighed, settings)[2]
-    for got in (one_step(weighed, settings, mesh=explicit)[2], step_under(explicit, settings)):
-        jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
-def step_under(mesh, settings):
-    with jax.set_mesh(mesh):
-        return one_step(weighed, settings)[2]
-
-
-def test_a_mesh_with_manual_axes_is_refused():
-    manual = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Manual,))
-    with pytest.raises(ValueError, match=re.escape("Write jdp.make_mesh(data=4)")):
-        jdp.Plan(manual)
 
 
 # Norms and optimizers.

@@ -261,13 +261,6 @@ def by_norms():
     return optax.multi_transform(each, {"up": {"w": "lamb", "b": "prodigy"}, "down": {"w": "lars", "b": "fromage"}})
 
 
-def test_an_explicit_mesh_of_another_name():
-    mesh = jax.make_mesh((5,), ("batch",), devices=jax.devices()[:5])
-    plan = jdp.Plan(mesh, "zero3", data="batch", min_shard_size=16)
-    state = assert_equals_one_device(plan, decayed, FLAT)
-    assert jax.typeof(state.params["up"]["w"]).sharding.spec == P("batch")
-
-
 def test_beside_a_rule_or_a_model_axis_parameters_stay_replicated():
     ruled = plan_of(5, rules=[("up/w", P())])
     state = jdp.abstract_state(init, optax.sgd(0.1), ruled, rng=jax.random.key(0))

@@ -18,7 +18,6 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
 from jax._src.interpreters.partial_eval import custom_staging_rules
 from jax._src.lib import _jax
-from jax._src.mesh import get_concrete_mesh
 from jax.extend.core.primitives import jit_p
 
 import jdp
@@ -35,7 +34,6 @@ TAKEN = {
     "jax._src.distributed.global_state": "core/cluster/gloo.py core/cluster/service.py",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.lib._jax": "core/cluster/gloo.py",
-    "jax._src.mesh.get_concrete_mesh": "core/sharding/traced_mesh.py",
     "jax._src.xla_bridge": "core/cluster/gloo.py experiment/plugins.py",
 }
 """Each name, and the files that take it."""
@@ -148,15 +146,6 @@ def test_jax_makes_gloo_collectives_at_an_address():
     """A C++ function: its text has its arguments."""
     text = _jax.make_gloo_tcp_collectives.__doc__
     assert "distributed_client" in text and "hostname" in text
-
-
-def test_get_concrete_mesh_is_the_users_inside_of_jit():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    seen = []
-    with jax.set_mesh(mesh):
-        jax.jit(lambda x: seen.append(get_concrete_mesh()) or x)(0)
-    assert seen == [mesh]
-    assert get_concrete_mesh().empty
 
 
 def test_xla_bridge_makes_the_cpu_backend_and_says_whether_one_is_started():

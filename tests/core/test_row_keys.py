@@ -150,7 +150,7 @@ def test_elements_beyond_two_to_the_32_have_indices_of_64_bits(offset, stride, s
     """A global draw of more than 2**32 elements, of which we take a few rows."""
     rows = 4 if size < 100 else 1
     words = jnp.array([*jax.random.key_data(KEY), offset, stride, 0], jnp.uint32)
-    high, low = keys._counts((rows, 1, 1), words, (rows, size))
+    high, low = keys._counts((rows, 1), words, (rows, size))
     index = (np.uint64(offset) + np.uint64(stride) * np.arange(rows, dtype=np.uint64))[:, None] * np.uint64(size)
     index = index + np.arange(size, dtype=np.uint64)
     np.testing.assert_array_equal((np.asarray(high, np.uint64) << np.uint64(32)) | np.asarray(low, np.uint64), index)

@@ -26,7 +26,7 @@ from jdp.core.gradients.wire import complete_sum, encodes, own_key, scattered_su
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards
-from jdp.core.sharding.traced_mesh import mesh_inside, traced_device
+from jdp.core.sharding.traced_mesh import traced_device
 from jdp.core.types import PyTree
 
 
@@ -169,8 +169,5 @@ def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree
         return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec))
 
     before, after = (jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after))
-    inside: Any = mesh_inside()
-    own_shards = jax.shard_map(
-        function, mesh=inside, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False
-    )
+    own_shards = jax.shard_map(function, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False)
     return own_shards(tree)

@@ -34,7 +34,6 @@ from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
-from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
@@ -104,7 +103,7 @@ class PartitionedLoss:
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
         own = self.settings
-        return batch_unit(self.plan.mesh.shape, own.accumulate, named=self.plan.called)
+        return batch_unit(self.plan.mesh.shape, own.accumulate)
 
     def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once."""
@@ -113,7 +112,6 @@ class PartitionedLoss:
         self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = _shapes(state, batch)
         if shapes not in self._choices or values:
-            state, batch = self.plan.entered((on_device(state), batch))
             request = self._request(state)
             known = self._choices.pop(shapes, None)
             if known is None:
@@ -219,7 +217,7 @@ class PartitionedLoss:
         spec = replace(spec or self.gradient_spec(state), reading=choice.reading, off=[])
         with self._handed_on(spec, state, batch) as spec:
             run = VIEWS[choice.partitioning].gradients(spec, self.plan)
-            grads, sums, model_state = run(self._computed_with(state), state.model_state, batch, key)
+            grads, sums, model_state = run(state.params, state.model_state, batch, key)
         for found in spec.off[:1]:
             why = f"{choice.why}; overlap off: {found}"
             notice(f"{self.noun} under {self.plan.strategy}: overlap off: {found}; overlap=True turns it on")
@@ -244,17 +242,6 @@ class PartitionedLoss:
             yield replace(spec, programs=programs)
         finally:
             programs.clear()
-
-    def _computed_with(self, state: AnyState) -> PyTree:
-        """Return the parameters; of what rests on the host and is trained the device holds the compute dtype alone."""
-        if self.plan.offload is None:
-            return state.params
-        dtype = self.settings.precision.compute_dtype
-        return jax.tree.map(
-            lambda x, placement: x.astype(dtype) if placement.on_host and placement.trained else x,
-            state.params,
-            self.param_placements(state),
-        )
 
     def _request(self, state: AnyState) -> PartitioningRequest:
         return PartitioningRequest(self.gradient_spec(state), self.plan)

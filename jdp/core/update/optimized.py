@@ -30,7 +30,6 @@ from jdp.core.sharding.padded import Flat
 from jdp.core.state import Static, TrainState, map_flat, own_shaped, trained_part
 from jdp.core.tracing.graph import FORWARD, Env, Operation, before, evaluate, known, read
 from jdp.core.types import PyTree
-from jdp.core.update.mixing import Refusal
 from jdp.core.update.optimizer_checks import Update, apply, traced_apply, traced_update
 from jdp.core.update.padded import Mixed, Stored, as_stored, replay, replay_operation
 from jdp.core.update.whole_matrices import computed, stacks_of
@@ -112,7 +111,7 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
         except Mixed as mixed:
             notice(
                 f"the optimizer's update mixes the elements of {listed(sorted(mixed.leaves))} ({mixed.operation}): no "
-                f"dimension divides by {plan.data}={plan.mesh.shape[DATA]}, and it cannot be stored flat and padded"
+                f"dimension divides by {DATA}={plan.mesh.shape[DATA]}, and it cannot be stored flat and padded"
             )
             left = {path: flat for path, flat in found.items() if path not in mixed.leaves}
             found = left if len(left) < len(found) else {}
@@ -130,9 +129,6 @@ def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
     if not plan.whole_matrices:
         return state
     stacks, refused = stacks_of(plan, state, read(update.program, FORWARD))
-    if plan.offload is not None and stacks:
-        paths = tuple(sorted(region.owner for stack in stacks for region in stack.regions))
-        stacks, refused = [], [*refused, Refusal(paths, "the update", "its optimizer state is in host memory")]
     for each in refused:
         notice(
             f"the optimizer's update mixes the elements of {listed(each.paths)} ({each.operation}), and every device "

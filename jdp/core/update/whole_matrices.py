@@ -138,7 +138,7 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     tracks = track(graph, [*inputs, Track()], count)
     found, refused = regions(graph, tracks, [each.rest for each in inputs[: len(graph.outputs)]], count)
     shared = {each.owner for each in inputs if each.rest is None}
-    words = f"an axis of the model's shards the dimension that {plan.data} shards"
+    words = f"an axis of the model's shards the dimension that {DATA} shards"
     refused = [replace(each, reason=words) if shared.intersection(each.paths) else each for each in refused]
     wanted = [region for region in found if _is_worth(region, tracks, plan)]
     return [stack for stack in _stacks(wanted, tracks, count) if stack.owners > 1], refused

@@ -105,8 +105,8 @@ class Experiment(Section):
     reduce: DtypeName = "fp32"
     """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
     offload: Offload | None = None
-    """Keep the optimizer's state and the master weights in the hosts' pinned memory; a step copies them layer by layer.
-    "none": everything is in the devices' memory."""
+    """Keep the optimizer's state in the hosts' pinned memory, except during the update. "none": everything is in the
+    devices' memory."""
     sync_batch_norm: bool = True
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
     compiler: CompilerTable = "auto"

@@ -23,7 +23,7 @@ LITTLE, MOST_PARTS = 0.01, 4
 """What is less than this share of the computing time is left out; at most so many parts are named."""
 
 
-_ON_HOST = 'keep weights and optimizer state on the host (offload = "optimizer"), '
+_ON_HOST = 'keep the optimizer state on the host (offload = "optimizer"), '
 
 
 def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, ...]]:

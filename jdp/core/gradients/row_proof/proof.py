@@ -47,11 +47,11 @@ def _quotient(trace: LossTrace, program: ClosedJaxpr) -> Quotient | None:
     return quotient_of(program, params, batch, program.jaxpr.outvars[0])
 
 
-def prove(first: LossTrace, second: LossTrace) -> Proof:
+def prove(first: LossTrace, second: LossTrace, group: int = 1) -> Proof:
     """Read a loss' program, traced for two numbers of rows."""
     programs = [each.closed if each.is_sum else each.written_out for each in (first, second)]
     try:
-        return _proof(first, second, [programs[0], programs[1]])
+        return _proof(first, second, [programs[0], programs[1]], group)
     except Exception as error:  # a program of a form that nobody has thought of: the loss is tried on values instead
         return Proof("unknown", f"its program could not be read: {type(error).__name__}: {error}"[:300], False)
 
@@ -84,17 +84,19 @@ def _tail_growth(
     return growth(program.jaxpr.outvars[0])
 
 
-def _proof(first: LossTrace, second: LossTrace, programs: Sequence[ClosedJaxpr]) -> Proof:
+def _proof(first: LossTrace, second: LossTrace, programs: Sequence[ClosedJaxpr], group: int) -> Proof:
     (program, other), rows = programs, second.rows
-    reader = RowReader((first.rows, rows), rows / first.rows)
+    reader = RowReader((first.rows // group, rows // group), rows / first.rows)
     states: list[State] = [reader.constant(*pair) for pair in zip(program.consts, other.consts, strict=True)]
     _, batch = first.inputs
     inputs = program.jaxpr.invars
-    states += [Rows((0,), inner=(1, 1)) if batch.start <= i < batch.stop else Const() for i in range(len(inputs))]
+    states += [
+        Rows((0,), inner=(group, group)) if batch.start <= i < batch.stop else Const() for i in range(len(inputs))
+    ]
     values = dict[Any, State](zip([*program.jaxpr.constvars, *inputs], states, strict=True))
     total, weight, *metrics = reader.read_all(program.jaxpr, other.jaxpr, values)
     metrics, outputs = metrics[: len(metrics) - first.outputs], metrics[len(metrics) - first.outputs :]
-    by_row = Rows((0,), inner=(1, 1))
+    by_row = Rows((0,), inner=(group, group))
     for state in outputs:
         if isinstance(state, Mixed):
             return Proof("mixes", f"in aux, {state.why}, at {state.line}")
