@@ -25,7 +25,7 @@ NAMES = {
     "init_state": "core/test_init.py::test_initial_values_are_bitwise_the_same_on_any_mesh[zero3-axes0]",
     "initialize": "core/test_initialize.py::test_two_processes_sum_over_four_devices",
     "keep_memory": "base/test_cpu_allocator.py::test_memory_that_was_freed_is_used_again_without_a_page_fault",
-    "keep_programs": "core/test_persistent_cache.py::test_a_program_is_found_again_and_a_damaged_one_is_made_anew",
+    "keep_programs": "core/test_persistent_cache.py::test_a_program_is_found_again_in_a_folder_of_its_processor",
     "make_eval_step": "core/test_step.py::test_evaluation_is_the_loss_without_randomness_or_donation",
     "make_mesh": "core/test_mesh.py::test_axes_stand_as_written_and_minus_one_takes_what_is_left",
     "make_train_step": "core/test_step.py::test_results_stay_where_the_plan_wants_them",

@@ -23,7 +23,6 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
-from jdp.core.compiling.persistent_cache import compile_once
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
@@ -176,9 +175,7 @@ class PartitionedLoss:
         agree_on_inputs(caller, state, batch, self.plan)
         if not self.is_checked:
             self.check_first(state, batch)
-        lowered = lower()
-        agree_on_program(caller, lowered, self.plan, compiler_options or {})
-        compile_once(lowered, self.plan.mesh)
+        agree_on_program(caller, lower(), self.plan, compiler_options or {})
         self._agreed.add(shapes)
 
     def param_placements(self, state: AnyState) -> PyTree:
