@@ -11,7 +11,7 @@ from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.plan import Plan
-from jdp.core.state import AnyState, unread_leaves
+from jdp.core.state import AnyState
 from jdp.core.types import Batch
 
 
@@ -75,12 +75,9 @@ def check_alive(state: Any) -> None:
 
     Only two leaves are tested, because every call does it: the number of steps and the first of the parameters.
     """
-    if (unread := unread_leaves(state)) is not None:
-        step, first = (*unread.leaves[:2], None)[:2]
-    else:
-        step, first = getattr(state, "step", None), getattr(state, "params", None)
-        while isinstance(first, dict) and first:
-            first = next(iter(first.values()))
+    step, first = getattr(state, "step", None), getattr(state, "params", None)
+    while isinstance(first, dict) and first:
+        first = next(iter(first.values()))
     if _is_deleted(step) or _is_deleted(first):
         raise ValueError(
             "A train step takes its state's memory over (donates it), and this state was given to one before: go on "

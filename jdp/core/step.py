@@ -29,7 +29,7 @@ from jdp.core.precision import Precision
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
-from jdp.core.state import Layout, Leaves, TrainState, together
+from jdp.core.state import TrainState
 from jdp.core.step_settings import StepSettings, check_settings, check_training_settings
 from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model
@@ -67,9 +67,7 @@ class Step(Generic[Kind]):
 
     __slots__ = (
         "__weakref__",
-        "_layout",
         "_options",
-        "_takes_tree",
         "loss",
         "sends",
     )  # no other is set by mistake
@@ -97,8 +95,6 @@ class Step(Generic[Kind]):
     def __init__(self, loss: PartitionedLoss) -> None:
         self.loss = loss
         self.sends: TracedCollectives | None = None
-        self._layout: Layout | None = None  # of the last call's state
-        self._takes_tree: bool | None = None  # whether `lower` came before the first call, which then has its program
         self._options: dict[str, CompilerValue] | None = None
 
     def __repr__(self) -> str:
@@ -113,12 +109,7 @@ class Step(Generic[Kind]):
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
         loss = self.loss
-        if self._takes_tree is None:
-            self._takes_tree = False
-        given = state if self._takes_tree else Leaves.of(state, self._layout)
-        if isinstance(given, Leaves):
-            self._layout = given.layout
-        batch = self._agreed_on(state, given, batch) if loss.is_of_several else owned_batch(batch)
+        batch = self._agreed_on(state, batch) if loss.is_of_several else owned_batch(batch)
         if not loss.is_checked:
             loss.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
@@ -126,10 +117,7 @@ class Step(Generic[Kind]):
         if self.compiler_options and not trace_state_clean():
             notice("inside of another jit a step has that one's compiler options: its own are left out")
             run = self._jit(donated=(), options={})
-        if self._takes_tree or not self.train:
-            return run(given, batch)
-        leaves, metrics = run(given, batch)
-        return leaves.unread(self), metrics
+        return run(state, batch)
 
     @property
     def gathers_rows(self) -> bool:
@@ -165,27 +153,26 @@ class Step(Generic[Kind]):
     def _jit(self, donated: tuple[int, ...], options: dict[str, CompilerValue]) -> Any:
         loss, plan = self.loss, self.plan
 
-        def train_step(state: TrainState | Leaves, batch: Batch) -> tuple[TrainState | Leaves, Metrics]:
+        def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             with tracing_on(plan.mesh):
-                new, metrics = _train(loss, together(state), batch)
-                return (Leaves.of(new, state.layout) if isinstance(state, Leaves) else new), metrics
+                return _train(loss, state, batch)
 
-        def eval_step(state: TrainState | Leaves, batch: Batch) -> Metrics:
+        def eval_step(state: TrainState, batch: Batch) -> Metrics:
             with tracing_on(plan.mesh):
-                return means(loss.evaluate(together(state), batch))
+                return means(loss.evaluate(state, batch))
 
         if not self.train:
             return jax.jit(eval_step, compiler_options=options or None)
         return jax.jit(train_step, donate_argnums=donated, compiler_options=options or None)
 
-    def _agreed_on(self, state: TrainState, given: TrainState | Leaves, batch: Batch) -> Batch:
+    def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
         """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
         self.loss.agree(
             "the train step" if self.train else "the evaluation step",
             signature(batch),
             state,
             batch,
-            lambda: self.jitted.lower(given, batch),  # what the check finds may change `jitted`
+            lambda: self.jitted.lower(state, batch),  # what the check finds may change `jitted`
             self.compiler_options,
         )
         return batch
@@ -212,8 +199,6 @@ class Step(Generic[Kind]):
             return leaf
 
         batch = jax.tree.map(sharded, batch)
-        if step._takes_tree is None:
-            step._takes_tree = True
         step.loss.check_first(state, batch)
         traced = step.jitted.trace(state, batch)
         step.sends = read_collectives(traced)

@@ -27,7 +27,6 @@ from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
-from jdp.core.gradients.repeated_models import RepeatedModels
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_tree, refuse_offload
@@ -36,7 +35,7 @@ from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.mesh import followed, tracing_on
-from jdp.core.state import AnyState, Leaves, Models, Static, together, trained_part
+from jdp.core.state import AnyState, Models, Static, trained_part
 from jdp.core.step_settings import (
     StepSettings,
     check_settings,
@@ -170,7 +169,8 @@ class ValueAndGrad(Generic[*Arguments]):
     """
 
     __slots__ = (
-        "__weakref__", "_checked_counts", "_first_keys", "_last", "_numbers", "_on_meshes", "argnums", "loss", "wrt"
+        "__weakref__", "_checked_counts", "_checked_forms", "_first_keys", "_numbers", "_on_meshes", "argnums", "loss",
+        "wrt",
     )  # fmt: skip
 
     plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
@@ -194,7 +194,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
         self._first_keys: list[bytes] = []
         self._checked_counts: set[int] = set()  # of arguments
-        self._last: RepeatedModels | None = None
+        self._checked_forms: set[Any] = set()  # structures, shapes and shardings of models that are as the plan says
 
     def __repr__(self) -> str:
         return f"ValueAndGrad({self.loss.loss_fn!r}, {self.plan!r}, {self.settings!r}, argnums={self.argnums!r})"
@@ -207,29 +207,25 @@ class ValueAndGrad(Generic[*Arguments]):
             return self._on_meshes[mesh](*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((batch, rng)))
-        given = None if is_traced or self._last is None else self._last.joined(models, typed_key(rng))
-        if given is None:
-            state = self._joined(models, rng)
-            if is_traced or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
-                self._report_closed_over(state)
-                values, grads, model_state = self._compute(state, batch)
-                if not isinstance(rng, Tracer):
-                    self._report_same_draws("the same key, a constant of the jitted function that it is in")
-                return values, self._taken_apart(models, state, grads, model_state)
-            self._check_models(state)
-            self._last = RepeatedModels(state)
-            given = Leaves(self._last.layout, jax.tree.leaves(state))
+        state = self._joined(models, rng)
+        if is_traced or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+            self._report_closed_over(state)
+            values, grads, model_state = self._compute(state, batch)
+            if not isinstance(rng, Tracer):
+                self._report_same_draws("the same key, a constant of the jitted function that it is in")
+            return values, self._taken_apart(models, state, grads, model_state)
+        self._check_models(state)
         if loss.is_of_several:
-            shapes = given.layout, signature((given.leaves, batch))
-            loss.agree("the gradient", shapes, given.state(), batch, lambda: self.jitted.lower(given, batch))
+            shapes = signature((state, batch))
+            loss.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
         elif not loss.is_checked:
-            loss.check_first(given.state(), batch)
-        values, grads, model_state = self.jitted(given, owned_batch(batch))
+            loss.check_first(state, batch)
+        values, grads, model_state = self.jitted(state, owned_batch(batch))
         if len(self._first_keys) < 2:
-            self._first_keys.append(np.asarray(jax.random.key_data(given.leaves[-1])).tobytes())
+            self._first_keys.append(np.asarray(jax.random.key_data(state.rng)).tobytes())
             if len(set(self._first_keys)) < len(self._first_keys):
                 self._report_same_draws("one key twice")
-        return values, self._taken_apart(models, given, grads, model_state)
+        return values, self._taken_apart(models, state, grads, model_state)
 
     def check(self, *arguments: *Arguments) -> None:
         """Try a loss on a few rows, outside of jit, if its program does not prove that it is a sum over examples.
@@ -254,8 +250,7 @@ class ValueAndGrad(Generic[*Arguments]):
             compiled["gradient"] = jax.jit(self._compute)
         return compiled["gradient"]
 
-    def _compute(self, given: Models | Leaves, batch: Batch) -> tuple[Any, PyTree, PyTree]:
-        state: Models = together(given)
+    def _compute(self, state: Models, batch: Batch) -> tuple[Any, PyTree, PyTree]:
         keep, plan, own = jax.lax.with_sharding_constraint, self.loss.plan, state.model_state
 
         def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
@@ -319,12 +314,11 @@ class ValueAndGrad(Generic[*Arguments]):
         static = Static(None, adapter, (), None if all(trained) else tuple(trained))  # pyright: ignore[reportArgumentType]
         return Models(tuple(part[0] for part in parts), tuple(part[1] for part in parts), typed_key(rng), static)
 
-    def _taken_apart(self, models: Sequence[Any], given: Models | Leaves, grads: Any, model_state: Any) -> Any:
+    def _taken_apart(self, models: Sequence[Any], state: Models, grads: Any, model_state: Any) -> Any:
         """Write what the call changed into modules; return the gradients as the user gets them."""
-        adapters = (given.layout if isinstance(given, Leaves) else given).static.adapter.adapters
+        adapters = state.static.adapter.adapters
         if jax.tree.leaves(model_state):
-            own_state = together(given).model_state
-            for model, adapter, before, after in zip(models, adapters, own_state, model_state, strict=True):
+            for model, adapter, before, after in zip(models, adapters, state.model_state, model_state, strict=True):
                 if adapter is not None:
                     flax_nnx.write_back(model, adapter, before, after)
 
@@ -336,9 +330,12 @@ class ValueAndGrad(Generic[*Arguments]):
 
     def _check_models(self, state: Models) -> None:
         """Check that real models hold their arrays, and lie as the plan says. Raises ValueError."""
-        for leaf, placement in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(self.loss.param_placements(state)), strict=True
-        ):
+        leaves, tree = jax.tree.flatten(state.params)
+        form = tree, tuple([(leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves])
+        is_deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+        if form in self._checked_forms and not is_deleted:
+            return
+        for leaf, placement in zip(leaves, jax.tree.leaves(self.loss.param_placements(state)), strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
                     f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
@@ -352,6 +349,7 @@ class ValueAndGrad(Generic[*Arguments]):
                     f"{placement.path} is to lie as {rest.spec} and is {given}. Lay it out: "
                     "model = jdp.place(model, plan), by the gradient's own plan."
                 )
+        self._checked_forms.add(form)
 
     def _report_same_draws(self, given: str) -> None:
         if self.loss.last is not None and self.loss.last.draws:

@@ -11,8 +11,7 @@ import pytest
 
 import jdp
 from jdp.core.sharding.axes import batch_unit
-from jdp.foresight.candidates.max_batch import largest_batch
-from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, round_up_rows
+from jdp.foresight.targets.relocate import abstract_on, hybrid_axes, round_up_rows
 from jdp.foresight.targets.resolve import Target, target
 
 
@@ -98,34 +97,6 @@ def test_dtypes_are_those_that_jit_would_see():
     step, state, _ = made()
     moved = abstract_on(step, state, {"x": np.ones((16, 64)), "y": np.ones(16, np.int64)}, "h100:1x8")
     assert (moved.batch["x"].dtype, moved.batch["y"].dtype) == (jnp.float32, jnp.int32)
-
-
-def test_rows_that_belong_together_are_rounded_up_together():
-    moved = abstract_on(*made(rows=8, group=2), "cpu:8")
-    assert moved.notes == ("a batch's rows must divide by data=8 × group=2 = 16; given 8: 16 are taken",)
-    assert jdp.verify(*made(rows=8, group=2), "cpu:8").notes[:1] == moved.notes
-
-
-@pytest.mark.aot
-def test_the_largest_batch_counts_rows_that_belong_together(monkeypatch):
-    """A device that holds 1 GiB for each of its rows."""
-    moved, tried = abstract_on(*made(rows=8, group=2, accumulate=2), "h100:1x8"), []
-    monkeypatch.setattr(Candidate, "compile", lambda candidate, *_: tried.append(candidate) or candidate)
-    monkeypatch.setattr(
-        "jdp.foresight.candidates.max_batch.memory", lambda compiled, *_: Held(len(compiled.batch["x"]) // 16)
-    )
-    found = largest_batch(moved, target("h100:1x8"))
-    assert found.rows % 2 == 0 and found.batch_size == 16 * found.rows and found.too_many == found.rows + 2
-    for candidate in tried:
-        candidate.lower()  # which refuses rows that do not divide
-
-
-class Held:
-    def __init__(self, rows):
-        self.total = rows * 2**30
-
-    def fits(self, memory_bytes):
-        return SimpleNamespace(fraction=None)
 
 
 @pytest.mark.parametrize(

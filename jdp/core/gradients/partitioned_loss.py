@@ -28,7 +28,6 @@ from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.overlap_cost import settled
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
-from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.plan import Plan
@@ -142,7 +141,6 @@ class PartitionedLoss:
             self.choose(state, batch, values=values, assume=not values)
         if values:
             self.is_checked = True
-            report_remade(self.noun, self.loss_fn, (self.plan, self.settings), (state, batch))
 
     def forget_programs(self) -> None:
         """Have the next trace read the loss again: what it closes over may have changed."""
