@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notebook import Drawn
 from jdp.base.tree_paths import path_of
-from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.leaf_table import leaf_text, leaves_of
 from jdp.core.sharding.padded import Change, Flat
 from jdp.core.types import Model, PyTree
@@ -90,10 +89,9 @@ class TrainState(Drawn, Generic[Model]):
     def model(self) -> Model:
         """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree.
 
-        Weights in host memory (`Plan.offload`) are copied to the devices; weights that are flat and padded (`Plan.pad`)
-        are gathered.
+        Weights that are flat and padded (`Plan.pad`) are gathered.
         """
-        params = on_device(own_shaped(self.params, "params", self.static))
+        params = own_shaped(self.params, "params", self.static)
         if self.static.adapter is None:
             return params
         return self.static.adapter.merge(params, self.model_state, rng=None)

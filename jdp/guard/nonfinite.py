@@ -122,7 +122,7 @@ class Inspection:
             spec = step.loss.gradient_spec(state, choice.reading)
             spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
             gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
-            key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
+            key, params = jax.random.fold_in(state.rng, consumed), state.params
             grads, sums, _ = gradients(params, state.model_state, batch, key)
             own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
             trees = {"batch": batch, "params": own[0], "gradients": own[1]}

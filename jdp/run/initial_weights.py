@@ -27,7 +27,6 @@ from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
 from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter, import_peft
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
-from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import first_state
@@ -132,7 +131,7 @@ def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     tx, trained = state.static.tx, state.static.trained
 
     def optimizer_state(params: PyTree) -> PyTree:
-        own = own_shaped(on_device(params), "params", state.static)
+        own = own_shaped(params, "params", state.static)
         first = first_state(tx, trained_part(own, trained))
         return map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
 

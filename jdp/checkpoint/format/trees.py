@@ -78,12 +78,6 @@ def text_of(dtype: Any, shape: Sequence[int]) -> str:
     return f"{dtype}{list(shape)}"
 
 
-def parsed_text(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape of an entry of a checkpoint's table."""
-    dtype, _, shape = text.rpartition("[")
-    return dtype, tuple(int(size) for size in shape.rstrip("]").split(",") if size.strip())
-
-
 def fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
     """Return fields of a state by name, with their leaves replaced by those of the same paths."""
     trees = {name: getattr(state, name) for name in fields}

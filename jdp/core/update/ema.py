@@ -102,7 +102,7 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
     if not averages:
         raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
     given = [(ema.weight, on_device(ema.average)) for ema in averages]
-    params = on_device(trained_part(state.params, state.static.trained))
+    params = trained_part(state.params, state.static.trained)
     return replace(state, params=with_trained(state.params, _means(given, params), state.static.trained))
 
 
