@@ -1,7 +1,7 @@
 """Features of a training step, each as a change of one small setup, and training with any of them together.
 
-`FEATURES` is the table. `by_jdp` trains a setup as a user would; `by_hand` on one device by `one_device`, where local
-steps are taken replica after replica. `check` compares. What loses digits (`LOSSY`) is held to the error of its
+`FEATURES` is the table. `by_jdp` trains a setup as a user would; `by_hand` on one device by `one_device`. `check`
+compares. What loses digits (`LOSSY`) is held to the error of its
 encoding, as a part of how far the parameters moved, and to exact weights and first losses.
 """
 
@@ -24,7 +24,6 @@ import jdp
 
 ALL = ("ddp", "zero1", "zero2", "zero3")
 ROWS, BOUND, DECAY = 32, 5e-6, 0.8
-LOCAL = jdp.LocalSteps(2, lr=0.7, momentum=0.5)
 
 
 @dataclass(frozen=True)
@@ -38,35 +37,25 @@ class Feature:
     kind: str | None = None
 
 
-def wire(gradients=None, strategies=ALL, **options):
-    settings = {"wire": jdp.Wire(gradients, block=8, **options)}
-    return Feature({"optimizer": "momentum"}, step=settings, strategies=strategies, kind="wire")
+def wire(encoding):
+    return Feature({"optimizer": "momentum", "width": 256}, step={"wire": encoding}, kind="wire")
 
 
 LAYERS = {"layers": 2, "stacked": True}
 FEATURES = {
     "bf16": wire("bf16"),
     "int8": wire("int8"),
-    "fp8": wire("fp8"),
-    "topk": wire("topk", ALL[:3], fraction=0.5),
-    "powersgd": wire("powersgd", ALL[:3], rank=1),
-    "int8_weights": wire(None, ALL[1:], weights="int8"),
-    "buckets": Feature(step={"buckets": 300}),
-    "local_steps": Feature(mesh={"replica": 2}, step={"local_steps": LOCAL}, kind="replica"),
-    "replica": Feature(mesh={"replica": 2}, kind="replica"),
+    "replica": Feature(mesh={"replica": 2}),
     "offload": Feature(),
     "pad": Feature({"width": 7}, mesh={"data": 4}, kind="width"),
     "ema": Feature(),
     "lora": Feature({"model": "nnx"}, kind="wrt"),
     "wrt": Feature({"frozen": "same"}, kind="wrt"),
     "accumulate": Feature(step={"accumulate": 2}),
-    "noise_scale": Feature(step={"noise_scale": True}, strategies=ALL[:3]),
-    "products": Feature({"optimizer": "momentum", "width": 16}, step={"precision": "fp8"}, kind="width"),
     "overlap": Feature(LAYERS, step={"overlap": True}, strategies=ALL[2:]),
     "scan_layers": Feature(LAYERS),
     "batch_norm": Feature({"model": "nnx", "state": "norm"}),
     "dropout": Feature({"noise": "mask"}),
-    "group": Feature({"term": "grouped_pairs"}, step={"group": 2}),
     "own_loop": Feature({"model": "nnx"}),
     "resume": Feature(),
     "model_axis": Feature(mesh={"model": 2}),
@@ -74,17 +63,10 @@ FEATURES = {
     "clip_norm": Feature({"clip_norm": 0.3}, step={"clip_norm": 0.3}),
     "eval": Feature(),
 }
-LOSSY = {"bf16": 3e-3, "int8": 0.01, "fp8": 0.03, "topk": 0.3, "powersgd": 0.6, "int8_weights": 0.02, "products": 0.06}
-INEXACT = {"products", "int8_weights"}  # in the forward pass, too
-STEPS_ALONE = ("local_steps", "noise_scale", "clip_norm", "eval")  # a loop of one's own has no such settings
+LOSSY = {"bf16": 8e-3, "int8": 0.03}
+STEPS_ALONE = ("clip_norm", "eval")  # a loop of one's own has no such settings
 _REFUSED = (
-    ("local_steps", (*list(FEATURES)[:6], "buckets"), "local_steps takes neither wire nor buckets"),
-    ("local_steps", ("offload",), "local_steps keeps an optimizer on every replica"),
-    ("local_steps", ("noise_scale",), "noise_scale needs each device's own gradient of a step; given local_steps"),
     ("gather_rows", ("accumulate",), "gather_rows gathers the rows of one microbatch.*accumulate=2"),
-    ("gather_rows", ("local_steps",), "gather_rows.*local_steps"),
-    ("gather_rows", ("noise_scale",), "rows that do not depend on each other.*gather_rows"),
-    ("own_loop", ("topk", "powersgd"), "needs error feedback, which jdp.value_and_grad has no state for"),
     ("own_loop", ("offload",), "offload"),
 )
 REFUSED = {frozenset((one, two)): words for one, others, words in _REFUSED for two in others}
@@ -179,8 +161,6 @@ def init(made, key):
 
 def loss(made, loop, gather, model, batch, key):
     """The drawn models' (total, weight, metrics), with negatives of the whole batch where rows are gathered."""
-    if made.has("products") and loop is jdp.scan_layers:  # else float32 batches make float32 products
-        batch = {**batch, "x": batch["x"].astype(jnp.bfloat16)}
     total, weight, metrics = drawn_models.loss(made.case, loop, model, batch, key)
     if made.has("gather_rows"):
         first = model.enter(jnp.eye(drawn_models.FEATURES)) if made.case.model == "nnx" else model["enter"]
@@ -206,15 +186,12 @@ def loop_of(made):
         clip_norm=made.case.clip_norm,
         is_trained=made.is_trained,
         microbatches=made.settings.get("accumulate", 1) if made.case.keeps else 1,
-        group=made.case.group,
     )
 
 
 def by_hand(made, loop):
     """Train on one device."""
-    given = (loop, made.batches(), made.case.seed)
-    trained = one_device.rounds(*given, LOCAL, 2) if made.has("local_steps") else one_device.steps(*given)
-    rows, params, opt_state, state = trained
+    rows, params, opt_state, state = one_device.steps(loop, made.batches(), made.case.seed)
     averages, evaluated = average(made, opt_state), {}
     if made.has("eval"):
         seen = loop.together(params, averages) if made.has("ema") else params
@@ -224,10 +201,8 @@ def by_hand(made, loop):
 
 
 def average(made, opt_state):
-    """The average that `with_ema` keeps, of local steps the replicas' mean; None without it."""
-    if not made.has("ema"):
-        return None
-    return jax.tree.map(lambda x: x.mean(0), opt_state.average) if made.has("local_steps") else opt_state.average
+    """The average that `with_ema` keeps; None without it."""
+    return opt_state.average if made.has("ema") else None
 
 
 def numbered(averages):
@@ -250,8 +225,7 @@ def by_jdp(made, folder):
             jdp.save(folder / "saved", state)
             plan = made.elsewhere().plan()
             step = jdp.make_train_step(loss_fn, plan, **made.settings)
-            target = step.complete(jdp.abstract_state(start, tx, plan, rng=key, wrt=made.wrt))
-            state = jdp.restore(folder / "saved", target)
+            state = jdp.restore(folder / "saved", jdp.abstract_state(start, tx, plan, rng=key, wrt=made.wrt))
         state, metrics = step(state, batch)
         rows.append(one_device.floats(metrics))
     seen = jdp.ema_params(state) if made.has("ema") else state
@@ -259,7 +233,7 @@ def by_jdp(made, folder):
         leaves = one_device.by_path(seen.unpadded().params)
         averages = {path: leaf for path, leaf in leaves.items() if made.is_trained(path)}
     if made.has("eval"):
-        names = {"accumulate", "precision", "partitioning", "group"} & made.settings.keys()
+        names = {"accumulate", "precision", "partitioning"} & made.settings.keys()
         step = jdp.make_eval_step(loss_fn, plan, **{name: made.settings[name] for name in names})
         evaluated = one_device.floats(step(seen, batch))
     state = state.unpadded()
@@ -310,11 +284,8 @@ def check(names, folder, turn=0):
         want.opt_state, want.metrics = {}, [{name: row[name] for name in got.metrics[0]} for row in want.metrics]
     apart = [entry for entry in one_device.compared(got, want) if not entry[1] <= BOUND]
     if bound:
-        exact = "step .: (weight|skipped)" if made.names & INEXACT else "step .: (weight|skipped)|step 0: (loss|size)"
+        exact = "step .: (weight|skipped)|step 0: (loss|size)"
         apart = [entry for entry in apart if re.match(exact, entry[0])] + strayed(got, want, loop, bound)
-    elif made.has("noise_scale") and not made.names & {"group", "batch_norm"}:
-        measured, expected = got.metrics[0]["noise_scale"], noise_scale_by_hand(made, loop)
-        apart += [("noise scale", 0, measured, expected)] if not np.isclose(measured, expected, rtol=1e-3) else []
     listed = "\n".join(f"  {name}: got {a}, expected {b}" for name, _, a, b in apart[:12])
     assert not apart, f"{made}\n{listed}"
 
@@ -326,23 +297,3 @@ def strayed(got, want, loop, bound):
     losses = [(a["loss"], b["loss"]) for a, b in zip(got.metrics, want.metrics, strict=True)]
     found = [("update", update, update, bound), *((f"loss {a}", abs(a / b - 1), a, b) for a, b in losses)]
     return [entry for entry in found if not entry[1] <= bound]
-
-
-def noise_scale_by_hand(made, loop):
-    """Of the first step, from the gradient of each part of the batch (`jdp.core.update.noise_scale`)."""
-    shards = made.axes["data"] * made.axes.get("replica", 1)
-    microbatches = made.settings.get("accumulate", 1) if made.strategy == "zero2" else 1
-    batch = made.batches()[0]
-
-    @jax.jit
-    @jax.vmap
-    def square(counts):
-        given = (loop.params, loop.state, {**batch, "weight": counts}, one_device.key_of(made.case.seed, 0))
-        return optax.tree.norm(jax.grad(lambda some: loop.sums(some, *given)[0])(loop.part(loop.params)), squared=True)
-
-    rows = np.arange(ROWS).reshape(shards, -1, microbatches).swapaxes(1, 2).reshape(shards * microbatches, -1)
-    counts = np.stack([np.isin(np.arange(ROWS), part) for part in rows] + [np.ones(ROWS)]) * batch["weight"]
-    whole, sums = counts[-1].sum(), np.asarray(square(counts.astype(np.float32)), np.float64) / counts[-1].sum() ** 2
-    q, v = sums[:-1].sum(), np.square(counts[:-1].sum(1) / whole).sum()
-    signal = (sums[-1] - q) / (1 - v)
-    return whole * (q - v * signal) / signal if signal > 0 else np.inf

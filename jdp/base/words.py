@@ -3,13 +3,10 @@
 from typing import Literal
 
 StrategyName = Literal["ddp", "zero1", "zero2", "zero3"]
-PrecisionName = Literal["fp32", "bf16", "fp8"]
+PrecisionName = Literal["fp32", "bf16"]
 DtypeName = Literal["fp32", "bf16"]
-Products = Literal["fp8"]
 Partitioning = Literal["auto", "manual"]
-Encoding = Literal["bf16", "int8", "fp8", "topk", "powersgd"]
-WeightEncoding = Literal["int8"]
-Buckets = int | Literal["auto"]
+Encoding = Literal["bf16", "int8"]
 CompilerPreset = Literal["auto", "default", "overlap"]
 Offload = Literal["optimizer"]
 Rematerialise = Literal["dots", "dots_except_mlp", "full"]

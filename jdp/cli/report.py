@@ -25,8 +25,8 @@ PAGE = "report.html"
 class Options:
     """Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.
 
-    The page needs no network and no other file. It has all metrics of a run, such as the loss, the learning
-    rate and a measured noise scale. It also has throughput, the share of time waiting for data, resumes, stops, skipped
+    The page needs no network and no other file. It has all metrics of a run, such as the loss and the learning
+    rate. It also has throughput, the share of time waiting for data, resumes, stops, skipped
     steps, and the experiment as run. Several runs are drawn over each other, with a table of what differs.
 
     For memory and timeline the step is compiled again, not run, for the devices that the run had; this machine

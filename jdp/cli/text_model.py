@@ -42,7 +42,6 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
 from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
-from jdp.experiment.schema.wire import LocalStepsTable, WireTable
 from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
@@ -208,8 +207,7 @@ def _restored(path: str, experiment: Experiment, config: GPTConfig, device: Devi
     """Read the parameters of a checkpoint; where they are averaged the complete state, which has the average."""
     if experiment.optimizer.ema_decay is None:
         return restore_params(path, _abstract(config, device)).model
-    alone = {"mesh": {DATA: 1}, "strategy": "ddp", "rules": {}, "offload": None}
-    alone |= {"wire": WireTable(), "local_steps": LocalStepsTable()}
+    alone = {"mesh": {DATA: 1}, "strategy": "ddp", "rules": {}, "offload": None, "wire": None}
     assembly = Assembly.on_devices(experiment.model_copy(update=alone), [device])
     return assembly.averaged(restore(path, assembly.abstract_state())).model
 

@@ -40,7 +40,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
         ValueError: `batch_size` does not divide by the plan's batch shards; or `plan` is no `jdp.Plan`.
     """
     check_plan(plan)
-    batch_unit(plan.mesh.shape, named=plan.called).check(batch_size)
+    batch_unit(plan.mesh.shape).check(batch_size)
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
 

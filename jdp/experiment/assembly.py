@@ -33,8 +33,6 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device, LossFn
 from jdp.core.update.ema import ema_params
-from jdp.core.update.local_steps import LocalSteps
-from jdp.core.wire.settings import Wire
 from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
@@ -299,8 +297,7 @@ class Assembly:
 
     def state(self) -> TrainState:
         """Make a fresh state, sharded as the plan says."""
-        state = init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-        return self.train_step.complete(state)
+        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def abstract_state(self) -> TrainState:
         """Return the state's shapes, dtypes and shardings; traced once."""
@@ -308,8 +305,7 @@ class Assembly:
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        state = abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-        return self.train_step.complete(state)
+        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def check_memory(self) -> None:
         """Check that weights, a batch and the state can fit into memory, before the data is read. Raises ValueError."""
@@ -346,18 +342,14 @@ class Assembly:
     @cached_property
     def train_step(self) -> Step:
         """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
-        local = self.experiment.local_steps
-        local_steps = None if local.steps is None else LocalSteps(local.steps, local.lr, local.momentum)
         clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         step = make_train_step(
             self.loss,
             self.plan,
             clip_norm=clip_norm,
             sync_batch_norm=sync_batch_norm,
-            wire=Wire(**self.experiment.wire.model_dump(exclude={"buckets"})),
-            buckets=self.experiment.wire.buckets,
-            local_steps=local_steps,
-            noise_scale=self.experiment.train.noise_scale,
+            wire=self.experiment.wire,
+            buckets=self.experiment.buckets,
             overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,
             **self._step_options,
         )

@@ -129,8 +129,7 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
         ExperimentError: the mesh does not multiply to `device_count`, or the batch does not divide over it.
     """
     sizes = mesh_sizes(experiment.mesh, device_count)
-    counts = {"local_steps.steps": experiment.local_steps.steps, "train.accumulate": experiment.train.accumulate}
-    unit = BatchUnit({**batch_unit(sizes).factors, **{name: count for name, count in counts.items() if count}})
+    unit = BatchUnit({**batch_unit(sizes).factors, "train.accumulate": experiment.train.accumulate})
     for size in experiment.train.sizes.values:
         try:
             unit.check(size, "train.batch_size")

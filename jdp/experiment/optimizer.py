@@ -83,19 +83,13 @@ def optimizer(
     return rule if decay is None else with_ema(rule, decay)
 
 
-def _rate_of_a_count(experiment: Experiment) -> optax.Schedule:
-    """Return the learning rate as a function of the optimizer's own count, which grows by H in a round of H steps."""
-    rate, steps = learning_rate(experiment), experiment.local_steps.steps or 1
-    return rate if steps == 1 else lambda count: rate(jnp.asarray(count) // steps)
-
-
 def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> optax.GradientTransformation:
     """Return the update rule. Raises ExperimentError if optimizer.make returns none.
 
     Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
     have two.
     """
-    chosen, rate = experiment.optimizer, _rate_of_a_count(experiment)
+    chosen, rate = experiment.optimizer, learning_rate(experiment)
     if chosen.make:
         made = chosen.call(rate)
         if not isinstance(made, optax.GradientTransformation):

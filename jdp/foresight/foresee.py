@@ -202,10 +202,6 @@ def count_batch(batch: Batch) -> tuple[int, str]:
 
 def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tuple[str, ...]:
     notes = [note for candidate in candidates for note in candidate.notes]
-    rounds = {candidate.step.local_steps.steps for candidate in candidates if candidate.step.local_steps is not None}
-    notes += [
-        f"with local steps a step here is a round of {steps}: its rows, bytes and time" for steps in sorted(rounds)
-    ]
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")

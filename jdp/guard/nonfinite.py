@@ -29,7 +29,6 @@ from jdp.core.state import TrainState, own_shaped, trained_part
 from jdp.core.step import Step
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
-from jdp.core.wire.settings import WIDE
 
 SHOWN = 4  # leaves, and rows, that a sentence names
 
@@ -119,13 +118,12 @@ class Inspection:
         step = self._step
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
-            state, batch = step.plan.entered((state, batch))
             choice = step.loss.choose(state, batch)
             spec = step.loss.gradient_spec(state, choice.reading)
-            spec = replace(spec, settings=replace(spec.settings, wire=WIDE, buckets=None))  # before it is encoded
+            spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
             gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
-            key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
-            grads, sums, _, _ = gradients(params, state.model_state, batch, key, {})
+            key, params = jax.random.fold_in(state.rng, consumed), state.params
+            grads, sums, _ = gradients(params, state.model_state, batch, key)
             own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
             trees = {"batch": batch, "params": own[0], "gradients": own[1]}
             return {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
@@ -135,12 +133,11 @@ class Inspection:
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
         """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
         step = self._step
-        state, batch = step.plan.entered((state, batch))
         spec = step.loss.gradient_spec(state)
-        spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=WIDE, buckets=None))
+        spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
-            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng, {})[0]
+            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

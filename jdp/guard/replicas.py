@@ -28,7 +28,6 @@ from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.sharding.user_mesh import entered, mesh_of_home
 from jdp.core.types import Device, PyTree
 
 Table = NDArray[Any]
@@ -132,8 +131,6 @@ def fingerprints(state: PyTree) -> Fingerprints | None:
     if mesh is None or not chosen:
         return None
     paths, leaves, specs, parts = zip(*chosen, strict=True)
-    mesh = mesh_of_home(mesh)
-    leaves = entered(leaves, mesh)
     with tracing_on(mesh):
         values = _computed(leaves, mesh, specs, len(processes_of(mesh)) > 1)
     return Fingerprints(paths, tuple(mesh.devices.flat), np.stack(parts, axis=1), values)

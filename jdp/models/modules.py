@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import DotAlgorithmPreset
 
 from jdp.core.layers import STATISTICS
-from jdp.core.sharding.traced_mesh import are_weights_scaled, traced_device, traced_model_axes
+from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,11 @@ def mapped(x: jax.Array, *maps: Linear) -> list[jax.Array]:
     """Return what several linear maps make of x; each is called that is not exactly a `Linear`, as after a swap.
 
     On a CPU by one product, for sequences so long that copying the kernels costs nothing: a step of the quickstart
-    takes 0.955 of the time. On GPUs XLA does so where that pays. Weights that are scaled to float8 stay apart: each has
-    its own scale, on every platform.
+    takes 0.955 of the time. On GPUs XLA does so where that pays.
     """
     is_long = traced_device().platform == "cpu" and math.prod(x.shape[1:-1]) >= 64  # however many rows there are
     is_plain = all(type(each) is Linear and each.lora is None for each in maps)
-    if not is_long or not is_plain or traced_model_axes() or are_weights_scaled():
+    if not is_long or not is_plain or traced_model_axes():
         return [each(x) for each in maps]
     y = _rows(x) @ jnp.concatenate([each.kernel[...] for each in maps], axis=1).astype(x.dtype)
     parts = jnp.split(y, np.cumsum([each.kernel.shape[1] for each in maps])[:-1], axis=1)

@@ -17,10 +17,9 @@ from jdp.report.curves import FEWEST_TO_SMOOTH, Chart, Curve, draw, smoothing
 from jdp.report.history import resumes
 from jdp.report.page import Markup, element, joined
 
-NOISE = "noise_scale"
 _SPEEDS = ("tokens_per_second", "examples_per_second")
 _SEEN = ("tokens_seen", "examples_seen")
-_DRAWN = {"loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", NOISE, *_SPEEDS}
+_DRAWN = {"loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", *_SPEEDS}
 _NOT_DRAWN = {"step", "time", "weight", "skipped", "step_seconds", "data_wait_seconds", "eval_bits_per_token", *_SEEN}
 _MOST_OTHERS = 24
 _APART = 100.0  # times another run's peak: a learning rate on a logarithmic axis
@@ -111,14 +110,6 @@ def speed(runs: Sequence[Series], legend: Markup) -> Markup:
     return _grid(charts, legend)
 
 
-def noise(runs: Sequence[Series], legend: Markup) -> Markup:
-    """Return the chart of the gradient noise scale with the batch sizes; empty if no run measured it."""
-    weights = [[row["weight"] for row in run.rows if NOISE in row and "weight" in row] for run in runs]
-    levels = [(i, statistics.median(found)) for i, found in enumerate(weights) if found]
-    chart = replace(_chart(runs, "Noise scale", (NOISE, "smoothed")), levels=levels, note=_ABOUT_NOISE)
-    return _grid([chart], legend)
-
-
 def others(runs: Sequence[Series], legend: Markup) -> Markup:
     """Return a chart for each metric that the other sections do not have; empty if there is none."""
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
@@ -128,10 +119,6 @@ def others(runs: Sequence[Series], legend: Markup) -> Markup:
 
 
 _UP: dict[str, Any] = {"from_zero": True, "may_be_log": False}
-_ABOUT_NOISE = (
-    "Dashed: the batch size, as the loss counts it, in samples or tokens. Well below the noise scale a larger batch "
-    "saves almost as many steps as it has more samples; well above it hardly saves any (McCandlish et al. 2018)."
-)
 
 
 def _chart(runs: Sequence[Series], title: str, *metrics: tuple[str, str], **options: Any) -> Chart:

@@ -19,7 +19,7 @@ from jdp.report.evaluations import Found, confusion, data_sets, documents, sampl
 from jdp.report.history import happened, state
 from jdp.report.memory import memory_bars
 from jdp.report.page import Markup, Section, details, element, joined, page, paragraphs, table
-from jdp.report.run_charts import Series, learning, noise, others, per_second, speed
+from jdp.report.run_charts import Series, learning, others, per_second, speed
 from jdp.report.timeline import tail
 from jdp.report.times import times
 
@@ -72,7 +72,6 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
         Section("learning", "Loss and learning rate", joined([learning(charted, legend), *numbers])),
         *_evaluated(runs),
         Section("speed", "Throughput and data wait", joined([_speeds(runs), speed(charted, legend)])),
-        *([Section("noise", "Noise scale", measured)] if (measured := noise(charted, legend)) else []),
         *([Section("others", "Other metrics", more)] if (more := others(charted, legend)) else []),
         Section("memory", "Where every byte lives", _memory(runs)),
         Section("time", "Timeline of the compiled step", _times(runs)),

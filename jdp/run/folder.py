@@ -52,7 +52,7 @@ REFERENCE = "reference.npz"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
-    *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "overlap", "compiler"),
+    *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "buckets", "overlap", "compiler"),
     *(
         "devices",
         "mesh",

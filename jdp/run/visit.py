@@ -13,14 +13,12 @@ from typing import Any
 
 import jax
 
-from jdp.base.formatting import finite_or_none
 from jdp.base.notices import end_of_start
 from jdp.base.retrying import retried
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import is_passing
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
-from jdp.core.update.noise_scale import hint, ratio
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.samples import Writer
@@ -132,10 +130,6 @@ class Visit:
         progress, say = self.progress, self.display.say
         self._sample(state, "sample")
         results = summary(self.assembly, progress, self.folder)
-        if self.experiment.train.noise_scale:
-            measured = jax.device_get(state.sync["noise"])
-            results["noise_scale"] = finite_or_none(float(ratio(measured)))
-            say(hint(measured, "pairs" if self.assembly.learns_preferences else self.assembly.unit))
         if progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists():
             record_summary(json_safe(results), self.folder)
         if self.experiment.train.export is not None:

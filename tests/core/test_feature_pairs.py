@@ -12,21 +12,18 @@ TURN = int(os.environ.get("JDP_TURN", "0"))
 QUICK = """
 bf16 replica batch_norm accumulate ema
 int8 pad wrt dropout eval
-fp8 scan_layers lora resume group
-topk model_axis accumulate noise_scale clip_norm
-powersgd offload scan_layers batch_norm resume
-powersgd pad clip_norm eval
-int8_weights overlap dropout clip_norm pad
-local_steps ema batch_norm dropout eval
-local_steps pad group wrt resume scan_layers
-local_steps gather_rows
-noise_scale gather_rows
-own_loop bf16 lora group replica ema
-own_loop int8_weights gather_rows model_axis
-fp8 buckets model_axis wrt offload
-products int8 overlap lora
-products buckets noise_scale offload resume
-gather_rows topk group eval
+int8 scan_layers lora resume
+bf16 model_axis accumulate clip_norm
+offload scan_layers batch_norm resume
+overlap dropout clip_norm pad
+replica ema batch_norm dropout eval
+pad wrt resume scan_layers
+accumulate gather_rows
+own_loop bf16 lora replica ema
+own_loop int8 gather_rows model_axis
+int8 model_axis wrt offload
+int8 overlap lora
+gather_rows eval
 """
 
 

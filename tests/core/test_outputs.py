@@ -63,7 +63,7 @@ def expected():
         {"partitioning": "auto"},
         {"partitioning": "auto", "accumulate": 2},
         {"partitioning": "manual", "overlap": True},
-        {"partitioning": "manual", "accumulate": 2, "group": 2, "overlap": True},
+        {"partitioning": "manual", "accumulate": 2, "overlap": True},
     ],
     ids=["auto", "auto, K=2", "manual", "manual, K=2"],
 )

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp.base import notices
 from jdp.core.sharding.padded import Flat
-from jdp.core.state import ERROR
 from jdp.foresight.targets.resolve import target
 from jdp.models import build
 from jdp.models.configs.sizes import SIZES
@@ -243,21 +242,12 @@ def test_what_a_user_sees_has_its_own_shape(capfd, monkeypatch):
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, state.params))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"wire": "int8", "partitioning": "manual"},
-        {"wire": "powersgd", "partitioning": "manual"},
-        {"buckets": 2000, "partitioning": "manual"},
-    ],
-    ids=["int8", "powersgd", "buckets"],
-)
-def test_padded_gradients_are_encoded_as_they_are_replicated(settings):
+def test_padded_gradients_are_encoded_as_they_are_replicated():
     """The same bound for both: encoding is not exact, but padding adds nothing to what it loses."""
     plan, tx = plan_of(5, "zero2"), optax.sgd(0.1)
-    _, padded = train(plan, tx, **settings)
-    _, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
-    np.testing.assert_allclose(padded, plain, rtol=2e-3 if "wire" in settings else LOSS_BOUND)
+    _, padded = train(plan, tx, wire="int8")
+    _, plain = train(dataclasses.replace(plan, pad=False), tx, wire="int8")
+    np.testing.assert_allclose(padded, plain, rtol=2e-3)
 
 
 def by_norms():
@@ -269,26 +259,6 @@ def by_norms():
         "prodigy": optax.contrib.prodigy(estim_lr0=1e-2),
     }
     return optax.multi_transform(each, {"up": {"w": "lamb", "b": "prodigy"}, "down": {"w": "lars", "b": "fromage"}})
-
-
-@pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), by_norms()], ids=["sgd", "norms"])
-def test_local_steps_on_padded_parameters(tx):
-    plan = plan_of(6, "zero2", mesh={"replica": 2, "data": 3})
-    settings = {"local_steps": jdp.LocalSteps(2, momentum=0.5, lr=0.7), "partitioning": "manual", "rows": 60}
-    state, padded = train(plan, tx, **settings)
-    assert len([path for path, _ in state.static.flat if path.startswith("params")]) >= 3
-    other, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
-    np.testing.assert_allclose(padded, plain, rtol=LOSS_BOUND)
-    assert not any(behind.any() for behind in padding(state))
-    for got, wanted in zip(*map(jax.tree.leaves, (state.unpadded().params, other.params)), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=WEIGHT_BOUND)
-
-
-def test_an_explicit_mesh_of_another_name():
-    mesh = jax.make_mesh((5,), ("batch",), devices=jax.devices()[:5])
-    plan = jdp.Plan(mesh, "zero3", data="batch", min_shard_size=16)
-    state = assert_equals_one_device(plan, decayed, FLAT)
-    assert jax.typeof(state.params["up"]["w"]).sharding.spec == P("batch")
 
 
 def test_beside_a_rule_or_a_model_axis_parameters_stay_replicated():
@@ -375,36 +345,3 @@ def test_checkpoints_fit_any_number_of_devices(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, taken.model, expected.params))
     with pytest.raises(ValueError, match=r"padded to \[1115\], which does not divide by data=3"):
         plan_of(3).placements(first)
-
-
-def plus_one(tree):
-    """What is kept is zero before the first step."""
-    shardings = jax.tree.map(lambda x: x.sharding, tree)
-    return jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), out_shardings=shardings)(tree)
-
-
-def test_what_encoding_lost_fits_another_number_of_devices(tmp_path):
-    states = []
-    for devices in (5, 3):
-        plan = plan_of(devices, "zero2")
-        step = jdp.make_train_step(loss, plan, wire="int8", partitioning="manual")
-        states.append(step.complete(jdp.init_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(7))))
-    jdp.save(tmp_path / "saved", dataclasses.replace(states[0], sync=plus_one(states[0].sync)))
-    read = jdp.restore(tmp_path / "saved", states[1]).sync[ERROR]["up"]["w"]
-    flat = dict(states[1].static.flat)["params/up/w"]
-    np.testing.assert_allclose(flat.from_rest(read).sum(axis=0), np.full((IN, HIDDEN), 5.0), rtol=1e-6)
-
-
-def test_a_checkpoint_of_local_steps_fits_another_number_of_devices(tmp_path):
-    states = []
-    for devices in (3, 2):
-        plan = plan_of(2 * devices, "zero2", mesh={"replica": 2, "data": devices})
-        step = jdp.make_train_step(loss, plan, local_steps=jdp.LocalSteps(2, momentum=0.5), partitioning="manual")
-        state = step.complete(jdp.init_state(init, optax.sgd(1e-3, momentum=0.9), plan, rng=jax.random.key(7)))
-        states.append(state)
-    saved = dataclasses.replace(states[0], sync=plus_one(states[0].sync))
-    jdp.save(tmp_path / "saved", saved)
-    read = jdp.restore(tmp_path / "saved", states[1])
-    momentum = read.sync["momentum"]["up"]["w"]
-    flat = dict(states[1].static.flat)["params/up/w"]
-    assert np.array_equal(flat.from_rest(momentum), np.ones((IN, HIDDEN)))

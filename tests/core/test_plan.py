@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
@@ -202,9 +202,11 @@ def test_a_misspelt_strategy_is_offered_the_nearest(word, hint):
     assert str(error.value).endswith(hint)
 
 
-def test_a_plan_needs_a_data_axis():
-    with pytest.raises(ValueError, match=r"a mesh with a `data` axis; given axes \('model',\)"):
-        jdp.Plan(jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,)))
+def test_a_plan_needs_a_data_axis_of_type_auto():
+    line = r"Write jdp.make_mesh, or jax.make_mesh\(\(8,\), \('{}',\), axis_types=\(AxisType.Auto,\) \* 1\)"
+    for name, kind in (("model", AxisType.Auto), ("data", AxisType.Explicit), ("data", AxisType.Manual)):
+        with pytest.raises(ValueError, match=line.format(name)):
+            jdp.Plan(jax.make_mesh((8,), (name,), axis_types=(kind,)))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType
 from matrix_runs import assert_kept, assert_trains_as_one_device, batches, few, plan_of, start
 
 import jdp
@@ -109,9 +108,8 @@ def largest():
 
 
 @pytest.mark.parametrize("make", [until_orthogonal, largest])
-def test_loops_draws_and_largest_elements_on_an_explicit_mesh(make):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    shapes, plan = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}, plan_of(mesh=mesh)
+def test_loops_draws_and_largest_elements(make):
+    shapes, plan = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}, plan_of()
     assert_kept(*start(plan, shapes, make()))
     assert_trains_as_one_device(shapes, make(), plan, shapes)
 

@@ -10,24 +10,20 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax._src import cache_key, cloud_tpu_init, compilation_cache, compiler, xla_bridge
+from jax._src import xla_bridge
 from jax._src.core import AxisEnv, trace_ctx, trace_state_clean
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
 from jax._src.interpreters.partial_eval import custom_staging_rules
 from jax._src.lib import _jax
-from jax._src.mesh import get_concrete_mesh
 from jax.extend.core.primitives import jit_p
 
 import jdp
 
 PACKAGE = Path(jdp.__file__).parent
 TAKEN = {
-    "jax._src.cache_key": "core/compiling/persistent_cache.py",
     "jax._src.cloud_tpu_init": "core/cluster/schedulers.py",
-    "jax._src.compilation_cache": "core/compiling/persistent_cache.py",
     "jax._src.core.AxisEnv": "core/tracing/axis_sizes.py",
     "jax._src.core.trace_ctx": "core/tracing/axis_sizes.py",
     "jax._src.core.trace_state_clean": "core/step.py",
@@ -35,7 +31,6 @@ TAKEN = {
     "jax._src.distributed.global_state": "core/cluster/gloo.py core/cluster/service.py",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.lib._jax": "core/cluster/gloo.py",
-    "jax._src.mesh.get_concrete_mesh": "core/sharding/traced_mesh.py",
     "jax._src.xla_bridge": "base/machine.py core/cluster/gloo.py",
 }
 """Each name, and the files that take it."""
@@ -77,31 +72,6 @@ def test_custom_staging_rules_have_one_for_jit_which_is_looked_up_at_each_call(m
     inner = jax.jit(lambda x: x + 1)
     jax.make_jaxpr(lambda x: inner(x))(1.0)
     assert {*seen} == {()}
-
-
-def test_cache_key_hashes_the_devices_by_a_function_of_its_own(monkeypatch):
-    """Its name for a program has the devices by `_hash_accelerator_config`, looked up at each call."""
-    seen = []
-    assert parameters(cache_key._hash_accelerator_config)[0] == "hash_obj"
-    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), "float32"))
-    monkeypatch.setattr(cache_key, "_hash_accelerator_config", lambda hash_obj, devices, *more: seen.append(devices))
-    devices = np.array(jax.devices()[:1])
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1)
-    cache_key.get(lowered.compiler_ir("stablehlo"), devices, options, devices[0].client)
-    assert len(seen) == 1 and seen[0] is devices
-
-
-def test_cloud_tpu_init_says_whether_this_is_a_tpu_vm():
-    assert cloud_tpu_init.running_in_cloud_tpu_vm is False
-
-
-def test_compilation_cache_takes_another_store_and_forgets_it(tmp_path):
-    """`get_file_cache(path)` returns (store, path), the store with `get` and `put`."""
-    store, path = compilation_cache.get_file_cache(str(tmp_path))
-    assert path == str(tmp_path)
-    assert (len(parameters(store.get)), len(parameters(store.put))) == (1, 2)
-    assert "get_file_cache(" in inspect.getsource(compilation_cache)  # by name, so that jdp's own takes its place
-    assert parameters(compilation_cache.reset_cache) == []
 
 
 def test_axisenv_holds_sizes_and_grows_and_shrinks():
@@ -148,15 +118,6 @@ def test_jax_makes_gloo_collectives_at_an_address():
     """A C++ function: its text has its arguments."""
     text = _jax.make_gloo_tcp_collectives.__doc__
     assert "distributed_client" in text and "hostname" in text
-
-
-def test_get_concrete_mesh_is_the_users_inside_of_jit():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    seen = []
-    with jax.set_mesh(mesh):
-        jax.jit(lambda x: seen.append(get_concrete_mesh()) or x)(0)
-    assert seen == [mesh]
-    assert get_concrete_mesh().empty
 
 
 def test_xla_bridge_makes_the_cpu_backend_and_says_whether_one_is_started():

@@ -150,7 +150,7 @@ def test_elements_beyond_two_to_the_32_have_indices_of_64_bits(offset, stride, s
     """A global draw of more than 2**32 elements, of which we take a few rows."""
     rows = 4 if size < 100 else 1
     words = jnp.array([*jax.random.key_data(KEY), offset, stride, 0], jnp.uint32)
-    high, low = keys._counts((rows, 1, 1), words, (rows, size))
+    high, low = keys._counts((rows, 1), words, (rows, size))
     index = (np.uint64(offset) + np.uint64(stride) * np.arange(rows, dtype=np.uint64))[:, None] * np.uint64(size)
     index = index + np.arange(size, dtype=np.uint64)
     np.testing.assert_array_equal((np.asarray(high, np.uint64) << np.uint64(32)) | np.asarray(low, np.uint64), index)
@@ -272,7 +272,7 @@ SAID = {
 }
 
 
-def noise_of_a_step(draws, rows, partitioning, accumulate, devices, group=1):
+def noise_of_a_step(draws, rows, partitioning, accumulate, devices):
     """{name: noise [global rows, 2]} that a training step gives the examples, and the key that it drew from.
 
     An example has a parameter of its own, so its gradient is its noise.
@@ -287,7 +287,7 @@ def noise_of_a_step(draws, rows, partitioning, accumulate, devices, group=1):
         each = {name: (params[name][ids] * draw(rng, ids)).sum() for name, draw in draws.items()}
         return jdp.Loss(sum(each.values()), jnp.float32(len(ids)))
 
-    settings = {"partitioning": partitioning, "accumulate": accumulate, "group": group}
+    settings = {"partitioning": partitioning, "accumulate": accumulate}
     step = jdp.make_train_step(
         loss_fn, plan, check_loss=False, **settings
     )  # `in_a_branch` asks for the sum of all rows
@@ -341,14 +341,6 @@ def test_samplers_are_by_global_row_too(draws):
     got, key = noise_of_a_step(draws, 2, "manual", 2, 2)
     for name, noise in global_noise(draws, key, 8).items():
         np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(("partitioning", "devices"), [("manual", 2), ("auto", 1)])
-def test_rows_that_stay_together_keep_their_noise(partitioning, devices):
-    draws = {name: BY_ROW[name] for name in ("rows lead", "time leads", "fold_in by number")}
-    got, key = noise_of_a_step(draws, 4, partitioning, 4 // devices, devices, group=2)
-    for name, noise in global_noise(draws, key, 16).items():
-        np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_a_loss_that_does_not_take_the_whole_batch_is_read_by_shapes_and_that_is_reported(monkeypatch, caplog):

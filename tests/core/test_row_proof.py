@@ -27,11 +27,11 @@ UNDECIDED |= {"gradient_reversal_of_domain_means"}  # whose own gradient is not 
 """Losses that mix, of which their programs do not tell it."""
 
 
-def proof_of(init, loss, batch, group=1, rows=8, mesh=None):
+def proof_of(init, loss, batch, rows=8, mesh=None):
     state = jdp.abstract_state(init, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
     first, second = [trace_loss(loss, Precision(), state, batch(rows), n) for n in (rows, 2 * rows)]
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return prove(first, second, group)
+        return prove(first, second)
 
 
 @pytest.mark.parametrize("each", SUMS, ids=repr)
@@ -199,20 +199,6 @@ def test_what_follows_a_quotient_does_not_grow_with_the_rows(form):
         return form(nll.sum() / batch["w"].sum(), len(nll), params["w"])
 
     assert proof_of(init, loss, batch_of).verdict == "unknown"
-
-
-def test_pairs_are_units_of_a_group_of_two():
-    def pairs(params, batch, rng):
-        y = batch["x"] @ params["w"]
-        return jdp.Loss(jnp.square(y[0::2] - y[1::2]).sum(), batch["w"].sum())
-
-    def neighbours(params, batch, rng):
-        y = (batch["x"] @ params["w"]).reshape(-1, 2, 6)
-        return jdp.Loss(jax.nn.logsumexp(y, axis=1).sum(), batch["w"].sum())
-
-    for loss in (pairs, neighbours):
-        assert proof_of(init, loss, batch_of, group=2).verdict == "sum"
-        assert proof_of(init, loss, batch_of).verdict == "mixes"
 
 
 def test_a_metric_that_is_no_sum_is_told():

@@ -128,7 +128,6 @@ def expected(case, microbatches, evaluates=True, mesh="", nudge=0):
         drawn_models.batches(case),
         seed=case.seed,
         clip_norm=case.clip_norm,
-        group=case.group,
         is_trained=lambda path: not (case.frozen and path.startswith("e")),
         microbatches=microbatches,
         evaluates=evaluates,
@@ -180,7 +179,6 @@ def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=Fa
             partitioning=setting.partitioning,
             precision=precision,
             clip_norm=case.clip_norm,
-            group=case.group,
         )
         return plan, step, (start, optimizer(case.optimizer), plan)
 
@@ -203,7 +201,6 @@ def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=Fa
             accumulate=setting.accumulate,
             precision=precision,
             partitioning=setting.partitioning,
-            group=case.group,
         )
         evaluated = evaluate(state, placed if setting.then is None else batch)
     state = state.unpadded()

@@ -519,23 +519,6 @@ def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
     assert told.format("which reads") in capfd.readouterr().err
 
 
-def test_a_gradient_that_is_made_anew_in_a_loop_is_reported(capfd, monkeypatch):
-    monkeypatch.setattr("jdp.base.notices._said", set())
-    model, told = params(), "the same gradient was made again"
-
-    def scaled(by):
-        return lambda params, batch, rng: by * jnp.square(batch["x"] @ params["w"]).mean()
-
-    for by in (1.0, 2.0):
-        jdp.value_and_grad(scaled(by), plan_of())(model, batch_of(), KEY)
-    jdp.value_and_grad(scaled(1.0), plan_of(), accumulate=2)(model, batch_of(), KEY)
-    jdp.value_and_grad(scaled(1.0), plan_of())(model, batch_of(32), KEY)
-    assert told not in capfd.readouterr().err
-    for _ in range(2):
-        jdp.value_and_grad(scaled(1.0), plan_of())(model, batch_of(), KEY)
-    assert capfd.readouterr().err.count(told) == 1
-
-
 def test_a_word_in_place_of_a_plan_is_refused_everywhere():
     loss, init, key = (lambda *_: 0.0), params, jax.random.key(0)
     for call in (

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from judged import judged
 
 import jdp
+from jdp.core.gradients import collectives as by_hand
 from jdp.core.step_settings import StepSettings
-from jdp.core.wire import collectives as wire_collectives
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
@@ -363,14 +363,12 @@ def test_by_hand_jdp_is_blamed_for_what_it_sends_and_the_loss_for_its_own(monkey
     by_loss = verified(sums_gradients_by_hand, "ddp", partitioning="manual")
     assert not by_loss.kept
     assert all("the loss itself asks for it: look at that line" in breach for breach in by_loss.breaches)
-    scatter = wire_collectives.psum_scatter
+    scatter = by_hand.psum_scatter
 
     def finished_each_time(x, placement, leading, mesh, *settings):
-        return wire_collectives.psum(
-            scatter(x, placement, leading, mesh, *settings), ("replica",), placement, leading, mesh
-        )
+        return by_hand.psum(scatter(x, placement, leading, mesh, *settings), ("replica",), placement, leading, mesh)
 
-    monkeypatch.setattr(wire_collectives, "psum_scatter", finished_each_time)
+    monkeypatch.setattr(by_hand, "psum_scatter", finished_each_time)
     mesh, settings = (("replica", 2), ("data", 4)), {"accumulate": 2, "partitioning": "manual", "rows": 192}
     by_jdp = verified(plain, "zero2", mesh=mesh, **settings)
     assert not by_jdp.kept

@@ -70,11 +70,11 @@ def read(*runs, **named):
 def text_of_two():
     """A page of two runs that differ, one with its compiled step: several tests read it."""
     other = run_of("b", settings=SETTINGS | {"optimizer.lr": "0.1", "strategy": '"ddp"'})
-    return run_page([run_of(step=compiled(), rows=rows_of(noise_scale=20.0)), other])
+    return run_page([run_of(step=compiled(), rows=rows_of()), other])
 
 
 def test_the_page_has_the_numbers_of_the_run():
-    found = read(run_of(rows=rows_of(mfu=0.421, noise_scale=77.0), step=compiled()))
+    found = read(run_of(rows=rows_of(mfu=0.421), step=compiled()))
     for expected in (
         "Run a",
         "60 of 60",
@@ -146,7 +146,7 @@ def test_several_runs_are_compared():
     assert "What differs" in found.text
     assert 'strategy "zero1" "ddp"' in found.text and "optimizer.lr – 0.1" in found.text
     assert "train.batch_size" not in found.text.partition("What differs")[2].partition("Loss and learning")[0]
-    assert found.values("class").count("key run") == 6, "a legend of two at the losses, the speeds and the noise scale"
+    assert found.values("class").count("key run") == 4, "a legend of two at the losses and the speeds"
     assert "apart from their names" in read(run_of(rows=[]), run_of("b", rows=[])).text
 
 

@@ -1,19 +1,17 @@
 """An evaluation is the mean over examples, exact to the example, on any number of devices; and remembers its best."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import jax
 import numpy as np
 import pytest
 
-from jdp.checkpoint import save
 from jdp.core.update.ema import ema_params
 from jdp.data.feed import shard_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
 from jdp.run.evaluation import Best, coverage, evaluate
-from jdp.run.initial_weights import InitialWeights
 
 FEATURES, CLASSES, BATCH = 6, 3, 8
 
@@ -90,12 +88,8 @@ def test_a_number_of_batches_reads_so_many_and_says_so(table):
     assert "eval 2 of " in coverage(assembly) and "eval_others 2 of 5 batches" in coverage(assembly)
 
 
-LOCAL = {"mesh": {"replica": 2, "data": 4}, "local_steps": {"steps": 2}}
-
-
-@pytest.mark.parametrize("more", [{}, LOCAL], ids=["", "local steps"])
-def test_evaluations_use_the_averaged_parameters(table, more):
-    assembly = assembled(table | more, 8, batch_size=2 * BATCH)
+def test_evaluations_use_the_averaged_parameters(table):
+    assembly = assembled(table, 8, batch_size=2 * BATCH)
     state = assembly.state()
     rows = [assembly.data.train[index] for index in range(2 * BATCH)]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -105,18 +99,6 @@ def test_evaluations_use_the_averaged_parameters(table, more):
     row, averaged = evaluate(assembly, state), jax.device_get(ema_params(state).params)
     assert row["eval_loss"] == pytest.approx(by_hand(averaged, assembly.data.heldout)[0], rel=1e-6)
     assert row["eval_loss"] != pytest.approx(by_hand(jax.device_get(state.params), assembly.data.heldout)[0], rel=1e-4)
-
-
-def test_the_replicas_of_local_steps_start_from_saved_weights(table, tmp_path):
-    assembly = assembled(table | LOCAL, 8, batch_size=2 * BATCH, init_from=str(tmp_path / "saved"))
-    fresh = assembly.state()
-    changed = jax.tree.map(lambda x: x + 1, fresh.params)
-    save(tmp_path / "saved", replace(fresh, params=changed))
-    state, _ = InitialWeights.of(assembly.experiment.train).load(fresh, assembly.config, assembly.plan)
-    for averages in state.opt_state.average, ema_params(state).params:
-        for average, param in zip(*map(jax.tree.leaves, (averages, changed)), strict=True):
-            np.testing.assert_array_equal(average, np.broadcast_to(param, average.shape))
-    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
 
 
 def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():

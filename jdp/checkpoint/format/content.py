@@ -38,8 +38,7 @@ from jdp.checkpoint.format.arrays import fits, ranges, read_arrays
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.chunk_table import Chunks, InMemory, Partial, Range, Source, chunk_table
 from jdp.checkpoint.format.committing import METADATA
-from jdp.checkpoint.format.padding import at_rest_as, converting, described_flat, flat_leaves, own_shape, stored_flat
-from jdp.checkpoint.format.sync_state import PREFIX, Read, read_optimizer_state, read_sync
+from jdp.checkpoint.format.padding import Read, converting, described_flat, flat_leaves, own_shape, stored_flat
 from jdp.checkpoint.format.trees import (
     Content,
     check_kept,
@@ -112,13 +111,8 @@ def read_state(source: Source, target: Any) -> Any:
     wanted, (saved, stored) = content.leaves, _read_table(source)
     _check_kind(saved, content.fields, folder)
     flat = flat_leaves(target, wanted)
-    read, saved_at_rest = _reader(source, stored, flat), at_rest_as(saved, flat)
-    converted = read_optimizer_state(saved_at_rest, wanted, read, str(folder))
-    (sync, own), (_, saved), (saved_sync, _) = map(_split_sync, (wanted, saved, saved_at_rest))
-    described = _describe(own, flat)
-    _check_match({**saved, **{path: described[path] for path in converted}}, described, folder)
-    arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
-    arrays |= read_sync(saved_sync, sync, read, str(folder))
+    _check_match(saved, _describe(wanted, flat), folder)
+    arrays = _reader(source, stored, flat)(wanted)
     given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
     return content.filled(given)
 
@@ -131,12 +125,6 @@ def _as_given(leaf: Any, array: jax.Array) -> Any:
             return jax.random.wrap_key_data(words, impl=_key_impl(leaf))
         return jax.numpy.asarray(np.asarray(array))
     return array
-
-
-def _split_sync(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the leaves of `TrainState.sync`, and the others."""
-    sync = {path: leaf for path, leaf in leaves.items() if path.startswith(PREFIX)}
-    return sync, {path: leaf for path, leaf in leaves.items() if path not in sync}
 
 
 def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()) -> PyTree:

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.sharding.user_mesh import entered, mesh_of_home
 
 _AT_ONCE = 2**28
 """Bytes that a device receives at once; one part may be larger."""
@@ -35,10 +34,10 @@ def received(
 
 
 def _sent(arrays: Sequence[Any], route: tuple[tuple[int, int], ...]) -> Sequence[jax.Array]:
-    mesh = mesh_of_home(arrays[0].sharding.mesh)
+    mesh = arrays[0].sharding.mesh
     specs = tuple(x.sharding.spec for x in arrays)
     with tracing_on(mesh):
-        return _permuted(entered(on_device(tuple(arrays)), mesh), mesh, specs, route)
+        return _permuted(on_device(tuple(arrays)), mesh, specs, route)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -32,7 +32,6 @@ from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences, read, written
 from jdp.checkpoint.safetensors.names import Names, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.cluster.barrier import meet
-from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.padded import Change
 from jdp.core.state import TrainState, changed, own_shaped
 from jdp.core.types import PyTree
@@ -239,7 +238,7 @@ def _on_host(leaf: Any, layer: int | None) -> np.ndarray:
     """Copy an array, or one index of its leading dim, to this host; one of NumPy is there."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
-    leaf, replicated = on_device(leaf), None
+    replicated = None
     if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
         replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold shards of it
     if layer is None and replicated is None:

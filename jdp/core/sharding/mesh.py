@@ -33,7 +33,6 @@ from jdp.base.notices import notice
 from jdp.core.cluster.handshake import check_device_counts
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes
 from jdp.core.sharding.traced_mesh import tracing_for
-from jdp.core.sharding.user_mesh import auto_axes
 from jdp.core.types import Device, PyTree
 
 
@@ -87,6 +86,19 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     return mesh
 
 
+def check_mesh(mesh: Mesh) -> None:
+    """Check that a mesh has a `data` axis, and axes of type Auto alone. Raises ValueError."""
+    if DATA in mesh.shape and {*mesh.axis_types} == {AxisType.Auto}:
+        return
+    sizes, names = tuple(mesh.shape.values()), tuple(map(str, mesh.axis_names))
+    types = ", ".join(f"{name}: {kind}" for name, kind in zip(names, mesh.axis_types, strict=True))
+    raise ValueError(
+        f"A plan needs a mesh with a `data` axis, and with axes of type Auto; given {types}. Write jdp.make_mesh, or "
+        f"jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(names)}), where the batch's axes are "
+        "called `data` and, over slow links, `replica`."
+    )
+
+
 def mesh_of(tree: PyTree) -> Mesh | None:
     """Return the mesh of the first leaf that has a `NamedSharding`, real or described; None if no leaf has one."""
     for leaf in jax.tree.leaves(tree):
@@ -98,8 +110,8 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 
 @contextlib.contextmanager
 def tracing_on(mesh: Mesh) -> Generator[None]:
-    """Have code traced for `mesh` while the context lasts, in place of a mesh that the caller has set."""
-    with tracing_for(mesh, batch_axes(mesh)), auto_axes(mesh):
+    """Have code traced for `mesh` while the context lasts."""
+    with tracing_for(mesh, batch_axes(mesh)):
         yield
 
 

@@ -5,7 +5,7 @@ model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
 evaluate.py   [evaluate]
-train.py      [train], [sample], [track], [guard]; wire.py [wire], [local_steps]
+train.py      [train], [sample], [track], [guard]
 made.py       `make` of [model], [data], [loss] and [optimizer]: a function of the user's own
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from jdp.base.shorten import cut
-from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
+from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.data import (
     OF_TEXT,
@@ -36,7 +36,6 @@ from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, Packag
 from jdp.experiment.schema.model import NEEDED, AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer, unread, unused
 from jdp.experiment.schema.train import Guard, Sample, Track, Train
-from jdp.experiment.schema.wire import LocalStepsTable, WireTable
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
@@ -97,13 +96,12 @@ class Experiment(Section):
     partitioning: Partitioning | None = None
     """XLA or jdp places the collectives; "none" = jdp chooses, and reports why."""
     precision: PrecisionName = "fp32"
-    """Type of the working copy of the weights; master weights are fp32. fp8: bf16's working copy, and the products with
-    weights in float8, except the logits'; for H100 GPUs and later."""
+    """Type of the working copy of the weights; master weights are fp32."""
     reduce: DtypeName = "fp32"
     """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
     offload: Offload | None = None
-    """Keep the optimizer's state and the master weights in the hosts' pinned memory; a step copies them layer by layer.
-    "none": everything is in the devices' memory."""
+    """Keep the optimizer's state in the hosts' pinned memory, except during the update. "none": everything is in the
+    devices' memory."""
     sync_batch_norm: bool = True
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
     compiler: CompilerTable = "auto"
@@ -114,6 +112,11 @@ class Experiment(Section):
     overlap: BoolOrAuto = "auto"
     """Send each scanned layer's weights and gradient while other layers are computed, under manual partitioning; false:
     all layers' together. "auto": the faster one by an estimate."""
+    wire: Encoding | None = None
+    """How gradients are encoded while they are sent, for slow links: "bf16" (2 bytes) or "int8" (1); none = as `reduce`
+    says. They are added up in fp32."""
+    buckets: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    """Bytes up to which XLA joins collectives of one kind, on GPUs; none = as `compiler` says."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Virtual CPU devices in this process, instead of what the machine has."""
     mesh: dict[str, int] = Field(default={DATA: -1})
@@ -129,8 +132,6 @@ class Experiment(Section):
     loss: LossTable = LossTable()
     optimizer: Optimizer = Optimizer()
     train: Train
-    wire: WireTable = WireTable()
-    local_steps: LocalStepsTable = LocalStepsTable()
     track: Track = Track()
     guard: Guard = Guard()
     evaluate: Evaluate = Evaluate()
@@ -203,11 +204,10 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from chat_problems(experiment.data, experiment.model.chosen, experiment.loss.name, experiment.kind)
     yield from metric_problems(experiment)
     yield from _rules(experiment)
-    yield from _wire(experiment)
+    if experiment.wire is not None and experiment.partitioning == "auto":
+        yield 'wire is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
     if experiment.overlap is True and experiment.partitioning == "auto":
         yield 'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
-    for rules in (_local_steps, _noise_scale):
-        yield from rules(experiment)
     is_gpt = isinstance(experiment.model.config, GPTConfig)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
@@ -242,50 +242,6 @@ def _size(experiment: Experiment) -> Iterator[str]:
         scanned = " (scan = true has no such limit)" if hasattr(config, "scan") else ""
         rule = f"{name} takes at most {MOST_TRACED:,} layers, as they are compiled one by one"
         yield f"{rule}; given {layers:,}{scanned}"
-
-
-def _wire(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between [wire] and what places the collectives."""
-    wire, lossy = experiment.wire, experiment.wire.gradients in ("topk", "powersgd")
-    used = wire.gradients or wire.weights or wire.buckets
-    if used and experiment.partitioning == "auto":
-        yield '[wire] is for partitioning = "manual", where jdp issues the collectives; given "auto": remove that key'
-    for name, scheme in (("fraction", "topk"), ("rank", "powersgd")):
-        if getattr(wire, name) != WireTable.model_fields[name].default and wire.gradients != scheme:
-            yield f'wire.{name} is a setting of wire.gradients = "{scheme}": give that, or remove wire.{name}'
-    if lossy and experiment.strategy == "zero3":
-        yield f'wire.gradients = "{wire.gradients}" needs error feedback, and zero3 has none: take zero2, or "int8"'
-    if lossy and not wire.error_feedback:
-        yield f'wire.gradients = "{wire.gradients}" needs wire.error_feedback = true; given false: remove that key'
-
-
-def _local_steps(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between [local_steps] and the mesh, the partitioning, [wire] and offload."""
-    wire, given = experiment.wire, experiment.local_steps
-    if given.steps is None:
-        if (given.lr, given.momentum) != (1.0, 0.0):
-            yield "local_steps.lr and .momentum are of rounds, and local_steps.steps is none: give it, or remove them"
-        return
-    if experiment.mesh.get(REPLICA, 1) == 1:
-        yield "[local_steps] needs replicas, each taking steps by itself: give mesh.replica, 2 or more, or -1"
-    if wire.gradients or wire.weights or wire.buckets:
-        yield "[local_steps] and [wire] do not go together: remove one of the tables"
-    if experiment.partitioning == "auto":
-        yield '[local_steps] is for partitioning = "manual"; given "auto": remove that key'
-    if experiment.offload is not None:
-        yield "[local_steps] keeps an optimizer on every replica's devices: remove it, or offload"
-
-
-def _noise_scale(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between train.noise_scale and what it measures."""
-    if not experiment.train.noise_scale:
-        return
-    if experiment.strategy == "zero3":
-        yield "train.noise_scale needs each device's own gradient, which zero3 never has: take zero2, or remove it"
-    if experiment.partitioning == "auto":
-        yield 'train.noise_scale is for partitioning = "manual"; given "auto": remove one of the keys'
-    if experiment.local_steps.steps is not None:
-        yield "train.noise_scale and [local_steps] do not go together: remove one of them"
 
 
 def _lengths(experiment: Experiment) -> Iterator[str]:

@@ -32,9 +32,6 @@ class Train(Section):
     optimizer.lr_scaling says whether the rate follows."""
     accumulate: Positive = 1
     """Microbatches a step."""
-    noise_scale: bool = False
-    """Measure the gradient noise scale: the batch size up to which more samples a step pay (metric noise_scale, in
-    samples; of text in tokens)."""
     wrt: Patterns = None
     """Which parameters are trained: a path pattern such as "*/lora_*" (`*` matches slashes too), or an array of them;
     the others are frozen, without gradients and optimizer state. none = all."""

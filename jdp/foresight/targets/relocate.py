@@ -121,9 +121,9 @@ def abstract_on(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
-    step = step.on(plan.home)
+    step = step.on(plan.mesh)
     cudnn = None if target is None else cudnn_of(target)
-    return Candidate(step, step.complete(abstract_state), abstract_batch, notes, cudnn=cudnn)
+    return Candidate(step, abstract_state, abstract_batch, notes, cudnn=cudnn)
 
 
 def cudnn_of(target: Target) -> int | None:

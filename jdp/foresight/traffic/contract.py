@@ -111,10 +111,9 @@ class Row:
     wire_bytes: float  # what each device sends a step
     theory_wire_bytes: float  # what is promised of that
     # this kind alone stays in bounds: promised ones within the tolerance, others within the slack, where an all-reduce
-    # may have the gradients that are all-reduced by plan; and there are not more of them than promised
+    # may have the gradients that are all-reduced by plan
     kept: bool
     count: int = 0  # how many collectives of more than a few bytes a step has
-    most: int | None = None  # how many it may have; None: any number
 
     @property
     def ratio(self) -> float | None:
@@ -192,8 +191,6 @@ def _row(kind: str, collectives: Iterable[MeshCollective], promised: Theory | No
     count = sum(each.collective.count for each in same if each.collective.payload_bytes > TINY)
     if not promises:
         return Row(kind, 0.0, payload, looped, wire, 0.0, wire <= SLACK * promised.wire_bytes + planned, count)
-    limits = [promise.most for promise in promises]
-    most = None if None in limits else sum(filter(None, limits)) + (planned > 0)
     expected = sum(promise.wire_bytes for promise in promises)
-    kept = wire <= TOLERANCE * (expected + planned) and (most is None or count <= most)
-    return Row(kind, promised.payload_bytes[kind], payload, looped, wire, expected, kept, count, most)
+    kept = wire <= TOLERANCE * (expected + planned)
+    return Row(kind, promised.payload_bytes[kind], payload, looped, wire, expected, kept, count)

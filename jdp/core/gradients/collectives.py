@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jdp.base.words import Encoding
+from jdp.core.gradients.wire import complete_sum, encodes, own_key, scattered_sum
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards
-from jdp.core.sharding.traced_mesh import mesh_inside, traced_device
+from jdp.core.sharding.traced_mesh import traced_device
 from jdp.core.types import PyTree
-from jdp.core.wire.encodings import encoded_gather, encoded_scatter
-from jdp.core.wire.rounding import own_key
-from jdp.core.wire.settings import WIDE, Wire
 
 
 def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
@@ -64,32 +63,30 @@ def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
 
 
-def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE) -> jax.Array:
-    """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec.
-
-    Codes are sent if `wire.weights` is set and a device has a block of the leaf or more.
-    """
+def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
+    """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec."""
     if placement.dim is None:
         return x
     dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
 
     def gather(shard: jax.Array) -> jax.Array:
-        shard = shard.squeeze(dim) if reshaped else shard
-        floating = jnp.issubdtype(shard.dtype, jnp.floating)
-        if wire.weights is not None and floating and shard.size >= wire.block:
-            return encoded_gather(wire, shard, dim, mesh.shape[DATA])
-        return _gathered(shard, dim)
+        return _gathered(shard.squeeze(dim) if reshaped else shard, dim)
 
     before, after = replica_view_spec(placement, mesh)[leading:], placement.compute[leading:]
     return on_model_shards(gather, x, PartitionSpec(*before), PartitionSpec(*after), mesh)
 
 
 def psum_scatter(
-    x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE, seed: jax.Array | None = None
+    x: jax.Array,
+    placement: Placement,
+    leading: int,
+    mesh: Mesh,
+    wire: Encoding | None = None,
+    seed: jax.Array | None = None,
 ) -> jax.Array:
     """Sum a gradient over `data` and scatter it: compute spec, first `leading` dimensions sliced off -> rest spec.
 
-    If it is sent as codes, each device draws their rounding from `seed` (`own_key`).
+    If it is sent as codes (`wire`), each device draws their rounding from `seed`.
     """
     if placement.dim is None:
         return x
@@ -97,9 +94,9 @@ def psum_scatter(
 
     def scatter(given: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
         gradient, seed = given
-        if wire.encodes(gradient.size, mesh.shape[DATA]):
-            key = own_key(seed, mesh)
-            gradient = encoded_scatter(wire, gradient, dim, mesh.shape[DATA], key).astype(gradient.dtype)
+        if wire is not None and encodes(wire, gradient.size, mesh.shape[DATA]):
+            own = scattered_sum(wire, gradient, dim, mesh.shape[DATA], own_key(seed, mesh))
+            gradient = own.astype(gradient.dtype)
         else:
             gradient = _scattered(gradient, dim, mesh.shape[DATA])
         return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient, seed
@@ -129,12 +126,28 @@ def _scattered(x: jax.Array, dim: int, count: int) -> jax.Array:
     return jax.lax.psum_scatter(jnp.moveaxis(shards, dim, 0), DATA, scatter_dimension=0, tiled=False)
 
 
-def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
+def psum(
+    x: jax.Array,
+    axes: tuple[str, ...],
+    placement: Placement,
+    leading: int,
+    mesh: Mesh,
+    wire: Encoding | None = None,
+    seed: jax.Array | None = None,
+) -> jax.Array:
     """Sum a gradient at its rest spec, `leading` dimensions sliced off, over batch axes; its sharding stays."""
     if not axes:
         return x
-    spec = PartitionSpec(*replica_view_spec(placement, mesh)[leading:])
-    return on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, mesh)
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+
+    def total(given: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        shard, seed = given
+        if wire is None or not encodes(wire, shard.size, devices):
+            return jax.lax.psum(shard, axes), seed
+        return complete_sum(wire, shard, axes, devices, own_key(seed, mesh)).astype(shard.dtype), seed
+
+    specs = PartitionSpec(*replica_view_spec(placement, mesh)[leading:]), PartitionSpec()
+    return on_model_shards(total, (x, seed), specs, specs, mesh)[0]
 
 
 def model_shards(placement: Placement, mesh: Mesh) -> int:
@@ -156,8 +169,5 @@ def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree
         return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec))
 
     before, after = (jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after))
-    inside: Any = mesh_inside()
-    own_shards = jax.shard_map(
-        function, mesh=inside, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False
-    )
+    own_shards = jax.shard_map(function, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False)
     return own_shards(tree)
