@@ -127,7 +127,7 @@ class Plan:
         return f"{self.strategy} on {factors(self.mesh.shape)} {platform} devices: {gather[self.row.gather]}{host}"
 
     def _repr_html_(self) -> str:
-        row, sharded = self.row, f"sharded over {self.data}"
+        row, sharded = self.row, f"sharded over {DATA}"
         reduced = "at each microbatch" if row.reduce_each_microbatch else "once a step"
         gather = {"never": "–", "step": "gathered once a step", "use": "gathered at each use"}
         rows = [

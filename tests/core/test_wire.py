@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from judged import judged
 
 import jdp
 from jdp.base import notices
@@ -170,7 +171,7 @@ def report_of(strategy, wire, target=None, **settings):
     init = lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()}  # noqa: E731
     state = jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, wire=wire, partitioning="manual", **settings)
-    return jdp.verify(step, state, {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, target, cache=False)
+    return judged(step, state, {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, target, cache=False)
 
 
 @pytest.mark.parametrize(
