@@ -80,7 +80,7 @@ class AnyModel(Model):
 
 
 class RecordedModel(Model):
-    """A [model] with all fields of an "hf:" folder, as a run records it: the folder is not read again."""
+    """A [model] with all fields of an "hf:" folder, as a run records it: the folder may be gone."""
 
     name: str
 
@@ -90,12 +90,11 @@ def model_table(table: Mapping[str, Any]) -> type[Model] | None:
     name = table.get("name")
     if not isinstance(name, str):
         return None
-    if name.startswith(HF) and table.keys() >= {*_FROM_HF.keys}:
-        return cast("type[Model]", section(_FROM_HF, RecordedModel))
     try:
         return cast("type[Model]", section(model_entry(name), Model))
     except (KeyError, ValueError):
-        return None
+        recorded = name.startswith(HF) and table.keys() >= {*_FROM_HF.keys}
+        return cast("type[Model]", section(_FROM_HF, RecordedModel)) if recorded else None
 
 
 def take_tokenizer(table: dict[str, Any]) -> None:
