@@ -1,4 +1,4 @@
-"""Fixtures of tests in several files: caches of the test's own, no network, the notices, and scikit-learn."""
+"""Fixtures of tests in several files: caches of the test's own or none, no network, the notices, and scikit-learn."""
 
 import pytest
 
@@ -8,6 +8,18 @@ def own_cache(tmp_path, monkeypatch):
     """jdp keeps what it reads in a folder of the test, which this returns."""
     monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """The user has neither a home folder nor an entry in passwd, as in many containers."""
+    for name in ("HOME", "JDP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
 
 
 @pytest.fixture

@@ -6,5 +6,6 @@ user_path, bucket     paths and addresses (s3://bucket/run) that a user gives, a
 machine               processors, memory and devices of this host; `cpu_allocator` keeps freed memory
 progress_file         tells the supervisor (`jdp launch`) that a run has made progress; `timer` calls if code takes long
 lasting_output        stdout and stderr that end no run when they cannot be written; `retrying` tries again what fails
+terminal_text         text without control characters, in lines of a terminal's width
 disk_cache            files that later processes read; `tree_paths` names leaves; `notebook` draws objects
 """

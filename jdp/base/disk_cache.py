@@ -23,11 +23,37 @@ T = TypeVar("T")
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile)
 
 
+_NOWHERE = Path(os.devnull) / "jdp"
+"""The cache of a user without a home folder: nothing can be written below it, not even by root."""
+
+
 def default_folder() -> Path:
-    """Return $JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification)."""
+    """Return $JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification).
+
+    Without a home folder it is one below which nothing can be written: see `without_home`.
+    """
     if chosen := os.environ.get("JDP_CACHE_DIR"):
         return user_path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jdp"
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "jdp"
+    try:
+        return Path.home() / ".cache" / "jdp"
+    except RuntimeError:  # neither HOME nor an entry in passwd
+        return _NOWHERE
+
+
+def without_home(folder: Path) -> str | None:
+    """Return why nothing is kept below the cache's folder if that is because the user has no home; else None."""
+    if not folder.is_relative_to(_NOWHERE):
+        return None
+    return f"nothing is kept for the next run: HOME is not set, and user {os.getuid()} has no home folder"
+
+
+def why_not_kept(contents: str, folder: Path, error: OSError) -> str:
+    """Return the notice that `contents` cannot be kept in `folder`; without a home folder it is the same for all."""
+    if why := without_home(folder):
+        return f"{why}; set JDP_CACHE_DIR to a folder that can be written"
+    return f"{contents} are not kept for the next run: {folder} cannot be written ({error.strerror})"
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
@@ -101,8 +127,7 @@ class Cache:
             self._prune()
         except OSError as error:
             if self.contents:
-                why = f"{self.folder} cannot be written ({error.strerror})"
-                notice(f"{self.contents} are not kept for the next run: {why}")
+                notice(why_not_kept(self.contents, self.folder, error))
 
     def _prune(self) -> None:
         entries: list[tuple[float, int, Path]] = []

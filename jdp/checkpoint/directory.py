@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.base.progress_file import note_progress
 from jdp.checkpoint.bucket_copies import BucketCopies, named, parsed
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
@@ -337,7 +337,7 @@ class Checkpoints:
         except CheckpointError as error:
             if kind is None:
                 raise
-            notice(str(error))  # the exception that is being raised already matters more
+            warn(str(error))  # the exception that is being raised already matters more
 
     def _read(self, step: int | Literal["best"] | None, read: Callable[[Source], _T]) -> tuple[int, _T]:
         """Read a step, or the newest complete one: damaged ones after it are set aside. Return which it was."""

@@ -55,7 +55,8 @@ def run(arguments: list[str]) -> int:
     """Run all checks, print the findings, and return 0 if nothing is wrong, else 1."""
     options = parse(Options, "doctor", arguments)
     folder = _check(options)
-    with os.fdopen(os.dup(1), "w") as stdout, stdout_to_stderr() if options.json else contextlib.nullcontext():
+    report = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    with report as stdout, stdout_to_stderr() if options.json else contextlib.nullcontext():
         return _Examination(options, folder, stdout).examine()
 
 
@@ -126,7 +127,7 @@ class _Examination:
 
     def _examine_machine(self, cluster: "Cluster | None") -> None:
         """Look at what needs neither JAX nor other processes."""
-        from jdp.launch.doctor.disk import examine_disk
+        from jdp.launch.doctor.disk import examine_cache, examine_disk
         from jdp.launch.doctor.limits import examine_limits
         from jdp.launch.doctor.network import examine_names, examine_port
         from jdp.launch.doctor.versions import examine_versions
@@ -135,6 +136,7 @@ class _Examination:
             *examine_versions(),
             *examine_limits(),
             *examine_disk(self.run_folder or self.options.run_dir),
+            examine_cache(),
             *examine_names(os.environ, cluster),
             examine_port(),
         ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jdp.base.shorten import brief
+from jdp.base.terminal_text import escaped
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
@@ -28,7 +29,8 @@ class Options:
 
     A text ends after --length tokens, or at the token that closes a document. Keys and values are cached, so prompt and
     text must fit into the model's context. The model is on one device; several prompts are continued one after another.
-    stdout has the texts, each with its prompt, and everything else is on stderr.
+    stdout has the texts, each with its prompt, and everything else is on stderr. A terminal gets control characters in
+    the text as \\x1b, a pipe as they are.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -50,6 +52,8 @@ class Options:
     """Prompts are a user's messages: the tokenizer's chat template leads to the answer. A run on chats has it so."""
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
     """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Where the tokenizer of a run is now. Default: where it was when the run began."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs, or its address."""
     plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
@@ -73,7 +77,12 @@ def run(arguments: list[str]) -> int:
 
         try:
             found = find_model(
-                options.model, options.run_dir, step=options.step, chat=options.chat, plugin=options.plugin
+                options.model,
+                options.run_dir,
+                step=options.step,
+                chat=options.chat,
+                plugin=options.plugin,
+                tokenizer=options.tokenizer,
             )
         except PathError as error:
             raise UsageError(f"RUN: {error}") from None
@@ -147,7 +156,7 @@ def _written(
 
     def show(part: str) -> str:
         if not quiet:
-            print(part, end="", flush=True)
+            print(escaped(part) if sys.stdout.isatty() else part, end="", flush=True)
         return part
 
     def known() -> Iterator[int]:

@@ -22,6 +22,7 @@ options answer at once.
 import contextlib
 import errno
 import importlib
+import io
 import os
 import platform
 import sys
@@ -69,6 +70,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code (see the table above); a failure in a cluster ends the process."""
     _open_closed_streams()
+    _print_everything()
     given = list(sys.argv[1:] if arguments is None else arguments)
     trains = given[:1] in (["train"], ["launch"])
     with lasting("stderr"), lasting("stdout") if trains else contextlib.nullcontext():
@@ -119,6 +121,13 @@ def _open_closed_streams() -> None:
             opened = os.open(os.devnull, os.O_WRONLY)
             os.dup2(opened, number)
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def _print_everything() -> None:
+    """Have stdout and stderr write what their encoding lacks, such as é in ASCII, as Python escapes it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_stdout() -> None:

@@ -72,6 +72,7 @@ def _run_all(
     own = [] if options.profile is None else [f"--profile={options.profile}"]
     own += ["--fresh-memory"] if options.fresh_memory else []
     own += ["--no-cache"] if options.no_cache else []
+    own += ["--verbose"] if options.verbose else []
 
     def command_of(member: "Member") -> list[str]:
         changed = {**overrides, **member.values, "name": member.name}

@@ -7,7 +7,7 @@ model is on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -76,7 +76,13 @@ class TextModel:
 
 
 def find_model(
-    given: str, runs: Path, *, step: str | None = None, chat: bool = False, plugin: str | None = None
+    given: str,
+    runs: Path,
+    *,
+    step: str | None = None,
+    chat: bool = False,
+    plugin: str | None = None,
+    tokenizer: str | None = None,
 ) -> TextModel:
     """Return the model of a run, or of an export, without its weights.
 
@@ -86,13 +92,15 @@ def find_model(
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
         chat: prompts are a user's messages, as they always are for a run on chats.
         plugin: the plug-in of a run that has one.
+        tokenizer: of a run, where its tokenizer is now; None: where it was.
 
     Raises:
         ExperimentError: there is no such folder, model, step or tokenizer.
     """
     folder = _export(given)
     if folder is None:
-        return _of_run(given, runs, step, chat, plugin)
+        changed = {"plugin": plugin, "data.tokenizer": tokenizer}
+        return _of_run(given, runs, step, chat, {key: value for key, value in changed.items() if value is not None})
     if step is not None:
         raise ExperimentError(f"an export has one model; given {folder} and step {step}: name the run, or no step")
     if not (folder / TOKENIZER).is_file():
@@ -100,9 +108,9 @@ def find_model(
             f"text needs the model's tokenizer; {folder} has no {TOKENIZER}: copy it there from the original model"
         )
     config = _on_any_device(gpt_config_from_hf(folder))
-    name, tokenizer = shown(str(folder)), open_tokenizer(str(folder))
-    prompt = with_template(tokenizer, None, None).prompt if chat else tokenizer.encode
-    return TextModel(config, tokenizer, prompt, chat, name, lambda device: _imported(folder, config, device))
+    name, opened = shown(str(folder)), open_tokenizer(str(folder))
+    prompt = with_template(opened, None, None).prompt if chat else opened.encode
+    return TextModel(config, opened, prompt, chat, name, lambda device: _imported(folder, config, device))
 
 
 def _export(given: str) -> Path | None:
@@ -131,10 +139,10 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 # A run.
 
 
-def _of_run(given: str, runs: Path, step: str | None, chat: bool, plugin: str | None) -> TextModel:
+def _of_run(given: str, runs: Path, step: str | None, chat: bool, changed: Mapping[str, str]) -> TextModel:
     folder, bucket = find_run(given, runs), address_of(runs)
     place = address_of(given) or (f"{bucket}/{given}" if bucket and len(Path(given).parts) == 1 else str(folder))
-    experiment = _experiment(folder, place, plugin)
+    experiment = _experiment(folder, place, changed)
     config = _on_any_device(experiment.model.config)
     saved = sorted(int(path.name) for path in (folder / CHECKPOINTS).glob("*") if path.name.isdecimal())
     there = ", ".join(map(str, saved))
@@ -145,13 +153,20 @@ def _of_run(given: str, runs: Path, step: str | None, chat: bool, plugin: str | 
         raise ExperimentError(f'--step must be a checkpoint of {place}, {there}, or "{BEST}"; given {chosen}')
     path = place if chosen is None else f"{place}/{CHECKPOINTS}/{chosen}"
     name = f"{place}, step {chosen or saved[-1]}"
-    data, tokenizer = experiment.data, open_tokenizer(experiment.data.tokenizer)
+    data, tokenizer = experiment.data, _opened(experiment.data.tokenizer)
     chat, day = chat or data.format in TEMPLATED, data.chat_date and date.fromisoformat(data.chat_date)
     prompt = with_template(tokenizer, data.chat_template, day or None).prompt if chat else tokenizer.encode
     return TextModel(config, tokenizer, prompt, chat, name, lambda device: _restored(path, experiment, config, device))
 
 
-def _experiment(folder: Path, name: str, plugin: str | None) -> Experiment:
+def _opened(name: str) -> Tokenizer:
+    try:
+        return open_tokenizer(name)
+    except ValueError as error:
+        raise ExperimentError(f"{error}; if it was moved, give its folder (--tokenizer FOLDER)") from error
+
+
+def _experiment(folder: Path, name: str, changed: Mapping[str, str]) -> Experiment:
     """Return a run's experiment. Raises ExperimentError unless a GPT of jdp's learns text in it."""
     rule = f"text is written by a GPT that learned text; {name} has"
     try:
@@ -161,7 +176,7 @@ def _experiment(folder: Path, name: str, plugin: str | None) -> Experiment:
         model, by = HF, NONE  # `load` reports what is wrong
     if by != NONE and not str(model).startswith(HF) and model not in SIZES:
         raise ExperimentError(f"{rule} model.name = {model!r} of the plug-in {by}: name another run")
-    experiment = load(folder / FILE, {} if plugin is None else {"plugin": plugin})
+    experiment = load(folder / FILE, changed)
     data = experiment.data
     if not isinstance(experiment.model.config, GPTConfig):
         raise ExperimentError(f"{rule} model.name = {model!r}: name another run")

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from jdp.base.bucket import place_of
+from jdp.base.notices import in_few_lines
 from jdp.cli import sweep
 from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 from jdp.cli.train_options import Options
@@ -18,7 +19,7 @@ def run(arguments: list[str]) -> int:
     from jdp.run.signals import Stopped
 
     stopped: Stopped | None = None
-    with stdout_to_stderr(options.json):
+    with stdout_to_stderr(options.json), in_few_lines(not options.verbose):
         try:
             summary = _train(options, overrides)
         except Stopped as request:

@@ -36,5 +36,7 @@ class Options:
     JDP_FRESH_MEMORY=1 does the same."""
     no_cache: bool = False
     """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    verbose: bool = False
+    """Print all notices of the start: choices that jdp made, and why. Without, they take three lines at most."""
     json: bool = False
     """Print one JSON object on stdout at the end, and everything else on stderr."""

@@ -1,6 +1,7 @@
 """`jdp why`: the diagnosis from a run's flight recorders."""
 
 import json as as_json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from jdp.base.notices import shown
+from jdp.base.terminal_text import for_stream
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse
 
@@ -50,5 +52,5 @@ def run(arguments: list[str]) -> int:
     else:
         broken = found.state in ("failed", "killed", "deadline", "hung")  # this comes first, however slow it was
         first = f"{folder}: {found.state}{'' if broken or found.slow is None else f'; {found.slow}'}"
-        print(shown("\n".join([first, *found.words, *[ERRORS] * broken])))
+        print(for_stream(shown("\n".join([first, *found.words, *[ERRORS] * broken])), sys.stdout))
     return 0

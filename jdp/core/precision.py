@@ -95,9 +95,12 @@ class Precision:
         """
         for path, leaf in jax.tree.leaves_with_path(params):
             if leaf.dtype != DTYPES[self.params]:
+                fix = "or pass precision=jdp.Precision(params=..., compute=..., reduce=...)"
+                if leaf.dtype == jnp.float64:  # the default dtype where 64 bits are on
+                    fix = "or unset JAX_ENABLE_X64 (in jax.config: jax_enable_x64)"
                 raise ValueError(
                     f"Precision.params is {self.params}, but {path_of(path)} rests in {leaf.dtype}. Initialise it in "
-                    f"{self.params}, or pass precision=jdp.Precision(params=..., compute=..., reduce=...)."
+                    f"{self.params}, {fix}."
                 )
 
     def working_shapes(self, params: PyTree) -> PyTree:

@@ -6,6 +6,7 @@ the number of devices are in `check_for_devices`. Nothing below the training loo
 """
 
 import copy
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -256,12 +257,21 @@ def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Parse `text` as a TOML value; return the text itself if it is not one."""
-    try:
-        table = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
+    """Parse `text` as a TOML value, numbers also as Python writes them (.001, 1.); else return the text itself."""
+    for each in (text, _with_digits(text)):
+        try:
+            table = tomllib.loads(f"value = {each}")
+        except (ValueError, RecursionError):
+            continue
+        return table["value"] if len(table) == 1 else text
+    return text
+
+
+def _with_digits(text: str) -> str:
+    """Return numbers, or arrays of them, with a digit on both sides of each point, as TOML needs."""
+    if not re.fullmatch(r"[\d\s.,eE+\-\[\]]+", text):
         return text
-    return table["value"] if len(table) == 1 else text
+    return re.sub(r"(?<=\d)\.(?!\d)", ".0", re.sub(r"(?<!\d)\.(?=\d)", "0.", text))
 
 
 def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None:

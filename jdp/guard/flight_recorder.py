@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.guard.time_account import account
 
 FLIGHT = "flight"
@@ -100,7 +100,7 @@ class Flight:
                 with contextlib.suppress(OSError):
                     os.close(self._descriptor)
             self._descriptor = None
-            notice(f"{self.file} cannot be written ({error.strerror}): the flight recorder stops, the run goes on")
+            warn(f"{self.file} cannot be written ({error.strerror}): the flight recorder stops, the run goes on")
 
 
 def read(file: Path) -> list[dict[str, Any]]:

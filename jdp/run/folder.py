@@ -7,7 +7,8 @@ pass exit with "run again".
 
 Between visits the way of computing may change (`MAY_CHANGE`): devices, strategy, precision, evaluations, logging. The
 number of steps may change if the learning rate does not depend on it. The model, the data, the optimizer, and the
-trained parameters with their initial weights may not change.
+trained parameters with their initial weights may not change. Names and paths may (`PLACES`), as they are not learnt:
+the run's folder, the data or the base model may be moved.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import socket
 import time
 import tomllib
@@ -24,11 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
+from jdp.base.user_path import address_of
 from jdp.checkpoint.errors import is_passing
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError, from_table, to_toml
+from jdp.experiment.schema.fields import NONE
+from jdp.experiment.schema.model import HF
 from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight_recorder import FLIGHT
 from jdp.run.outputs.history import HISTORY
@@ -64,7 +70,11 @@ MAY_CHANGE = {
 }
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
-FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names", "train.init_adapter"))
+PLACES = re.compile(r"name|data\.(source|heldout|tokenizer|chat_template)|data\.mixture\..*\.source")
+"""Keys that may differ as well: the samples at these places are compared by their fingerprint."""
+INITIAL = ("train.init_from", "train.init_adapter")
+"""Keys of weights that are read at a run's start alone: they may differ if nothing is left at the old path."""
+FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_names", *INITIAL))
 _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system without locks."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
@@ -86,7 +96,7 @@ class Claim:
             self.lock.check()
         if jax.process_index() == 0 and not (self.folder / FILE).exists():
             record(self._toml, self.folder)
-            notice(f"{self.folder / FILE} was deleted during the run: it is written anew")
+            warn(f"{self.folder / FILE} was deleted during the run: it is written anew")
 
 
 @contextlib.contextmanager
@@ -124,8 +134,8 @@ def _claim(claim: Claim, toml: str, held: contextlib.ExitStack) -> bool:
             return False
         if (folder / FILE).exists() and (differing := _differences(folder, toml)):
             if claim.lock is None:  # nothing is locked: the visit that left it may still go on
-                raise ExperimentError(_other_experiment(folder, differing))
-            notice(
+                raise ExperimentError(_other_experiment(folder, toml, differing))
+            warn(
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
                 f"({'; '.join(differing)}): it is taken over"
             )
@@ -251,7 +261,7 @@ def check_same(folder: Path, toml: str) -> None:
     if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
         return
     if differing := _differences(folder, toml):
-        raise ExperimentError(_other_experiment(folder, differing))
+        raise ExperimentError(_other_experiment(folder, toml, differing))
 
 
 def _differences(folder: Path, toml: str) -> list[str]:
@@ -261,9 +271,20 @@ def _differences(folder: Path, toml: str) -> list[str]:
     return [
         f"{key} was {was!r}, is {now!r}"
         for key, (was, now) in changed(folder, toml).items()
-        if key in kept or not MAY_CHANGE & {key, key.partition(".")[0]}
-        if key != "model.scan" or (was, now) not in ((True, "auto"), ("auto", True))  # which store the same parameters
+        if (key in kept or not MAY_CHANGE & {key, key.partition(".")[0]}) and not _is_the_same(key, was, now)
     ]
+
+
+def _is_the_same(key: str, was: Any, now: Any) -> bool:
+    """Return True if two values of a key differ, and what is learnt does not."""
+    if key == "model.scan":  # both store the same parameters
+        return {was, now} == {True, "auto"}
+    if key == "model.name":  # the fields are compared one by one
+        return all(str(name).startswith(HF) for name in (was, now))
+    if key in INITIAL and isinstance(was, str) and isinstance(now, str):
+        moved = was != NONE and now != NONE and address_of(was) is None
+        return moved and (not os.path.lexists(was) or Path(was).resolve() == Path(now).resolve())
+    return PLACES.fullmatch(key) is not None
 
 
 def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
@@ -282,10 +303,29 @@ def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
     return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}
 
 
-def _other_experiment(folder: Path, differing: Sequence[str]) -> str:
+def _other_experiment(folder: Path, toml: str, differing: Sequence[str]) -> str:
+    if [word.partition(" ")[0] for word in differing] == ["train.steps"]:
+        return _other_course(folder, toml)
     return (
         f"{folder} holds a run of another experiment ({'; '.join(differing)}): choose another `name` (--name NEW) or "
         "--run-dir, or remove that folder"
+    )
+
+
+def _other_course(folder: Path, toml: str) -> str:
+    """Return the message about another number of steps: what it would do to the learning rate, and the way out."""
+    from jdp.experiment.optimizer import learning_rate  # late: no other message needs optax
+
+    text = (folder / FILE).read_text(encoding="utf-8")
+    before, now = (from_table(table, plugin=table["plugin"]) for table in map(tomllib.loads, (text, toml)))
+    saved = [int(path.name) for path in (folder / CHECKPOINTS).glob("*") if path.name.isdecimal()]
+    done = max(saved, default=0)
+    was, new = (float(np.asarray(learning_rate(each)(done))) for each in (before, now))
+    steps = before.train.steps
+    return (
+        f"optimizer.schedule = {now.optimizer.schedule!r} lowers the learning rate over train.steps, which was {steps} "
+        f"in {folder}, is {now.train.steps}, and would change the rate of step {done + 1} from {was:.2e} to {new:.2e}: "
+        f"restore train.steps = {steps}, or start a new run from its weights (--name NEW --train.init_from {folder})"
     )
 
 
@@ -317,7 +357,7 @@ class Lock:
         if handle is not None:
             os.close(self._handle)
             self._handle = handle
-            notice(f"{self._file} was deleted during the run: the lock is taken again")
+            warn(f"{self._file} was deleted during the run: the lock is taken again")
 
     def release(self) -> None:
         """Release the lock."""
@@ -332,7 +372,7 @@ def locked(folder: Path) -> Generator[Lock | None]:
     """Hold the lock of a run's folder; None where the file system has no locks."""
     handle = _take(folder / LOCK)
     if handle is None:
-        notice(f"{folder} is on a file system without locks: nothing keeps a second run out of it")
+        warn(f"{folder} is on a file system without locks: nothing keeps a second run out of it")
         yield None
         return
     lock = Lock(folder / LOCK, handle)

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from jdp.base.bucket import Remote, RemoteError
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
 from jdp.core.cluster.barrier import meet
@@ -110,7 +110,7 @@ class RemoteRun:
             try:
                 self._finish(sender)
             except RemoteError as error:
-                notice(str(error))  # the exception that is being raised already matters more
+                warn(str(error))  # the exception that is being raised already matters more
             raise
         self._finish(sender)
 
@@ -134,7 +134,7 @@ class RemoteRun:
             try:
                 self.push()
             except Exception as error:  # of any kind: the thread must go on
-                notice(f"{self._in_words(error)}; it is tried again")
+                warn(f"{self._in_words(error)}; it is tried again")
 
     def _in_words(self, error: Exception) -> str:
         if isinstance(error, RemoteError):
@@ -177,7 +177,7 @@ class RemoteRun:
         holder, until = _parsed(there), time.monotonic() + LEASE_SECONDS
         lives, now = _lives(holder), there
         if lives is None:
-            notice(
+            warn(
                 f"{self.remote.address} has the lock of {holder.get('holder')}: it is taken over if that does not "
                 f"renew it for {LEASE_SECONDS:.0f} s"
             )

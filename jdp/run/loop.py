@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jdp.base.bucket import Remote
-from jdp.base.notices import notice
+from jdp.base.notices import notice, warn
 from jdp.base.read_toml import parse
 from jdp.checkpoint import CheckpointError, Checkpoints, RemoteCheckpoints
+from jdp.checkpoint.format.content import COMMITTED
 from jdp.core.cluster.barrier import from_first_process
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
@@ -35,7 +36,7 @@ from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
 from jdp.run.export import check_free
-from jdp.run.folder import CHECKPOINTS, FILE, Claim, claimed, passing_trouble, writing
+from jdp.run.folder import CHECKPOINTS, FILE, Claim, changed, claimed, passing_trouble, writing
 from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
@@ -67,7 +68,7 @@ def run(
             assembly = _with_policy(experiment)
         _ = assembly.eval_sets  # errors of the data come before anything is written
         weights = _initial_weights(experiment.train)
-        if weights is not None:
+        if weights is not None and not _has_checkpoints(root, experiment.name):  # afterwards they may be moved
             weights.check(assembly.config)
         with (
             passing_trouble(lambda: stop.began),
@@ -80,6 +81,12 @@ def run(
             for line in settings:
                 notice(line)
             return _visit(assembly, weights, stop, claim, bucket, quiet=quiet, profile=profile)
+
+
+def _has_checkpoints(root: Path | Remote, name: str) -> bool:
+    if isinstance(root, Remote):
+        return bool(root.matching(f"{name}/{CHECKPOINTS}/*/{COMMITTED}"))
+    return any((root / name / CHECKPOINTS).glob(f"*/{COMMITTED}"))
 
 
 def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
@@ -190,8 +197,8 @@ def _start(
         dated = assembly.experiment.data.format in TEMPLATED
         raise ExperimentError(
             f"{saved.directory.parent} was trained on other data (fingerprint {record['fingerprint']}, now "
-            f"{fingerprint}): restore [data] as it was, or choose another `name`. The standard library's text "
-            "differs between Python versions."
+            f"{fingerprint}){_moved(saved.directory.parent, assembly.toml)}: restore [data] as it was, or choose "
+            "another `name`. The standard library's text differs between Python versions."
             + " A chat template may write the day: give that of the run's first start in data.chat_date." * dated
             + ("" if reference is None else f" The reference of the answers is part of it: restore {reference.file}.")
         )
@@ -199,9 +206,17 @@ def _start(
     progress.bad.went(back)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     if progress.kept is not None and progress.kept.step and progress.kept.step not in saved.steps:
-        notice(f"the best checkpoint, {progress.kept.step}, is not there: the next evaluation is the best again")
+        warn(f"the best checkpoint, {progress.kept.step}, is not there: the next evaluation is the best again")
         progress.kept = Best(progress.kept.metric)
     return state, progress, None
+
+
+def _moved(folder: Path, toml: str) -> str:
+    """Return the keys of the data that changed, for the message about other data; "" if none did."""
+    words = [
+        f"{key} was {was!r}, is {now!r}" for key, (was, now) in changed(folder, toml).items() if key[:5] == "data."
+    ]
+    return f"; {'; '.join(words)}" if words else ""
 
 
 def _initial(assembly: Assembly, weights: InitialWeights | None) -> tuple[TrainState, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate, peak_rates
 from jdp.experiment.phases import batch_shapes, lengths, phases
 from jdp.experiment.plugins import folder_of, names_used
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
+from jdp.models.configs.gpt import GPTConfig
 from jdp.run.evaluation import coverage
+from jdp.run.outputs.terminal import clock
 from jdp.run.progress import Progress
 
 
@@ -74,6 +77,23 @@ def _never(experiment: Experiment) -> str | None:
     steps = experiment.train.steps
     late = [f"{key} after {by.starts[-1]:,}" for key, by in given.items() if by.starts[-1] >= steps]
     return f"not reached in {steps:,} steps: the last change of {', '.join(late)}" if late else None
+
+
+def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
+    """Return the last lines of a run: how long this visit took, where the run is, and the next commands."""
+    experiment, place = assembly.experiment, shlex.quote(shown(str(folder)))
+    taken = progress.done - progress.resumed_from
+    steps = f"{taken:,} step{'s' * (taken != 1)} in {clock(progress.seconds)}; the" if taken else "the"
+    plugin = "" if experiment.plugin is None else f" --plugin {experiment.plugin}"
+    lines = [f"{steps} run is in {place}", f"next: jdp report {place}"]
+    return [*lines, f'or:   jdp generate {place} --prompt "…"{plugin}'] if _writes_text(experiment) else lines
+
+
+def _writes_text(experiment: Experiment) -> bool:
+    """Return whether `jdp generate` writes text with the run's model."""
+    data = experiment.data
+    has_tokenizer = data.tokenizer != NONE and not any(source.endswith(ARRAYS) for source in data.sources)
+    return experiment.kind == "text" and isinstance(experiment.model.config, GPTConfig) and has_tokenizer
 
 
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:

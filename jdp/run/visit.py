@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jdp.base.formatting import finite_or_none
+from jdp.base.notices import end_of_start
 from jdp.base.retrying import retried
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import is_passing
@@ -36,7 +37,7 @@ from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress
 from jdp.run.signals import Stopped, StopRequest
-from jdp.run.summary import introduction, summary
+from jdp.run.summary import ending, introduction, summary
 
 
 class Visit:
@@ -92,7 +93,7 @@ class Visit:
         experiment, folder, done, toml = self.experiment, self.folder, self.progress.done, self.assembly.toml
         resumes = done > 0 and not self.ended
         differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
-        if resumes:
+        if not self.ended:
             record(toml, folder)
         wanted = {} if self.ended else experiment.track.model_dump(exclude_none=True)
         tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted) if wanted else []
@@ -142,6 +143,8 @@ class Visit:
         if self.experiment.train.export is not None:
             with self.watch.during("export"):
                 say(export(self.assembly, state, progress, self.checkpoints, self.folder))
+        for line in ending(self.assembly, progress, self.folder):
+            say(line)
         return results
 
     # A step.
@@ -168,6 +171,7 @@ class Visit:
         self.health.after(state, step)
         progress.done = step
         self.display.step(step)
+        end_of_start()
         last = self.stop.at_step(step) or step == train.steps
         may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
         row_due = last or step % train.log_every == 0 or may_stop  # a run's last step has a row
@@ -314,7 +318,7 @@ class Visit:
             rows = self._writer.rows(state, done)
         self._write(lambda: samples.write(self.folder, done, rows))
         for row in rows:
-            self.display.say(f"{title}:\n{row['text']}")
+            self.display.show_text(title, row["text"])
 
     def _evaluation_due(self) -> bool:
         """Return whether this step is followed by an evaluation."""

@@ -4,7 +4,9 @@ import hashlib
 import os
 from pathlib import Path
 
-from jdp.base.disk_cache import Cache, others_may_write
+from jdp.base import notices
+from jdp.base.disk_cache import Cache, default_folder, others_may_write
+from jdp.launch.doctor.disk import examine_cache
 
 NAMES = [f"{hashlib.sha256(bytes([i])).hexdigest()}.json.z" for i in range(5)]
 
@@ -54,6 +56,22 @@ def test_an_entry_that_another_process_deletes_meanwhile_is_no_fault(tmp_path, c
     cache = Cache(tmp_path, limit_bytes=150)
     cache.store(NAMES[0], lambda file: file.write(bytes(100)))
     assert cache.load(NAMES[0], lambda file: file.read()) == bytes(100) and not caplog.text
+
+
+def test_without_a_home_folder_nothing_is_kept_which_is_said_once(tmp_path, caplog, homeless, monkeypatch):
+    """As in a container that runs as a user without an entry in passwd."""
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    for contents in ("programs", "tokens"):
+        cache = Cache(default_folder() / contents, contents=contents)
+        cache.store(NAMES[0], lambda file: file.write(bytes(100)))
+        assert cache.load(NAMES[0], lambda file: file.read()) is None
+    assert len(caplog.records) == 1
+    assert f"HOME is not set, and user {os.getuid()} has no home folder; set JDP_CACHE_DIR" in caplog.text
+    cache = examine_cache()
+    assert cache.status == "note" and "HOME is not set" in cache.found and "JDP_CACHE_DIR" in cache.mend
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path))
+    assert examine_cache().status == "ok" and default_folder() == tmp_path
 
 
 def test_the_caches_own_folder_is_made_for_its_user_alone(tmp_path, monkeypatch):

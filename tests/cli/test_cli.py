@@ -1,6 +1,7 @@
 """The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout."""
 
 import importlib
+import io
 import json
 import os
 import platform
@@ -95,6 +96,19 @@ def test_help_needs_no_place_to_keep_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["why", "--help"]) == 0
     shown = capsys.readouterr()
     assert "usage: jdp why" in shown.out and not shown.err
+
+
+def test_without_a_home_folder_the_help_is_shown(capsys: pytest.CaptureFixture[str], homeless: None):
+    assert cli.main(["doctor", "--help"]) == 0
+    shown = capsys.readouterr()
+    assert "Examines this machine" in shown.out and not shown.err
+
+
+def test_what_the_encoding_of_the_output_lacks_is_escaped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdout", stream := io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert cli.main(["--help"]) == 0
+    stream.seek(0)
+    assert stream.readline() == "usage: jdp COMMAND \\u2026\n"
 
 
 def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.CaptureFixture[str]):

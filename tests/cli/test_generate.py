@@ -72,6 +72,27 @@ def test_the_text_is_that_of_the_runs_sample(trained, capsys):
     assert written(capsys, folder, "--prompt", "de", "--length", 6, "--temperature", 0.5) == f"{sample}\n"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_gets_no_control_characters_and_ascii_is_enough(trained, monkeypatch, terminal):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", stream := io.TextIOWrapper(raw, "ascii"))
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    assert main(["generate", str(trained[1]), "--prompt", "é\x1b[1m", "--length", "1"]) == 0
+    assert raw.getvalue().startswith(b"\\xe9\\x1b[1m" if terminal else b"\\xe9\x1b[1m")
+
+
+def test_a_tokenizer_that_was_moved_is_named(trained, capsys, tmp_path):
+    """As that of a base model whose folder was moved after the run."""
+    _, folder, _ = trained
+    shutil.copytree(folder, run := tmp_path / "run")
+    toml = (run / "experiment.toml").read_text()
+    (run / "experiment.toml").write_text(toml.replace('tokenizer = "bytes"', f'tokenizer = "{tmp_path}/gone"'))
+    given = ["--prompt", "data", "--length", 4, "--temperature", 0]
+    assert f"given {tmp_path}/gone" in (said := refused(capsys, "generate", run, *given))
+    assert said.endswith("if it was moved, give its folder (--tokenizer FOLDER)\n")
+    assert written(capsys, run, *given, "--tokenizer", run / "export") == written(capsys, folder, *given)
+
+
 def test_an_export_is_the_best_checkpoint_and_has_its_text(trained, capsys):
     file, folder, printed = trained
     best = exported_step(folder / "export")

@@ -85,6 +85,13 @@ def test_weights_must_rest_as_the_precision_says(precision, resting):
     jdp.Precision(params="bf16" if asked == "fp32" else "fp32").check_params(params)
 
 
+def test_weights_of_64_bits_name_the_variable_that_makes_them():
+    with jax.enable_x64(True):
+        params = jax.eval_shape(lambda: {"w": jnp.zeros(8)})
+    with pytest.raises(ValueError, match=r"w rests in float64. Initialise it in fp32, or unset JAX_ENABLE_X64 "):
+        jdp.Precision().check_params(params)
+
+
 # What the step makes of it.
 
 

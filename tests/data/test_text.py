@@ -131,7 +131,8 @@ def test_a_file_a_glob_a_directory_and_a_list_are_the_same_text(tmp_path, monkey
 
 def test_a_path_may_look_like_a_glob(tmp_path):
     write(tmp_path / "data[1]", a="text")
-    assert read_corpus(tmp_path / "data[1]").documents == (b"text",)
+    for name in ("", "a.txt", "*.txt", "[a].txt", "**/*"):
+        assert read_corpus(tmp_path / "data[1]" / name).documents == (b"text",)
 
 
 def test_stdlib_may_stand_in_a_list(tmp_path):

@@ -221,6 +221,15 @@ def test_overrides_are_toml_values_where_they_fit_and_text_where_not(file):
     assert changed.train.batch_size == 16, "what was not overridden stays"
 
 
+def test_numbers_may_be_written_as_python_writes_them(file):
+    for text, value in {".001": 0.001, "1.": 1.0, "1.e-3": 0.001, "+.5": 0.5, "5E-1": 0.5}.items():
+        assert load(file, {"optimizer.lr": text}).optimizer.lr == value
+    assert load(file, {"name": "1.", "sample.prompt": ".5"}).name == "1."
+    assert load(file, {"sample.prompt": ".5"}).sample.prompt == ".5"
+    with pytest.raises(ExperimentError, match=r"optimizer.lr must be a number; given \"1..\""):
+        load(file, {"optimizer.lr": "1.."})
+
+
 def test_a_word_is_not_replaced_by_a_key_of_a_table(file):
     """Not one that stands for an empty table; and a whole table replaces a word, as it says so."""
     one = {"compiler__xla_gpu_x": "true"}

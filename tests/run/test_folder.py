@@ -1,5 +1,7 @@
 """A run's folder belongs to one experiment, also where its file was written before a key was there."""
 
+import tomllib
+
 import pytest
 
 from jdp.experiment.file import ExperimentError, from_table, to_toml
@@ -52,3 +54,59 @@ def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
     check_same(tmp_path, gpt())
     with pytest.raises(ExperimentError, match=r"another experiment \(model.scan was True, is False\)"):
         check_same(tmp_path, gpt(scan=False))
+
+
+def test_names_and_paths_may_change_as_they_are_not_learnt(tmp_path):
+    """The samples are compared by their fingerprint."""
+    record(experiment(), tmp_path)
+    check_same(tmp_path, experiment(name="renamed", data={"source": "moved/points.npz"}))
+    with pytest.raises(ExperimentError, match=r"another experiment \(data.heldout_fraction was 0.05, is 0.2\)"):
+        check_same(tmp_path, experiment(data={"source": "points.npz", "heldout_fraction": 0.2}))
+
+
+def test_the_folder_of_the_base_model_may_be_moved_or_gone(tmp_path):
+    """A run records all fields of its model."""
+
+    def based(folder, **model):
+        toml = experiment(model={"name": "gpt-nano", "layers": 1, **model}, data={"source": "text.txt"})
+        return toml.replace('name = "gpt-nano"', f'name = "hf:{folder}"')
+
+    record(based("/gone"), tmp_path)
+    read = from_table(tomllib.loads((tmp_path / FILE).read_text()))
+    assert (read.model.name, read.model.config.layers, read.kind) == ("hf:/gone", 1, "text")
+    check_same(tmp_path, based("/moved"))
+    with pytest.raises(ExperimentError, match=r"another experiment \(model.layers was 1, is 2\)"):
+        check_same(tmp_path, based("/moved", layers=2))
+    table = tomllib.loads(based("/gone"))
+    del table["model"]["width"]
+    with pytest.raises(ExperimentError, match=r"model.name must lead to the config.json of a model"):
+        from_table(table)
+
+
+def test_initial_weights_may_be_moved_and_no_others_taken(tmp_path):
+    def starting(folder):
+        return experiment(train={"steps": 10, "batch_size": 8, "init_from": str(tmp_path / folder)})
+
+    record(starting("base"), tmp_path)
+    check_same(tmp_path, starting("moved"))  # nothing is left in its place
+    (tmp_path / "base").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    check_same(tmp_path, starting("link"))
+    with pytest.raises(ExperimentError, match=r"another experiment \(train.init_from was '\S+base', is '\S+moved'\)"):
+        check_same(tmp_path, starting("moved"))
+
+
+def test_more_steps_continue_a_constant_rate_and_a_schedule_says_what_they_change(tmp_path):
+    def steps(count, schedule):
+        train = {"steps": count, "batch_size": 8}
+        return experiment(train=train, optimizer={"lr": 0.1, "schedule": schedule})
+
+    record(steps(10, "constant"), tmp_path)
+    check_same(tmp_path, steps(20, "constant"))
+    record(steps(10, "linear"), tmp_path)
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    with pytest.raises(ExperimentError) as raised:
+        check_same(tmp_path, steps(20, "linear"))
+    said = str(raised.value)
+    assert "train.steps, which was 10 in " in said and "the rate of step 6 from 5.00e-02 to 7.50e-02: restore " in said
+    assert said.endswith(f"start a new run from its weights (--name NEW --train.init_from {tmp_path})")

@@ -1,7 +1,6 @@
 """Metrics on disk hold every step once, whatever happened to the processes that wrote them; and how progress looks."""
 
 import importlib
-import io
 import itertools
 import json
 import math
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from own_process import python
-from rich.console import Console
 
 from jdp.base import notices
 from jdp.run.outputs import terminal as progress
@@ -293,15 +291,6 @@ def test_progress_is_process_0s(capsys, monkeypatch):
         display.say("x")
     shown = capsys.readouterr()
     assert not shown.out and not shown.err
-
-
-def test_progress_on_a_terminal_is_a_bar(monkeypatch):
-    screen = io.StringIO()
-    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
-    with Display(50, done=20) as display:
-        display.step(21)
-        display.log(30, {"loss": 2.5})
-    assert "30/50" in screen.getvalue() and "loss 2.5" in screen.getvalue()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3700, "1:01:40")])

@@ -206,7 +206,9 @@ def test_refuses_the_folder_of_another_experiment(whole, capsys):
     """And of other steps, as the schedule goes by them."""
     before, words = tree(whole), ["train", whole.parent.parent / "points.toml", "--run-dir", whole.parent]
     assert "optimizer.lr was 0.01, is 0.5" in refused(capsys, *words, "--optimizer.lr", "0.5")
-    assert "train.steps was 8, is 12" in refused(capsys, *words, "--train.steps", "12")
+    assert "lowers the learning rate over train.steps, which was 8 in " in refused(
+        capsys, *words, "--train.steps", "12"
+    )
     assert tree(whole) == before
 
 

@@ -206,6 +206,24 @@ def test_a_run_that_failed_before_its_first_step_leaves_no_folder_in_the_way(fil
     assert saved_steps(folder) == [1], "what there was before stays"
 
 
+def test_a_run_goes_on_after_its_folder_its_data_and_its_first_weights_were_moved(file, capsys):
+    _, base = train(file, "--train.steps", "1", name="base")
+    begins = ("--optimizer.schedule", "constant", "--train.init_from", str(base))
+    _, folder = train(file, *begins, "--train.steps", "1")
+    base.rename(base.with_name("elsewhere"))
+    folder.rename(folder.with_name("renamed"))
+    (file.parent / "points.npz").rename(file.parent / "moved.npz")
+    moved = (*begins, "--data.source", str(file.parent / "moved.npz"), "--train.steps", "2")
+    code, folder = train(file, *moved, name="renamed")
+    assert code == 0 and saved_steps(folder) == [1, 2], capsys.readouterr().err
+    with np.load(file.parent / "moved.npz") as points:
+        np.savez(file.parent / "others.npz", **{**points, "features": points["features"] + 1})
+    moved = (*moved[:-3], str(file.parent / "others.npz"), "--train.steps", "3", "--name", "renamed")
+    assert "was trained on other data" in (said := refusal(capsys, file, *moved)) and "data.source was '" in said
+    assert "there is no" in refusal(capsys, file, *begins, "--data.source", str(file.parent / "moved.npz"))
+    assert not folder.with_name("points").exists()
+
+
 def test_a_safetensors_file_with_other_names_says_which_key_chooses_them(tmp_path, capsys):
     from safetensors.numpy import save_file
 

@@ -30,7 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jdp.base.bucket import RemoteError
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.base.tree_paths import matches
 from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
 from jdp.checkpoint.format import checksums, committing
@@ -212,7 +212,7 @@ def _require_verified(folder: Path, fix: str, wanted: Callable[[str], bool], *, 
     share = (0, 1) if alone else (jax.process_index(), jax.process_count())
     found = checksums.verify(folder, wanted, process=share[0], processes=share[1])
     if found.status == "unverified":
-        notice(
+        warn(
             f"{folder} has no checksums, as a version of jdp before these saved it: if its files have changed since, "
             "that may go unseen"
         )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.checkpoint.format.trees import parsed_text, text_of
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import rest_spec
@@ -36,14 +36,12 @@ def read_sync(saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, f
     shared = {path: source for path, source in others.items() if source is not None and path.startswith(_ERROR)}
     fresh = [path for path in wanted if path not in same and path not in shared]
     if unread := sorted(saved.keys() - wanted.keys()):
-        notice(f"{folder}: {len(unread)} arrays that another wire kept are left unread; the first is {unread[0]}")
+        warn(f"{folder}: {len(unread)} arrays that another wire kept are left unread; the first is {unread[0]}")
     if fresh:
-        notice(
-            f"{folder}: {len(fresh)} arrays that wire keeps are not in it and start at zero; the first is {fresh[0]}"
-        )
+        warn(f"{folder}: {len(fresh)} arrays that wire keeps are not in it and start at zero; the first is {fresh[0]}")
     if shared:
         path, source = next(iter(shared.items()))
-        notice(
+        warn(
             f"{folder}: what encoding lost on {source.shape[0]} devices is shared out over {wanted[path].shape[0]}, "
             f"its sum unchanged ({len(shared)} arrays)"
         )
@@ -75,7 +73,7 @@ def read_optimizer_state(
     if not sources:
         return {}
     if was:
-        notice(f"{folder}: the replicas' optimizer states become one, their mean ({len(sources)} arrays)")
+        warn(f"{folder}: the replicas' optimizer states become one, their mean ({len(sources)} arrays)")
 
     def convert(array: jax.Array, leaf: Any) -> jax.Array:
         one = unstack(array) if was else array

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.base.numbers import is_integer
 from jdp.base.tree_paths import matches, path_of
 from jdp.checkpoint.errors import CheckpointError
@@ -163,7 +163,7 @@ def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], fil
         ignored.update(dict.fromkeys(matched))
     if ignored:
         first = next(iter(ignored))
-        notice(f"{file}: {len(ignored)} of {len(names)} arrays are left unread, as `ignore` asks; the first is {first}")
+        warn(f"{file}: {len(ignored)} of {len(names)} arrays are left unread, as `ignore` asks; the first is {first}")
     return set(ignored)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from jdp.base.bucket import Remote
 from jdp.base.formatting import format_bytes
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.base.numbers import is_integer
 from jdp.base.progress_file import note_progress
 from jdp.checkpoint.errors import CheckpointError, DamagedError
@@ -99,14 +99,14 @@ class MemoryCopies:
                 value = read(Source(generation.folder, "Restore a checkpoint from storage", memory=generation))
             except DamagedError as error:
                 del self._found[key]
-                notice(f"step {key[0]} in the hosts' memory is damaged ({error.problem}), and is left out")
+                warn(f"step {key[0]} in the hosts' memory is damaged ({error.problem}), and is left out")
                 continue
             self._protected = key
             older = f"the newest checkpoint in storage is {stored}" if stored >= 0 else "storage has no checkpoint"
             lost = from_every_process("what came from other hosts", str(generation.from_others))
             moved = sum(map(int, lost))
             others = f", {format_bytes(moved)} of it from other hosts" if moved else ""
-            notice(f"step {key[0]} is restored from the hosts' memory{others}; {older}")
+            warn(f"step {key[0]} is restored from the hosts' memory{others}; {older}")
             return key[0], value
         return None
 
@@ -167,7 +167,7 @@ class MemoryCopies:
         problem = next(filter(None, from_every_process("a copy of the state in memory", problem)), "")
         if problem:
             self._failed = True
-            notice(f"{problem}. The run goes on without copies in memory: a restart reads what is complete, or storage")
+            warn(f"{problem}. The run goes on without copies in memory: a restart reads what is complete, or storage")
         return not problem
 
     def forget_after(self, step: int) -> None:
@@ -199,7 +199,7 @@ class MemoryCopies:
             self._folder.remove()
         else:
             older = f"checkpoint {stored}" if stored >= 0 else "no checkpoint"
-            notice(
+            warn(
                 f"step {newest} stays in {self._folder.path} for the next start, and storage has {older}; remove that "
                 "folder if the run is not started again"
             )
@@ -297,7 +297,7 @@ class MemoryCopies:
             return self._layouts[key], ""
         self._layouts = {key: (plan := layout(arrays, self._hosts, jax.process_index()))}
         if plan.alone:
-            notice(
+            warn(
                 f"{plan.alone[0]} and {len(plan.alone) - 1} more arrays are in the memory of one host only: they are "
                 "on other devices than the rest, or hosts have different numbers of devices"
             )

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format.trees import check_values
@@ -180,7 +180,7 @@ def _read_config(folder: Path) -> Table:
                 "which is jdp's. Take an adapter without it."
             )
     if table.number("lora_dropout", 0.0):
-        notice(f"{table.file} was trained with lora_dropout; jdp has none: the function is the same, training is not")
+        warn(f"{table.file} was trained with lora_dropout; jdp has none: the function is the same, training is not")
     return table
 
 

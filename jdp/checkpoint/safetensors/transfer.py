@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.hints import nearest
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, write_error
@@ -392,4 +392,4 @@ def _check_cast(path: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None
             "one dtype."
         )
     if jnp.promote_types(stored, wanted) != wanted:
-        notice(f"weights of {stored} are rounded to {wanted} on import, the first of them {path}")
+        warn(f"weights of {stored} are rounded to {wanted} on import, the first of them {path}")

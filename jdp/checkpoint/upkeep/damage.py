@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import jax
 
-from jdp.base.notices import notice, shown
+from jdp.base.notices import shown, warn
 from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.checkpoint.format import checksums, content
@@ -124,7 +124,7 @@ def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, i
 def report(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
     """Report the damaged checkpoints that stay, and which one is read in their place."""
     for step, problem in sorted(damaged.items()):
-        notice(f"{directory}: checkpoint {step} is damaged ({problem}), and {instead} is read in its place")
+        warn(f"{directory}: checkpoint {step} is damaged ({problem}), and {instead} is read in its place")
 
 
 def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None = None) -> None:
@@ -137,7 +137,7 @@ def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None =
         except OSError as error:
             done = f"cannot be set aside ({error.strerror})"
         taken = "" if instead is None else f"; {instead} is read in its place"
-        notice(f"{directory}: checkpoint {step} is damaged ({problem}) and {done}{taken}")
+        warn(f"{directory}: checkpoint {step} is damaged ({problem}) and {done}{taken}")
     if damaged:
         meet("where process 0 sets damaged checkpoints aside")
 
@@ -159,7 +159,7 @@ def set_unreadable_aside(directory: Path) -> None:
         raise error
     set_aside(directory, damaged)
     for step in ownership.uncommitted_steps(directory):
-        notice(
+        warn(
             f"{directory}: {step} has no {content.COMMITTED} and does not count: it was never finished, or has lost "
             "that file"
         )

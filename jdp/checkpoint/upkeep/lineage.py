@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.checkpoint.upkeep import ownership
 from jdp.core.cluster.barrier import from_first_process, meet
 
@@ -60,7 +60,7 @@ class Lineage:
             return False
         known, given = self._arrays, _arrays_of(state)
         if known is not None and [id(ref()) for ref in known] != [id(leaf) for leaf in given]:
-            notice(
+            warn(
                 f"{self._directory}: checkpoint {step} was saved or restored just before and stays; another state with "
                 "as many batches consumed is not saved: give it a directory of its own"
             )
@@ -83,7 +83,7 @@ class Lineage:
         if abandoned:
             aside = ownership.set_aside(self._directory, abandoned)
             back = f"after step {self._last}" if self._last is not None else "of this run"
-            notice(
+            warn(
                 f"{self._directory}: checkpoint {step} {back} differs from what was there: {_listed(abandoned)} "
                 f"set aside in {aside.name}, which can be restored from and is yours to delete"
             )
@@ -99,7 +99,7 @@ class Lineage:
         skipped = [other for other in sorted(self._own) if last is not None and last < other < step]
         if skipped and not self._warned:
             self._warned = True
-            notice(
+            warn(
                 f"{self._directory}: step {last} was restored, and step {step} is saved behind {_listed(skipped)}, "
                 f"which stay; if training went back to {last}, they are of the abandoned run, and yours to remove"
             )

@@ -30,8 +30,8 @@ import numpy as np
 from jax._src import cache_key, compilation_cache  # nothing public takes another store
 from jax.sharding import Mesh
 
-from jdp.base.disk_cache import Cache, default_folder, make_folder, others_may_write
-from jdp.base.notices import notice
+from jdp.base.disk_cache import Cache, default_folder, make_folder, others_may_write, why_not_kept
+from jdp.base.notices import notice, warn
 from jdp.base.numbers import is_integer
 from jdp.base.user_path import user_path
 from jdp.core.cluster.agreement import processes_of
@@ -98,7 +98,7 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
             notice(f"compiled programs are kept in {elsewhere}, as JAX was told before, and not in {own}")
         return elsewhere
     if others:
-        notice(f"compiled programs are not kept for the next start, as others could put code among them: {others}")
+        warn(f"compiled programs are not kept for the next start, as others could put code among them: {others}")
         return None
     if not shared:
         notice(
@@ -109,7 +109,7 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
     try:
         make_folder(own, 0o700)
     except OSError as error:
-        notice(f"compiled programs are not kept for the next start: {own} cannot be made ({error.strerror})")
+        notice(why_not_kept("compiled programs", own, error))
         return None
     store = _Programs(Cache(own, limit_bytes, names=r"[0-9a-f]{64}\.xla", contents="compiled programs"))
     compilation_cache.get_file_cache = lambda path: (store, path)

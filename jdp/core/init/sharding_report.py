@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jdp.base.formatting import listed
-from jdp.base.notices import notice
+from jdp.base.notices import notice, warn
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA, factors
 from jdp.core.sharding.mesh import hosts_along, replicas_for_hosts
@@ -21,7 +21,7 @@ def report_placements(plan: Plan, state: TrainState) -> None:
     if not plan.row.shard_state:
         name = plan.data
         for pattern in (pattern for pattern, spec in plan.rules if any(name in axes_of(entry) for entry in spec)):
-            notice(
+            warn(
                 f"the rule for {pattern!r} shards over {name}, which {plan.strategy} does not: what it matches is "
                 f"replicated over {name}; take zero1, zero2 or zero3, or leave {name} out of the rule"
             )

@@ -1,6 +1,5 @@
 """Open the pictures of a source: one set to split, or two that are split already."""
 
-import glob
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from jdp.data.images.from_tables import Columns, TablePictures, file_table_pictu
 from jdp.data.images.from_tars import COMPRESSED_TARS, TAR, tar_pictures
 from jdp.data.sources.array_files import read_arrays
 from jdp.data.sources.compressed import unreadable
+from jdp.data.sources.files import matching
 from jdp.data.sources.hub import HF, hub_splits, main_split
 from jdp.data.sources.in_bucket import local_path
 from jdp.data.sources.optional_packages import optional
@@ -87,7 +87,7 @@ def _files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
         elif path.is_file():
             files = [path]
         else:
-            files = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute one
+            files = matching(path)
     except OSError as error:
         raise ValueError(unreadable(error, path)) from error
     return sorted(file for file in files if file.name.endswith(suffixes))

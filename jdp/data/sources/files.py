@@ -55,14 +55,21 @@ def _files(entry: PathLike, kinds: Kinds) -> list[Path]:
     if path.is_dir():
         return _directory_files(path, kinds)
     if glob.has_magic(str(path)):
-        # `Path.glob` takes no absolute pattern, and reads a last `**` differently from one Python to the next.
-        if files := [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]:  # noqa: PTH207
+        if files := [file for file in matching(path) if file.is_file()]:
             return files
         raise ValueError(f"a glob must match at least one file; given {path}, which matches none: fix it")
     raise ValueError(
         f"source must be a file, a glob or a directory that exists; given {entry}, looked for at {path.absolute()}: "
         f'fix the path, or give "{STDLIB}" for Python\'s own source text'
     )
+
+
+def matching(pattern: Path) -> list[Path]:
+    """Return the paths that a glob matches; brackets and stars in the names of folders that exist are these names."""
+    folder = next((each for each in pattern.parents if each.exists()), Path())
+    literal = Path(glob.escape(str(folder)), pattern.relative_to(folder))
+    # `Path.glob` takes no absolute pattern, and reads a last `**` differently from one Python to the next.
+    return [*map(Path, glob.glob(str(literal), recursive=True))]  # noqa: PTH207
 
 
 def _stdlib_files() -> list[Path]:

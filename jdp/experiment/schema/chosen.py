@@ -14,7 +14,8 @@ TABLES = (MODELS, DATASETS, LOSSES, OPTIMIZERS)
 def chosen_tables(table: Mapping[str, Any]) -> dict[str, type[Section] | None]:
     """Return the schema of each table whose keys depend on its name."""
     names = {key: inner.get("name") for key, inner in table.items() if isinstance(inner, Mapping)}
-    chosen: dict[str, type[Section] | None] = {"model": model_table(names.get("model"))}
+    model = table.get("model")
+    chosen: dict[str, type[Section] | None] = {"model": model_table(model) if isinstance(model, Mapping) else None}
     for registered, base in ((DATASETS, Data), (LOSSES, LossTable), (OPTIMIZERS, Optimizer)):
         if schema := registered.section(names.get(registered.key), base):
             chosen[registered.key] = schema

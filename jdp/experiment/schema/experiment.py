@@ -155,7 +155,7 @@ class Experiment(Section):
     def _of_its_size(cls, table: Any) -> Any:
         if not isinstance(table, Mapping):
             return table
-        return (model_table(table.get("name")) or AnyModel).model_validate(table)
+        return (model_table(table) or AnyModel).model_validate(table)
 
     @field_validator("data", "loss", "optimizer", mode="before")
     @classmethod

@@ -1,6 +1,7 @@
 """The table [model]: a size by name, or the config.json in a folder of Hugging Face's, with any field of it changed."""
 
 import functools
+from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, ConfigDict
@@ -78,13 +79,22 @@ class AnyModel(Model):
     model_config = ConfigDict(extra="allow")
 
 
-def model_table(name: object) -> type[Model] | None:
-    """Return the schema of [model] for a name: its configuration's fields, with the size's values as the defaults."""
-    try:
-        entry = model_entry(name) if isinstance(name, str) else None
-    except (KeyError, ValueError):
+class RecordedModel(Model):
+    """A [model] with all fields of an "hf:" folder, as a run records it: the folder may be gone."""
+
+    name: str
+
+
+def model_table(table: Mapping[str, Any]) -> type[Model] | None:
+    """Return the schema of [model] for its name: its configuration's fields, with the size's values as the defaults."""
+    name = table.get("name")
+    if not isinstance(name, str):
         return None
-    return None if entry is None else cast("type[Model]", section(entry, Model))
+    try:
+        return cast("type[Model]", section(model_entry(name), Model))
+    except (KeyError, ValueError):
+        recorded = name.startswith(HF) and table.keys() >= {*_FROM_HF.keys}
+        return cast("type[Model]", section(_FROM_HF, RecordedModel)) if recorded else None
 
 
 def take_tokenizer(table: dict[str, Any]) -> None:

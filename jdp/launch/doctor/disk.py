@@ -4,6 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
+from jdp.base.disk_cache import default_folder, without_home
 from jdp.base.formatting import format_bytes
 from jdp.launch.doctor.findings import Finding
 
@@ -21,6 +22,14 @@ def examine_disk(folder: Path) -> list[Finding]:
     """Check room, inodes and writing, for which a file is written and removed."""
     folder = existing(folder)
     return [examine_room(folder), _inodes(folder), _writing(folder)]
+
+
+def examine_cache() -> Finding:
+    """Check that there is a folder for what is kept between runs: compiled programs, tokens."""
+    folder = default_folder()
+    mend = "export JDP_CACHE_DIR=FOLDER, one that this user can write"
+    found = without_home(folder)
+    return Finding.judged("cache", found or str(folder), mend, note=found is not None)
 
 
 def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:

@@ -30,7 +30,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 from jdp.run.outputs.trackers import BackgroundTracker
 
 JSONL = "metrics.jsonl"
@@ -112,7 +112,7 @@ class Metrics:
         _write(self._file, rows)
         self._open(lambda row: True)
         lost = max(0, expected - len(rows))
-        notice(
+        warn(
             f"{self._file} was {how} during the run{aside}: it is written anew with {len(rows)} rows; "
             f"{lost or 'no'} older ones are lost"
         )
@@ -163,7 +163,7 @@ def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
     """Return a step's metrics as numbers, which is all that a row holds; arrays are left out, and reported once."""
     for name, value in values.items():
         if value.ndim:
-            notice(f"metric {name!r} has shape {value.shape}: rows of metrics hold numbers, so it is left out")
+            warn(f"metric {name!r} has shape {value.shape}: rows of metrics hold numbers, so it is left out")
     return {name: float(value) for name, value in jax.device_get(values).items() if not value.ndim}
 
 
@@ -174,7 +174,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     """
     rows, damaged, _ = read_counted(file)
     if damaged:
-        notice(f"{file}: {damaged} of {damaged + len(rows)} rows are damaged and left out")
+        warn(f"{file}: {damaged} of {damaged + len(rows)} rows are damaged and left out")
     return rows
 
 
@@ -276,12 +276,12 @@ def _keep_rows(file: Path, stays: Callable[[Mapping[str, Any]], bool]) -> list[b
     stored = _Rows.of(file.read_bytes())
     if stored.damaged:
         aside = _set_aside(file)
-        notice(
+        warn(
             f"{file}: {stored.damaged} of {stored.damaged + len(stored.rows)} rows are damaged; that file is now "
             f"{aside}, and the others go on in a new one"
         )
     elif stored.torn:
-        notice(f"{file}: the last row was only half written, and is dropped")
+        warn(f"{file}: the last row was only half written, and is dropped")
     rows = [row for row in stored.rows if stays(json.loads(row))]
     _write(file, rows)
     return rows

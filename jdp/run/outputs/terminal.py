@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: a progress bar on a terminal, a plain line per log elsewhere; process 0 only."""
+"""How a run looks while it goes on: a plain line per log, on a terminal above a progress bar; process 0 only."""
 
 import sys
 import time
@@ -8,10 +8,15 @@ from typing import Self
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress, ProgressColumn, Task
+from rich.text import Text
 
 from jdp.base.formatting import format_rate
 from jdp.base.notices import shown
+from jdp.base.terminal_text import escaped, wrapped
+
+_BETWEEN = "  "
+_SHORTEST_BAR, _LONGEST_BAR = 8, 40
 
 
 class Display:
@@ -20,15 +25,15 @@ class Display:
     def __init__(self, steps: int, *, done: int = 0, to_stderr: bool = False) -> None:
         self._steps, self._first = steps, done
         self._started: tuple[int, float] | None = None
+        self._speed = ""
         self._speaks = jax.process_index() == 0
         self._console = Console(
             file=sys.stderr if to_stderr else sys.stdout, highlight=False, emoji=False, soft_wrap=True
         )
         self._bar: Progress | None = None
         if self._speaks and self._console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[shown]}"))
-            self._bar = Progress(*columns, console=self._console, transient=False)
-            self._task = self._bar.add_task("", total=steps, completed=done, shown="")
+            self._bar = Progress(_Line(self), console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=steps, completed=done)
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -48,16 +53,46 @@ class Display:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show metrics, such as loss, lr and tokens_per_second, in the order given."""
-        shown = "  ".join([*(_shown(name, value) for name, value in values.items()), *self._time_to_go(step)])
         if self._bar:
-            self._bar.update(self._task, completed=step, shown=shown)
-        else:
-            self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {shown}")
+            self._bar.update(self._task, completed=step)
+        items = [_shown(name, value) for name, value in values.items()]
+        self._speed = next((item for item in items if item.endswith("/s")), self._speed)
+        items = [f"step {step:>{len(str(self._steps))}}/{self._steps}", *items, *self._time_to_go(step)]
+        self._print(_BETWEEN.join(items) if self._bar is None else _in_lines(items, self._console.width))
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar."""
+        """Print a line, or several, above the bar."""
+        text = shown(text)
+        self._print(text if self._bar is None else wrapped(escaped(text), self._console.width))
+
+    def show_text(self, title: str, text: str) -> None:
+        """Print a text that a model wrote, above the bar; a terminal gets it without control characters."""
+        self.say(f"{title}:")
+        self._print(text if self._bar is None else escaped(text))
+
+    def bar(self, done: int) -> str:
+        """Return the line that moves, as wide as the terminal at most: the step, a bar, speed and time to go.
+
+        What has no room is left out, the last first; no number is cut.
+        """
+        width = self._console.width - 1
+        items = [f"step {done}/{self._steps}"]
+        for item in (*self._time_to_go(done), self._speed):
+            if item and len(_BETWEEN.join([*items, item])) <= width:
+                items.append(item)
+        room = width - len(_BETWEEN.join(items)) - len(_BETWEEN)
+        if room >= _SHORTEST_BAR:
+            items.insert(1, self._drawn(done, min(room, _LONGEST_BAR)))
+        return _BETWEEN.join(items)
+
+    def _drawn(self, done: int, width: int) -> str:
+        full, empty = "#-" if self._console.options.ascii_only else "━╌"
+        filled = width * min(done, self._steps) // self._steps
+        return full * filled + empty * (width - filled)
+
+    def _print(self, text: str) -> None:
         if self._speaks:
-            self._console.print(shown(text), markup=False)
+            self._console.print(text, markup=False)
 
     def _time_to_go(self, step: int) -> list[str]:
         if self._started is None or step <= self._started[0] or step >= self._steps:
@@ -67,11 +102,35 @@ class Display:
         return [f"{clock(seconds)} to go"]
 
 
+class _Line(ProgressColumn):
+    """The one column of a progress bar, which knows how wide all of it is."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__()
+        self._display = display
+
+    def render(self, task: Task) -> Text:
+        """Return the line of the bar."""
+        return Text(self._display.bar(int(task.completed)), no_wrap=True)
+
+
 def clock(seconds: float) -> str:
     """Return seconds as a clock shows them: 75 is "1:15", 3700 is "1:01:40"."""
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
+
+
+def _in_lines(items: list[str], width: int) -> str:
+    """Return items in lines of at most `width`; later lines are indented."""
+    lines = [items[0]]
+    for item in items[1:]:
+        longer = f"{lines[-1]}{_BETWEEN}{item}"
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(f"    {item}")
+    return "\n".join(lines)
 
 
 def _shown(name: str, value: float) -> str:

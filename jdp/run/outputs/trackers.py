@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jdp.base.notices import notice
+from jdp.base.notices import warn
 
 FILE = "trackers.json"
 WAITING_ROWS = 10_000
@@ -75,7 +75,7 @@ def start(
                 started.append(BackgroundTracker(name, tracker, folder))
         except Exception as error:
             if key in known and resumed_step:
-                notice(f"{name} did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
+                warn(f"{name} did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
                 continue
             for tracker in started:
                 tracker.close(1)
@@ -129,7 +129,7 @@ class BackgroundTracker:
     def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            notice(f"{self._name} failed ({reason}): this run goes on without it, metrics are in {self._folder}")
+            warn(f"{self._name} failed ({reason}): this run goes on without it, metrics are in {self._folder}")
 
 
 class WandB:
@@ -226,7 +226,7 @@ def _read_ids(folder: Path) -> dict[str, str]:
         ids = None
     if isinstance(ids, dict) and all(isinstance(one, str) for one in ids.values()):
         return ids
-    notice(f"{file} cannot be read: the trackers start new runs")
+    warn(f"{file} cannot be read: the trackers start new runs")
     return {}
 
 
