@@ -114,7 +114,7 @@ class AnyModel(Model):
 
 
 class RecordedModel(Model):
-    """A [model] with all fields of an "hf:" folder, as a run records it: the folder is not read again."""
+    """A [model] with all fields of an "hf:" folder, as a run records it: the folder may be gone."""
 
     name: str
 
@@ -127,14 +127,15 @@ def model_table(table: object) -> type[Model] | None:
     if given.get("make", NONE) not in (None, NONE):
         return MadeModel
     name = given.get("name")
-    if isinstance(name, str) and name.startswith(HF):
-        recorded = _section(HF, SIZES["gpt-nano"], RecordedModel)
-        if given.keys() >= recorded.model_fields.keys() - Made.model_fields.keys():
-            return recorded
-    try:
-        return _section(name, _config(name)) if isinstance(name, str) else None
-    except (KeyError, ValueError):
+    if not isinstance(name, str):
         return None
+    try:
+        return _section(name, _config(name))
+    except (KeyError, ValueError):
+        if not name.startswith(HF):
+            return None
+        recorded = _section(HF, SIZES["gpt-nano"], RecordedModel)
+        return recorded if given.keys() >= recorded.model_fields.keys() - Made.model_fields.keys() else None
 
 
 @functools.cache
