@@ -31,6 +31,7 @@ REST = {
     "core/test_layers.py::test_zero3_gathers_one_layer_inside_the_loop_and_again_backwards": "auto-1 | manual-2",
     "core/test_layers.py::test_remat_decides_what_is_computed_again": "True-None-3-1 | True-full-4-2 | False-dots-3-2",
     "core/test_loops.py::test_four_devices_learn_what_one_learns": "array_metrics-zero3 | byol-zero2 | changed_gradients-zero1 | distillation-zero3 | dpo-zero1 | gan-zero2 | gradient_penalty-zero1 | grain_loader-zero3 | ppo-zero2 | private-ddp | several_steps-zero2 | tfrecords-ddp | torch_loader-ddp",
+    "core/test_loops.py::test_islands_take_the_published_outer_step": "zero1",
     "core/test_loops.py::test_a_gradient_penalty_is_that_of_plain_jax": "K=1",
     "core/test_loops.py::test_microbatches_learn_the_same": "several_steps",
     "core/test_lora.py::test_a_model_with_updates_starts_as_the_one_without_bit_for_bit": "scanned",
