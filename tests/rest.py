@@ -72,7 +72,6 @@ REST = {
     "core/test_precision.py::test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own": "ddp-1-bf16-* | ddp-2-precision2-* | zero1-1-fp32-* | zero1-2-bf16-* | zero2-2-bf16-* | zero2-1-precision3-* | zero3-1-precision2-* | zero3-2-bf16-*",
     "core/test_preconditioners.py::test_preconditioners_of_a_users_own": "shampoo-zero1-8 | soap-zero3-8",
     "core/test_row_keys.py::test_every_draw_is_by_global_row_or_reported": "1-manual-2-2",
-    "core/test_row_keys.py::test_rows_that_stay_together_keep_their_noise": "manual-2",
     "core/test_step.py::test_the_objective_is_the_sum_over_the_weight_exactly": "zero3-auto-axes0-4 | zero1-manual-axes1-1 | zero3-manual-axes2-4",
     "core/test_traced_collectives.py::test_the_compiled_program_gathers_what_the_trace_has": "manual",
     "core/test_training_properties.py::test_draws_equal_one_device": "171-2",

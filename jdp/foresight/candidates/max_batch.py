@@ -58,13 +58,13 @@ def largest_batch(
     """Find the largest batch of a step that fits the target's devices, by compiling."""
     assert target.memory_bytes is not None, target
     available = available_bytes(target.memory_bytes)
-    step, group = candidate.step, candidate.step.group
+    step = candidate.step
     per_group = step.batch_unit.rows
     held: dict[int, Memory] = {}
 
     def needs(groups: int) -> int:
         if progress is not None:
-            progress(0, None, f"{candidate.name} with {groups * group} rows a device")
+            progress(0, None, f"{candidate.name} with {groups} rows a device")
         try:
             compiled = candidate.with_rows(groups * per_group).compile(target, cache)
         except CompileError:  # XLA gives up on what is far too large
@@ -73,11 +73,10 @@ def largest_batch(
         return held[groups].total
 
     found = max_batch(needs, available, per_row=per_group, start=batch_rows(candidate.batch) // per_group)
-    largest = replace(found, rows=found.rows * group, too_many=found.too_many * group)
     if not found.rows:
-        return largest
+        return found
     headroom = held[found.rows].fits(target.memory_bytes)
-    return largest if headroom.fraction is None else replace(largest, advice=headroom.words)
+    return found if headroom.fraction is None else replace(found, advice=headroom.words)
 
 
 def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, start: int = 1) -> MaxBatch:
