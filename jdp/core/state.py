@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import jax
 import optax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.base.tree_paths import path_of
 from jdp.core.sharding.leaf_table import leaf_text, leaves_of
@@ -173,9 +173,8 @@ def changed(leaves: Sequence[tuple[jax.Array, Change, Any]]) -> list[jax.Array]:
     arrays, changes, shardings = zip(*leaves, strict=True)
     if not isinstance(shardings[0], NamedSharding):
         return [change(x) for x, change in zip(arrays, changes, strict=True)]
-    made = _program(changes, shardings)(arrays)
-    platform = shardings[0].mesh.devices.flat[0].platform
-    return jax.block_until_ready(made) if platform == "cpu" else made
+    made, mesh = _program(changes, shardings)(arrays), cast("Mesh", shardings[0].mesh)
+    return jax.block_until_ready(made) if mesh.devices.flat[0].platform == "cpu" else made
 
 
 @lru_cache

@@ -72,7 +72,8 @@ def settled_partitioning(partitioning: Partitioning | None, wire: Encoding | Non
         return partitioning
     known = get_args(Encoding)
     if wire not in known:
-        hint = (nearest(wire, known) if isinstance(wire, str) else None) or ". Give one of these."
+        is_text = isinstance(wire, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = (nearest(wire, known) if is_text else None) or ". Give one of these."
         raise ValueError(f"wire is one of {', '.join(known)}, or None; given {wire!r}{hint}")
     if partitioning == "auto":
         raise ValueError(

@@ -29,11 +29,11 @@ def made(strategy="zero1", *, devices=None, rows=16, abstract=True, mesh=None, *
 
 
 @pytest.mark.parametrize(
-    ("rows", "shards", "accumulate", "group", "expected"),
-    [(16, 8, 2, 1, 16), (9, 8, 1, 1, 16), (17, 8, 2, 1, 32), (8, 8, 1, 2, 16), (1, 1, 1, 1, 1), (0, 8, 1, 1, 0)],
+    ("rows", "shards", "accumulate", "expected"),
+    [(16, 8, 2, 16), (9, 8, 1, 16), (17, 8, 2, 32), (8, 8, 2, 16), (1, 1, 1, 1), (0, 8, 1, 0)],
 )
-def test_rows_are_rounded_up_to_what_divides(rows, shards, accumulate, group, expected):
-    found, notes = round_up_rows(rows, batch_unit({"data": shards}, accumulate, group))
+def test_rows_are_rounded_up_to_what_divides(rows, shards, accumulate, expected):
+    found, notes = round_up_rows(rows, batch_unit({"data": shards}, accumulate))
     assert found == expected
     assert len(notes) == (found != rows)
 

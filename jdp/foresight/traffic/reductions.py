@@ -44,41 +44,40 @@ def encoded_reductions(
     `leaves` are (elements of a device, placement) of each trained parameter; a gradient that is reduced for every
     microbatch is so `rounds` times a step.
     """
-    sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
+    sizes, r, wire = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize, settings.wire
+    assert wire is not None
     n, replicas, everyone = sizes[DATA], sizes.get(REPLICA, 1), plan.batch_shards
     whole = [count for count, leaf in leaves if leaf.dim is None]
     if plan.row.shard_state:  # parameters too small to shard, as if they were sharded (`Unsharded`)
         whole = [count for count in whole if count >= plan.min_shard_size]
     sharded = [count for count, leaf in leaves if leaf.dim is not None]
     return [
-        *_scattered(settings.wire, sharded, n, rounds, r),
-        *_summed(settings.wire, [count // n for count in sharded], (REPLICA,), replicas, r),
-        *_summed(settings.wire, whole, plan.batch_axes, everyone, r),
+        *_scattered(wire, sharded, n, rounds, r),
+        *_summed(wire, [count // n for count in sharded], (REPLICA,), replicas, r),
+        *_summed(wire, whole, plan.batch_axes, everyone, r),
     ]
 
 
-def _scattered(wire: Encoding | None, counts: Sequence[int], devices: int, rounds: int, r: int) -> Iterator[Promise]:
+def _scattered(wire: Encoding, counts: Sequence[int], devices: int, rounds: int, r: int) -> Iterator[Promise]:
     codes, plain = _by_encoding(wire, counts, devices)
-    if wire is not None and codes and devices > 1:
+    if codes and devices > 1:
         payload = rounds * devices * sum(row_bytes(wire, count // devices) for count in codes)
         yield Promise("all-to-all", payload, (DATA,), devices, rounds, 1, sum(codes))
     if plain and devices > 1:
         yield Promise("reduce-scatter", rounds * r * sum(plain), (DATA,), devices, rounds, r, sum(plain))
 
 
-def _summed(
-    wire: Encoding | None, counts: Sequence[int], axes: tuple[str, ...], devices: int, r: int
-) -> Iterator[Promise]:
+def _summed(wire: Encoding, counts: Sequence[int], axes: tuple[str, ...], devices: int, r: int) -> Iterator[Promise]:
     codes, plain = _by_encoding(wire, counts, devices)
     if devices == 1:
         return
-    for kind in ("all-to-all", "all-gather") if wire is not None and codes else ():
+    for kind in ("all-to-all", "all-gather") if codes else ():
         payload = devices * sum(row_bytes(wire, -(-count // devices)) for count in codes)
         yield Promise(kind, payload, axes, devices, 1, 1, sum(codes))
     if plain:
         yield Promise("all-reduce", r * sum(plain), axes, devices, 1, r, sum(plain))
 
 
-def _by_encoding(wire: Encoding | None, counts: Sequence[int], devices: int) -> tuple[list[int], list[int]]:
+def _by_encoding(wire: Encoding, counts: Sequence[int], devices: int) -> tuple[list[int], list[int]]:
     encoded = [c for c in counts if encodes(wire, c, devices)]
     return encoded, [c for c in counts if not encodes(wire, c, devices)]
