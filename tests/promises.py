@@ -92,8 +92,7 @@ CONTRACTS = {
     "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[raw-zero3-auto]",
     "any step is compared with its baseline, by source line": "foresight/test_any_program.py::test_a_baseline_is_equal_until_a_line_sends_more",
     "a user's mistake is one error and exit 2": "cli/test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
-    "a stranger at the rendezvous costs nobody anything": "launch/test_strangers.py::test_rubbish_is_dropped_and_costs_the_right_nodes_nothing[secret]",
-    "nobody joins without the secret": "launch/test_strangers.py::test_without_the_secret_nobody_joins_and_both_sides_say_why",
+    "processes that are missing are named": "core/test_roll_call.py::test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process",
     "a bad call is one error with the fix": "core/test_bad_calls.py::test_a_bad_call_is_one_error_with_the_fix",
     "a wrong file is one line with key, rule, value and fix": "experiment/test_experiment.py::test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix",
 }

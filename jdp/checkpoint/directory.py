@@ -303,8 +303,8 @@ class Checkpoints:
             self._writer.submit(self._manager.wait_until_finished).result()
             if jax.process_index() == 0:
                 ownership.unmark(self.directory, self._unfinished)
-                if self._saving is not None:
-                    note_progress(self._saving)
+            if self._saving is not None:
+                note_progress(self._saving)
         gone, self._saving, self._deleting, self._announced = self._announced, None, [], []
         if self._bucket is not None and jax.process_index() == 0:
             self._bucket.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])

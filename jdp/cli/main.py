@@ -7,7 +7,7 @@
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; a step did not end in time; or, in  |
-|           | mid-run, a disk stayed full, or storage was away, for minutes                                       |
+|           | mid-run, a disk stayed full, or storage was away, for minutes; or processes did not come            |
 | 78        | the processes of the run do not match; each reports how: fix this before you run again              |
 |           | or a device computed wrong results: leave its host out before you run again                         |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
@@ -102,7 +102,7 @@ def _in_words(arguments: list[str]) -> int:
             print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
             return _leave(USER_ERROR)
         is_mistake, is_device = _is_users_mistake(error), _is_wrong_device(error)
-        in_words = is_mistake or is_device
+        in_words = is_mistake or is_device or hasattr(error, "exit_code")
         message = f"error: {_printable(error)}" if in_words else traceback.format_exc()
         print(f"{_prefix()}{message}", file=sys.stderr)
         code = USER_ERROR if is_mistake else SOFTWARE_ERROR

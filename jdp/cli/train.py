@@ -37,7 +37,6 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     """Validate, choose the platform, join the cluster, check the number of devices, run; return the summary."""
     from jdp.base.cpu_allocator import keep_memory
     from jdp.base.machine import choose_platform, starts_cpus_alone
-    from jdp.base.standby import wait_for_turn
     from jdp.experiment.file import check_for_devices, load, to_toml
     from jdp.experiment.make import folder_of
     from jdp.run.outputs.profiler import profiled_steps
@@ -57,7 +56,6 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
 
     seconds = 2 * experiment.guard.first_deadline_seconds if experiment.devices is None else 0
     limit = set_xla_timeout(os.environ, seconds)
-    wait_for_turn()
     initialize()
     handshake.check_experiment(to_toml(experiment), plugin=folder_of(experiment.plugin))
     handshake.check_device_counts()

@@ -11,8 +11,6 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
 from jdp.base.progress_file import note_progress
 from jdp.base.shorten import cut
 from jdp.core.cluster.initialize import is_lost_peer
@@ -59,8 +57,7 @@ class Watch:
 
     def resumed(self, step: int) -> None:
         """Report, to the supervisor too, that the loop begins after this step."""
-        if jax.process_index() == 0:
-            note_progress(step)
+        note_progress(step)
         self._step = step
         self._restart()
         self.flight.event("returned" if self.stepped else "resumed", step=step)

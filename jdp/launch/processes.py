@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from jdp.launch.output import Outputs, Stream
-from jdp.launch.standby import Standbys, started
+from jdp.launch.parent_death import ending_with_parent
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died): for the peer that caused it to end by itself
@@ -72,19 +72,13 @@ class Child:
 class Processes:
     """The processes of one attempt on this machine, in `with`; none outlives it."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Mapping[int, dict[str, str]],
-        outputs: Outputs,
-        standbys: Standbys | None = None,
-    ) -> None:
+    def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]], outputs: Outputs) -> None:
         self.children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._kill_at = math.inf  # set once all have been asked to end
         try:
             for rank, own in environments.items():
-                self.children.append(self._start(command, rank, own, outputs, standbys))
+                self.children.append(self._start(command, rank, own, outputs))
         except BaseException:
             self.close()
             raise
@@ -143,13 +137,17 @@ class Processes:
         _send_signal(number, running(self.children))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
-    def _start(
-        self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs, standbys: Standbys | None
-    ) -> Child:
-        """Start one process in a group of its own, or take its standby, and register its pipes."""
-        merged = not outputs.separate(rank)
-        process = None if standbys is None else standbys.take(variables, merged=merged)
-        process = process or started(command, variables, merged=merged)
+    def _start(self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs) -> Child:
+        """Start one process in a group of its own, and register its pipes."""
+        process = subprocess.Popen(
+            ending_with_parent(command),
+            env=variables,
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if outputs.separate(rank) else subprocess.STDOUT,
+            process_group=0,
+        )
         pipes: list[IO[bytes]] = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
         child = Child(rank, process, outputs.streams(rank, pipes))
         for stream in child.streams:

@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-PREFIX, PROGRESS = "jdp-launch-", "progress"
+from jdp.base.progress_file import JOINED
+
+PREFIX = "jdp-launch-"
 _LOCK = ".lock"
 
 
@@ -45,6 +47,7 @@ def _remove_unlocked(lock: Path) -> None:
 
 def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        for name in (PROGRESS, f"{PROGRESS}.new", _LOCK):
-            (folder / name).unlink(missing_ok=True)
+        for pattern in ("*progress.*", JOINED, _LOCK):
+            for file in folder.glob(pattern):
+                file.unlink(missing_ok=True)
         folder.rmdir()

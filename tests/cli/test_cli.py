@@ -132,7 +132,7 @@ def test_the_help_of_launch_lists_its_options(capsys: pytest.CaptureFixture[str]
     assert cli.main(["launch", "--help"]) == 0
     text = capsys.readouterr().out
     own = ("-n", "--devices-per-process", "--run-dir", "--json", "--max-restarts", "--log-dir")
-    for option in (*own, "--nodes", "--node-rank", "--coordinator", "--min-nodes", "--rejoin-seconds"):
+    for option in (*own, "--nodes", "--node-rank", "--coordinator"):
         assert option in text
 
 
@@ -221,7 +221,7 @@ MISTAKES = {
     ),
     "a coordinator without a port": (
         ["launch", "-n", "2", "--nodes", "2", "--node-rank", "0", "--coordinator", "h", "--", "x.py"],
-        "A coordinator is HOST:PORT, port 1 to 65535; given 'h'",
+        "A coordinator is HOST:PORT, with a port from 1 to 65535; given 'h'",
     ),
     "launch of too few devices on all nodes": (
         ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
@@ -335,7 +335,9 @@ def numpy_mistake(*_: object, **__: object) -> None:
 
 
 def python_mistake_inside_jdp(*_: object, **__: object) -> None:
-    find_cluster({"OMPI_COMM_WORLD_SIZE": "three"})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMPI_COMM_WORLD_SIZE", "three")
+        find_cluster()
 
 
 @pytest.mark.parametrize(

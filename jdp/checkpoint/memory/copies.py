@@ -127,8 +127,6 @@ class MemoryCopies:
             return False
         if self._written is not None:  # it is complete now
             self._protected = self._written
-            if jax.process_index() == 0:
-                note_progress(self._written[0])
         self.forget_after(step - 1)
         if self._folder is None:
             self._open(from_first_process("the name of the run in memory", self._named()))
@@ -150,6 +148,9 @@ class MemoryCopies:
             common = head(self._written, table, record, plan.grids, plan.total)
             numbers = [number for _, number, _ in (*own, *kept)]
             self._committing = self._worker.submit(slot.commit, common, numbers, parts)
+            self._committing.add_done_callback(lambda done: done.exception() or note_progress(step))
+        else:
+            note_progress(step)
         return True
 
     def _wait(self) -> str:

@@ -23,6 +23,7 @@ from jdp.core.cluster.service import LostPeer
 WAIT_SECONDS = 600.0  # one process may prepare data, or load weights, while the others wait for it
 _POLL_SECONDS = 0.5  # how often a waiting main thread looks for Python's signal handlers
 _THREAD = "jdp barrier"
+PLURAL = {"process": "processes", "node": "nodes"}
 
 _T = TypeVar("_T")
 _Small = TypeVar("_Small", bool, int, str)
@@ -141,13 +142,13 @@ def _alive(prefix: str) -> bool:
     return any(thread.name.startswith(prefix) for thread in threading.enumerate())
 
 
-def named(processes: Sequence[int]) -> str:
-    """Return "process 1", "processes 1 and 2" or "processes 0, 1, 2 and 5 more"."""
+def named(processes: Sequence[int], unit: str = "process") -> str:
+    """Return "process 1", "processes 1 and 2" or "processes 0, 1, 2 and 5 more"; `unit` may be "node"."""
     if len(processes) == 1:
-        return f"process {processes[0]}"
+        return f"{unit} {processes[0]}"
     first, more = [str(process) for process in processes[:3]], len(processes) - 3
     last = f"{more} more" if more > 0 else first.pop()
-    return f"processes {', '.join(first)} and {last}"
+    return f"{PLURAL[unit]} {', '.join(first)} and {last}"
 
 
 def _store(name: str) -> Store:
