@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from numpy.typing import NDArray
 
 from jdp.base.bucket import place_of
 from jdp.base.notices import shown
@@ -35,12 +32,10 @@ from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
 from jdp.core.types import Device
 from jdp.data.sources.in_bucket import local_copy
-from jdp.data.text.chat import with_template
 from jdp.data.text.tokenizers import BESIDE, Tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
-from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
 from jdp.experiment.schema.model import HF
 from jdp.experiment.schema.wire import LocalStepsTable, WireTable
@@ -61,30 +56,23 @@ class TextModel:
     Attributes:
         config: the model's.
         tokenizer: turns text into its tokens, and back; its separator ends a text.
-        prompt: turns a prompt into tokens, int32 [n]; of a chat a user's message, ready for the answer.
-        chat: whether it is one.
         name: of the folder and the step, for people.
         load: reads the weights onto a device.
     """
 
     config: GPTConfig
     tokenizer: Tokenizer
-    prompt: Callable[[str], NDArray[Any]]
-    chat: bool
     name: str
     load: Callable[[Device], GPT]
 
 
-def find_model(
-    given: str, runs: Path, *, step: str | None = None, chat: bool = False, plugin: str | None = None
-) -> TextModel:
+def find_model(given: str, runs: Path, *, step: str | None = None, plugin: str | None = None) -> TextModel:
     """Return the model of a run, or of an export, without its weights.
 
     Args:
         given: the folder of a run or of an export, or its address; or the name of a run in `runs`.
         runs: the folder of runs, or its address.
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
-        chat: prompts are a user's messages, as they always are for a run on chats.
         plugin: the plug-in of a run that has one.
 
     Raises:
@@ -92,7 +80,7 @@ def find_model(
     """
     folder = _export(given)
     if folder is None:
-        return _of_run(given, runs, step, chat, plugin)
+        return _of_run(given, runs, step, plugin)
     if step is not None:
         raise ExperimentError(f"an export has one model; given {folder} and step {step}: name the run, or no step")
     if not (folder / TOKENIZER).is_file():
@@ -101,8 +89,7 @@ def find_model(
         )
     config = _on_any_device(gpt_config_from_hf(folder))
     name, tokenizer = shown(str(folder)), open_tokenizer(str(folder))
-    prompt = with_template(tokenizer, None, None).prompt if chat else tokenizer.encode
-    return TextModel(config, tokenizer, prompt, chat, name, lambda device: _imported(folder, config, device))
+    return TextModel(config, tokenizer, name, lambda device: _imported(folder, config, device))
 
 
 def _export(given: str) -> Path | None:
@@ -131,7 +118,7 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 # A run.
 
 
-def _of_run(given: str, runs: Path, step: str | None, chat: bool, plugin: str | None) -> TextModel:
+def _of_run(given: str, runs: Path, step: str | None, plugin: str | None) -> TextModel:
     folder, bucket = find_run(given, runs), address_of(runs)
     place = address_of(given) or (f"{bucket}/{given}" if bucket and len(Path(given).parts) == 1 else str(folder))
     experiment = _experiment(folder, place, plugin)
@@ -145,10 +132,8 @@ def _of_run(given: str, runs: Path, step: str | None, chat: bool, plugin: str | 
         raise ExperimentError(f'--step must be a checkpoint of {place}, {there}, or "{BEST}"; given {chosen}')
     path = place if chosen is None else f"{place}/{CHECKPOINTS}/{chosen}"
     name = f"{place}, step {chosen or saved[-1]}"
-    data, tokenizer = experiment.data, open_tokenizer(experiment.data.tokenizer)
-    chat, day = chat or data.format in TEMPLATED, data.chat_date and date.fromisoformat(data.chat_date)
-    prompt = with_template(tokenizer, data.chat_template, day or None).prompt if chat else tokenizer.encode
-    return TextModel(config, tokenizer, prompt, chat, name, lambda device: _restored(path, experiment, config, device))
+    tokenizer = open_tokenizer(experiment.data.tokenizer)
+    return TextModel(config, tokenizer, name, lambda device: _restored(path, experiment, config, device))
 
 
 def _experiment(folder: Path, name: str, plugin: str | None) -> Experiment:

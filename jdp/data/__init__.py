@@ -5,8 +5,7 @@ They are the same on any number of processes.
 A source is found and read:
   sources/       files, directories, data sets of Hugging Face; tables (parquet, Arrow, JSON), arrays, .gz and .zst
 It becomes a data set, by its kind:
-  text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document;
-                 conversations -> a chat template -> tokens, of which the answers are learnt; preferences likewise
+  text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document
   images/        pictures with classes, decoded when a sample is read; cropped and flipped anew in every epoch
   arrays.py      rows of NumPy arrays; labels.py numbers the classes of arrays and images
   held_out.py    each sample is trained on or held out, by a hash of its content
@@ -28,7 +27,6 @@ from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Mixture, mixture
 from jdp.data.order import sample_index
 from jdp.data.text.packing import PackedSamples
-from jdp.data.text.preference_samples import PreferenceSamples
 from jdp.data.text.samples import TextData, TextSamples, decode, encode, text_data
 from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 
@@ -42,7 +40,6 @@ __all__ = [
     "NumpyBatch",
     "OrderedSource",
     "PackedSamples",
-    "PreferenceSamples",
     "Source",
     "TextData",
     "TextSamples",

@@ -194,26 +194,10 @@ class Mixture:
         """
         return self._tokenizing.encode(text)
 
-    def prompt(self, text: str) -> NDArray[np.int32]:
-        """Return text that a model goes on from, as tokens of the first part with a tokenizer: int32 [n].
-
-        Args:
-            text: of any length.
-
-        Raises:
-            ValueError: no part has a tokenizer.
-        """
-        return self._tokenizing.prompt(text)
-
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the first part that has one; None: there is none."""
         return getattr(self._tokenizing, "tokenizer", None)
-
-    @property
-    def answer_end(self) -> int | None:
-        """The token that ends an answer of a chat; None of other text."""
-        return self._tokenizing.answer_end
 
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text, by the first part with a tokenizer.

@@ -39,7 +39,7 @@ from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import ROW, Measured, features_loss, image_loss, reference_loss, text_loss, text_scores
+from jdp.experiment.losses import ROW, Measured, features_loss, image_loss, text_loss, text_scores
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.phases import batch_shapes, in_rows, largest, lengths, phases
 from jdp.experiment.schema.experiment import Experiment
@@ -271,8 +271,7 @@ class Assembly:
     @cached_property
     def units_per_step(self) -> ByStep[int]:
         """Tokens, or examples, of a global batch, by step."""
-        answers = 2 if self.learns_preferences else 1
-        return batch_shapes(self.experiment).map(lambda shape: answers * math.prod(shape))
+        return batch_shapes(self.experiment).map(math.prod)
 
     def scheduled(self, step: int) -> dict[str, float]:
         """Return the metrics of what changes during the run: values of a step, counted from 1, and the units so far."""
@@ -285,11 +284,6 @@ class Assembly:
             now = {name: weight.at(step - 1) for name, weight in weights.items()}
             row |= {f"share_{name}": weight / sum(now.values()) for name, weight in now.items()}
         return row
-
-    @property
-    def learns_preferences(self) -> bool:
-        """Whether a row of a batch is a pair of answers."""
-        return self.experiment.data.format == "preferences"
 
     def state(self) -> TrainState:
         """Make a fresh state, sharded as the plan says."""
@@ -325,10 +319,7 @@ class Assembly:
         elif self.experiment.kind == "text":
             names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
             length = (rows, tokens)
-            if self.learns_preferences:
-                names, length = names[:2], (rows, 2, tokens)
             shapes = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
-            shapes |= {"reference": ((rows, 2), "float32")} if self.learns_preferences else {}
         else:
             is_image = self.experiment.kind == "images"
             inputs = (config.image_size, config.image_size, config.channels) if is_image else (config.features_in,)
@@ -376,12 +367,6 @@ class Assembly:
     def eval_step(self) -> Step:
         """The evaluation step: means of the metrics over a batch, and their weight."""
         return make_eval_step(self.eval_loss, self.plan, **self._step_options)
-
-    @cached_property
-    def reference_step(self) -> Step:
-        """The step that computes the log-probabilities of a batch of pairs."""
-        loss = functools.partial(reference_loss, self.eval_batch_size)
-        return make_eval_step(loss, self.plan, **self._step_options)
 
     @property
     def precision(self) -> Precision:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from typing import Any
 
@@ -138,9 +137,6 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
             field=field,
             tokenizer=given.tokenizer,
             packing=given.packing,
-            format=given.format,
-            chat_template=given.chat_template,
-            chat_date=None if given.chat_date is None else date.fromisoformat(given.chat_date),
             vocab_size=experiment.model.config.vocab_size,
         )
     if len(words) > 1:

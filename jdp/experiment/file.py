@@ -27,7 +27,6 @@ from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.fields import Section
 from jdp.experiment.schema.model import take_tokenizer
-from jdp.experiment.schema.optimizer import LOSSES, LossTable
 from jdp.experiment.schema.registered import Entry, section
 from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
@@ -153,9 +152,6 @@ def describe(plugin: str | None = None) -> list[tuple[str, list[Key]]]:
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
                 groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
-        elif table is LossTable:
-            own = (entry for entry in LOSSES.entries.values() if not entry.by)
-            groups += [(f'[loss] fields of name = "{each.name}"', _prefixed("loss", _own_keys(each))) for each in own]
     return groups
 
 
@@ -213,7 +209,7 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make relative paths in the table start at `folder`: those of data, tokenizer, template, model and weights."""
+    """Make relative paths in the table start at `folder`: those of data, tokenizer, model and weights."""
     data = _table(table, "data")
     texts, sets = _table(data, "mixture"), _table(table, "eval")
     for named in (data, *texts.values(), *sets.values()):
@@ -221,7 +217,6 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
             _anchor(named, "source", folder, but=NO_PATHS)
     _anchor(data, "tokenizer", folder, but=("bytes", NONE))
     _anchor(data, "heldout", folder, but=NO_PATHS)
-    _anchor(data, "chat_template", folder, but=(NONE,))
     for key in ("init_from", "init_adapter"):
         _anchor(_table(table, "train"), key, folder, but=(NONE,))
     model = _table(table, "model")

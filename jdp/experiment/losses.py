@@ -84,44 +84,6 @@ def features_loss(model: Any, batch: Batch, rng: jax.Array | None, *, measured: 
     return _classified(model(batch["features"], rng=rng), batch, measured)
 
 
-def dpo_loss(model: Any, batch: Batch, *, beta: float, smoothing: float) -> Loss:
-    """Compute the loss of direct preference optimization, summed over the pairs, and what TRL reports beside it.
-
-    A reward is beta · (log-probability of an answer - that under the initial weights). Without dropout, as in TRL.
-    """
-    logps, there = _pairs(model, batch)
-    rewards = beta * (logps - batch["reference"])
-    chosen, rejected = rewards[:, 0], rewards[:, 1]
-    margins = chosen - rejected
-    losses = -(1 - smoothing) * jax.nn.log_sigmoid(margins) - smoothing * jax.nn.log_sigmoid(-margins)
-    reported = {
-        "rewards/accuracies": margins > 0,
-        "rewards/margins": margins,
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "logps/chosen": logps[:, 0],
-        "logps/rejected": logps[:, 1],
-    }
-    return Loss(
-        jnp.sum(losses * there), jnp.sum(there), {name: jnp.sum(each * there) for name, each in reported.items()}
-    )
-
-
-def reference_loss(rows: int, model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """Compute no loss, but the log-probabilities of each pair of a batch of that many rows."""
-    del rng
-    logps, there = _pairs(model, batch)
-    return Loss(jnp.sum(logps) * 0, jnp.sum(there), Measured({}, rows).placed(batch, logps=logps))
-
-
-def _pairs(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probabilities of both answers of each pair, [pairs, 2], and 1 for pairs that are no padding."""
-    pairs, _, length = batch["tokens"].shape
-    tokens, targets, weights = (batch[name].reshape(2 * pairs, length) for name in ("tokens", "targets", "weights"))
-    there = jnp.any(batch["weights"] > 0, axis=(1, 2)).astype(jnp.float32)
-    return model.log_probs(tokens, targets, weights).reshape(pairs, 2), there
-
-
 def _packed(batch: Batch) -> dict[str, Any]:
     return {"segments": batch["segments"]} if "segments" in batch else {}
 

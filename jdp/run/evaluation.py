@@ -131,7 +131,7 @@ class Best:
     """The best evaluation so far by one metric.
 
     Attributes:
-        metric: its name; larger is better of an accuracy, and for preferences of a margin and the chosen answer.
+        metric: its name; larger is better of an accuracy.
         value, step: the best value and its step; None and 0 before the first evaluation.
         waiting: evaluations since one was better by more than `min_delta`.
         to_beat: the value of that evaluation.
@@ -146,7 +146,7 @@ class Best:
     @property
     def mode(self) -> Literal["min", "max"]:
         """Which value is better: "max" or "min"."""
-        return "max" if self.metric.endswith(("accuracy", "accuracies", "margins", "/chosen")) else "min"
+        return "max" if self.metric.endswith("accuracy") else "min"
 
     def seen(self, step: int, row: Row, *, min_delta: float = 0.0, newest: bool = False) -> bool:
         """Record an evaluation, and return True if it improves on `to_beat` by more than `min_delta`.

@@ -24,7 +24,7 @@ from jdp.checkpoint.safetensors.transfer import export_hf
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.state import TrainState
 from jdp.data.sources.in_bucket import local_path
-from jdp.data.text.tokenizers import BESIDE, BYTES, TEMPLATE, byte_tokenizer
+from jdp.data.text.tokenizers import BESIDE, BYTES, byte_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
@@ -83,8 +83,6 @@ def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[s
     data = experiment.data
     if experiment.kind == "text" and data.tokenizer != NONE and not any(each.endswith(ARRAYS) for each in data.sources):
         _write_tokenizer(data.tokenizer, fresh)
-        if data.chat_template is not None:
-            shutil.copyfile(local_path(data.chat_template), fresh / TEMPLATE)
     (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     old = fresh.with_name(f".{EXPORT}.old")
     shutil.rmtree(old, ignore_errors=True)

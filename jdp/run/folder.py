@@ -41,8 +41,6 @@ LOCK = ".lock"
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 EXPORTED = f"{EXPORT}/jdp.json"
 """The mark of an export that a run made, with its step."""
-REFERENCE = "reference.npz"
-"""Log-probabilities under the initial weights, of preferences."""
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
@@ -60,7 +58,6 @@ MAY_CHANGE = {
         "model.attention",
         "model.remat",
     ),
-    "data.chat_date",  # the samples themselves are compared
 }
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
@@ -170,8 +167,7 @@ def _is_unused(folder: Path) -> bool:
 def _files(folder: Path) -> list[Path]:
     """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
-    references = (folder / REFERENCE, folder / f"{REFERENCE}.new")
-    return [folder / NEW, folder / HISTORY, *references, *events, folder / FILE, folder / LOCK]
+    return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:

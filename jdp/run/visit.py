@@ -136,7 +136,7 @@ class Visit:
         if self.experiment.train.noise_scale:
             measured = jax.device_get(state.sync["noise"])
             results["noise_scale"] = finite_or_none(float(ratio(measured)))
-            say(hint(measured, "pairs" if self.assembly.learns_preferences else self.assembly.unit))
+            say(hint(measured, self.assembly.unit))
         if progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists():
             record_summary(json_safe(results), self.folder)
         if self.experiment.train.export is not None:

@@ -34,7 +34,7 @@ from jdp.models import GPT
 
 EXPERIMENTS = ROOT / "experiments"
 RECIPES = {
-    "finetune_hf_llama", "finetune_lora", "continue_pretraining", "sft_chat", "dpo", "imagenet_resnet50",
+    "finetune_hf_llama", "finetune_lora", "continue_pretraining", "imagenet_resnet50",
     "imagenet_vit", "digits_resnet", "gpt2_124m", "gpt_1b", "plugin/rings",
 }  # fmt: skip
 HEADER = ("Data:", "Hardware:", "Cost:", "Expected:", "Measured 20")

@@ -221,26 +221,3 @@ def words_json(folder):
     level.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     level.save(str(folder / "words.json"))
     return folder / "words.json"
-
-
-def test_of_a_chat_the_answers_alone_are_measured(chat_llama, tmp_path):
-    """Each conversation is a document; its tokens and bytes are those of its answer and of the token that ends it."""
-    text = tables(
-        model={"name": f"hf:{tmp_path}/llama"},
-        data={"source": "chats.jsonl", "format": "chat", "heldout_fraction": 0.2},
-        train={"steps": 1, "batch_size": 8, "eval_batches": "all"},
-        evaluate={"metrics": ["bits_per_byte"], "documents": True},
-    )
-    (tmp_path / "chat.toml").write_text(f'name = "chat"\n{text}')
-    assembly, files = assembled(tmp_path / "chat.toml", "zero3", 8, None), {}
-    row = evaluate(assembly, assembly.state(), files=files)
-    found = [json.loads(line) for line in files["eval-documents.jsonl"].splitlines()]
-    side = assembly.data.heldout
-    assert sum(each["tokens"] for each in found) == sum(int(side[i]["weights"].sum()) for i in range(len(side)))
-    for each in found:
-        number = int(each["text"].partition("one more than ")[2].partition("?")[0])
-        answer = f"It is {number + 1}."
-        assert each["bytes"] == len(answer)
-        assert each["tokens"] == len(assembly.data.tokenizer.encode(answer)) + 1
-    bits = sum(each["nats"] for each in found) / math.log(2) / sum(each["bytes"] for each in found)
-    assert row["eval_bits_per_byte"] == pytest.approx(bits, rel=1e-6)

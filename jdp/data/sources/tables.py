@@ -276,8 +276,7 @@ def present_field(field: Field, present: Sequence[str], name: str) -> str:
             return each
     shown = ", ".join(present[:20]) + ", …" * (len(present) > 20) if present else "none"
     words = " or ".join(f'"{each}"' for each in wanted)
-    chat = ', or data.format = "chat"' if {"messages", "conversations"} & {*present} else ""
-    raise ValueError(f"data must have the field {words}; given {name} without it: give one that it has{chat}: {shown}")
+    raise ValueError(f"data must have the field {words}; given {name} without it: give one that it has: {shown}")
 
 
 def _open(path: Path) -> Any:

@@ -63,7 +63,6 @@ class DocumentSums:
         part, inside = self._parts[number], document - int(self._firsts[number])
         start, end = _bounds(part)[inside : inside + 2].tolist()
         tokens = part.tokens[start : min(end, start + _BEGINNING)]
-        tokens = tokens >> 1 if isinstance(part, PackedSamples) and part.chat else tokens
         known = tokens[(tokens != self._tokenizer.separator) & (tokens < self._tokenizer.vocab_size)]
         return " ".join(self._tokenizer.decode(known).split())[:_BEGINNING]
 

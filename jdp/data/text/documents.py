@@ -2,8 +2,7 @@
 
 1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…", "hf-stream:…"), in
    the order given.
-2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set. A row of
-   messages is a conversation (`conversations.py`), one of two answers a preference (`preferences.py`).
+2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set.
 3. Read their contents, some documents at a time: bytes, so nothing is decoded and no encoding can be wrong; or token
    ids, if text was tokenised before. The file and row of each are known for errors.
 """
@@ -20,14 +19,11 @@ from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
-from jdp.base.notices import notice
 from jdp.data.sources.array_files import load_arrays
 from jdp.data.sources.compressed import read_bytes
 from jdp.data.sources.files import STDLIB, Kinds, PathLike, find_files
 from jdp.data.sources.hub import HF, STREAM, HubRows, hub_rows
 from jdp.data.sources.tables import ARROW_SUFFIXES, Field, Table, arrow_pieces, is_table, present_field, table_pieces
-from jdp.data.text.conversations import TOOLS, columns_of, conversations
-from jdp.data.text.preferences import CHOSEN, PROMPT, REJECTED, preferences
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 # Of a directory: a plain .json is more often a setting than data, so it must be named; .json.gz is how data is shipped.
@@ -101,40 +97,9 @@ def find_token_ids(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[
     return _find(source, Kinds("tokenised", (*_ROWS, *_ARRAYS) if suffixes is None else _tuple(suffixes)))
 
 
-def find_conversations(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
-    """Find the rows of messages that a source names; nothing is read."""
-    return _find(source, Kinds("chat", _ROWS if suffixes is None else _tuple(suffixes)))
-
-
 def text_parts(found: Found, field: str = "text") -> Iterator[Part[bytes]]:
     """Yield all text, some documents at a time: UTF-8 of rows, whatever bytes a file of text has."""
     return _parts(found, field, of_rows=lambda table: table.texts(field), of_file=read_bytes)
-
-
-def conversation_parts(found: Found, field: str | None = None) -> Iterator[Part[bytes]]:
-    """Yield all conversations, some at a time: JSON lists of messages."""
-    must, maybe = columns_of(field)
-    return _parts(found, must, maybe=maybe, of_rows=lambda table: conversations(table, field), of_file=_not_rows)
-
-
-def preference_parts(found: Found) -> Iterator[Part[bytes]]:
-    """Yield all pairs of answers, some at a time: JSON. Those that are alike are left out, which is reported."""
-    alike: list[str] = []
-    try:
-        yield from _parts(
-            found,
-            CHOSEN,
-            REJECTED,
-            maybe=(PROMPT, TOOLS),
-            of_rows=lambda table: preferences(table, alike.append),
-            of_file=_not_rows,
-        )
-    finally:
-        if alike:
-            notice(
-                f"{found.name}: {len(alike):,} pairs are left out, as {CHOSEN} and {REJECTED} are the same; the first "
-                f"is {alike[0]}"
-            )
 
 
 def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDArray[Any]]]:
@@ -195,10 +160,6 @@ def _parts(
             yield Part([part.documents[index] for index in kept], part.name, part.unit, numbers)
     if not held:
         raise ValueError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
-
-
-def _not_rows(path: Path) -> bytes:
-    raise ValueError(f"conversations must be rows of {', '.join(_ROWS)} files; given {path}: name such files")
 
 
 def _array_rows(path: Path, *, field: str) -> NDArray[Any] | list[NDArray[Any]]:

@@ -14,9 +14,8 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,16 +25,14 @@ from jdp.base.formatting import format_bytes, format_percent
 from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import check_fraction
-from jdp.data.text.chat import ChatTokenizer, with_template
-from jdp.data.text.documents import Found, PathLike
-from jdp.data.text.formats import TEMPLATED, Format, Packing, check_format, find, packed_samples, report_cut
+from jdp.data.text.documents import Found, PathLike, find_text, find_token_ids
 from jdp.data.text.packing import PackedSamples
-from jdp.data.text.preference_samples import PreferenceSamples
 from jdp.data.text.token_array import MappedTokens, TokenArray, smallest_uint
 from jdp.data.text.token_files import VERSION, TokenFiles, can_be_written, once
 from jdp.data.text.tokenizers import BYTES, NONE, Bytes, Tokenizer, open_tokenizer
 from jdp.data.text.tokens import TextSides, sides_in_memory, tokenised_parts
 
+Packing = Literal["stream", "documents"]
 _BYTES = Bytes()
 IN_FILES_BYTES = 2**26  # of a source: less is read in a second or two
 _HASHED = 2**22  # tokens at a time
@@ -110,8 +107,8 @@ class TextData:
 
     name: str
     documents: int
-    train: TextSamples | PackedSamples | PreferenceSamples
-    heldout: TextSamples | PackedSamples | PreferenceSamples
+    train: TextSamples | PackedSamples
+    heldout: TextSamples | PackedSamples
     whole: bool
     vocab_size: int = _BYTES.vocab_size
     tokenizer: Tokenizer | None = _BYTES
@@ -124,13 +121,10 @@ class TextData:
         size, place = train.tokens.nbytes + heldout.tokens.nbytes, "memory" if self.folder is None else "files"
         kept = f" ({format_bytes(size)} in {place})" if unit == "tokens" or self.folder else ""
         by = f" by {self.tokenizer.name}" if unit == "tokens" and self.tokenizer else ""
-        pairs = isinstance(train, PreferenceSamples)
         packed = "" if isinstance(train, TextSamples) else f", {format_percent(train.waste)} of them empty"
-        if pairs or (isinstance(train, PackedSamples) and train.chat):
-            packed += f", {format_percent(train.learnt)} of the others learnt"
         return (
             f"{self.name}: {self.documents:,} documents, {len(train.tokens) + len(heldout.tokens):,} {unit}{by}{kept}; "
-            f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {'2 x ' * pairs}{train.length}{packed}, "
+            f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {train.length}{packed}, "
             f"held out {len(heldout.tokens):,} {unit} in {len(heldout):,} ({rule})"
         )
 
@@ -165,23 +159,6 @@ class TextData:
         """
         return self._tokenizer().encode(text)
 
-    def prompt(self, text: str) -> NDArray[np.int32]:
-        """Return text that a model goes on from, as tokens: as it is, or in a chat as a user's message: int32 [n].
-
-        Args:
-            text: of any length.
-
-        Raises:
-            ValueError: the source held token ids, so the tokenizer is not known.
-        """
-        tokenizer = self._tokenizer()
-        return tokenizer.prompt(text) if isinstance(tokenizer, ChatTokenizer) else tokenizer.encode(text)
-
-    @property
-    def answer_end(self) -> int | None:
-        """The token that ends an answer of a chat; None of other text."""
-        return self.tokenizer.answer_end if isinstance(self.tokenizer, ChatTokenizer) else None
-
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text.
 
@@ -210,10 +187,7 @@ def text_data(
     suffixes: Sequence[str] | None = None,
     field: str | None = None,
     tokenizer: str = BYTES,
-    packing: Packing | None = None,
-    format: Format = "text",
-    chat_template: str | None = None,
-    chat_date: date | None = None,
+    packing: Packing = "stream",
     vocab_size: int | None = None,
     in_files: bool | None = None,
 ) -> TextData:
@@ -229,13 +203,7 @@ def text_data(
         tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it. "none" is for a
             source that holds lists of token ids, which are joined end to end without a separator.
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
-            "segments" in each sample. None: "stream", and "documents" for a chat, which has no other.
-        format: "preferences" reads rows of "prompt", "chosen" and "rejected", text or messages each: a sample is a pair
-            of answers. "chat" reads rows of messages (lists of role and content, or from and value), by default of the
-            column "messages" or "conversations". The chat template makes text of them, and only the assistant's answers
-            have weight 1. Conversations without an answer are left out.
-        chat_template: a file with the template; None: that of the tokenizer's folder.
-        chat_date: the day that a template's `strftime_now` writes; None: today.
+            "segments" in each sample.
         vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
         in_files: True keeps the tokens, of 1, 2 or 4 bytes, in files in jdp's cache folder, which the processes of a
             host share. False keeps them in the memory of each process. None: in files from 64 MiB on, and of a stream,
@@ -257,41 +225,32 @@ def text_data(
     """
     if length < 1:
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
-    check_format(format, tokenizer, packing, field)
+    if packing not in ("stream", "documents"):
+        raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
     opened = None if tokenizer == NONE else _fitting(open_tokenizer(tokenizer), vocab_size)
-    if opened is not None and format in TEMPLATED:
-        opened = with_template(opened, chat_template, chat_date, kind=TEMPLATED[format])
-    packing = packing or ("documents" if format in TEMPLATED else "stream")
+    find = find_token_ids if opened is None else find_text
     sides = _sides(
-        find(source, format, tokenizer, suffixes),
+        find(source, suffixes=suffixes),
         opened,
-        field=field or ("input_ids" if opened is None else None if format in TEMPLATED else "text"),
-        vocab_size=vocab_size if opened is None else opened.stored,
+        field=field or ("input_ids" if opened is None else "text"),
+        vocab_size=vocab_size if opened is None else opened.vocab_size,
         heldout_fraction=heldout_fraction,
         in_files=in_files,
     )
     if packing == "stream":
         _check_fills(sides, length, "bytes" if opened == _BYTES else "tokens")
-    if not sides.whole and format in TEMPLATED:
-        raise ValueError(
-            f"heldout_fraction must leave conversations on both sides; given {heldout_fraction} with "
-            f"{sides.documents:,} in {sides.name}: give a larger one"
-        )
     if not sides.whole:
         notice(f"{sides.name}: too few documents to hold some out whole, so the tail of each is held out")
-    data = TextData(
+    return TextData(
         name=sides.name,
         documents=sides.documents,
-        train=_samples(sides.train, length, packing, format),
-        heldout=_samples(sides.heldout, length, packing, format),
+        train=_samples(sides.train, length, packing),
+        heldout=_samples(sides.heldout, length, packing),
         whole=sides.whole,
         vocab_size=sides.vocab_size if opened is None else opened.vocab_size,
         tokenizer=opened,
         folder=sides.folder,
     )
-    if format in TEMPLATED:
-        report_cut(data.name, data.documents, (data.train, data.heldout))
-    return data
 
 
 def _fitting(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
@@ -373,11 +332,6 @@ def decode(tokens: ArrayLike) -> str:
     return _BYTES.decode(tokens)
 
 
-def _samples(
-    tokens: TokenArray, length: int, packing: Packing, format: Format
-) -> TextSamples | PackedSamples | PreferenceSamples:
-    return (
-        TextSamples(tokens.ids, length, tokens.bounds)
-        if packing == "stream"
-        else packed_samples(tokens, length, format)
-    )
+def _samples(tokens: TokenArray, length: int, packing: Packing) -> TextSamples | PackedSamples:
+    kind = TextSamples if packing == "stream" else PackedSamples
+    return kind(tokens.ids, length=length, bounds=tokens.bounds)

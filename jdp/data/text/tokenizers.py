@@ -47,11 +47,6 @@ class Tokenizer(ABC):
     vocab_size: int  # ids are below it
     separator: int | None  # the id that closes a document; None: nothing is added
 
-    @property
-    def stored(self) -> int:
-        """The numbers that `tokenize` returns are below it."""
-        return self.vocab_size
-
     @abstractmethod
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return text as tokens: int32 [n]."""

@@ -14,18 +14,8 @@ from numpy.typing import NDArray
 
 from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.notices import notice
-from jdp.data.held_out import Spans, content_score, split_documents, split_samples
-from jdp.data.text.chat import ChatTokenizer
-from jdp.data.text.documents import (
-    Found,
-    Part,
-    conversation_parts,
-    corpus_of,
-    preference_parts,
-    text_parts,
-    token_id_parts,
-)
-from jdp.data.text.preference_samples import PreferenceTokenizer
+from jdp.data.held_out import content_score, split_documents
+from jdp.data.text.documents import Found, corpus_of, text_parts, token_id_parts
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 from jdp.data.text.tokenizers import BYTES, Tokenizer
 
@@ -68,21 +58,17 @@ def sides_in_memory(
         size = highest + 1 if vocab_size is None else vocab_size
         tokens, scores = part.tokens.astype(smallest_uint(size)), part.scores
     else:
-        corpus, size = corpus_of(found.name, _documents(found, tokenizer, field)), tokenizer.stored
+        corpus, size = corpus_of(found.name, text_parts(found, field or "text")), tokenizer.vocab_size
         entry = None if tokenizer.name == BYTES else _entry_name(tokenizer.identity, corpus.documents)
         if (tokens := _load(entry)) is None:
             tokens = tokenizer.tokenize(corpus.documents, corpus.name_of)
             _store(entry, tokens)
         _report(found.name, _doubtful(tokens, tokenizer), len(corpus.documents), tokenizer)
         scores = _scores(corpus.documents)
-    if isinstance(tokenizer, ChatTokenizer):
-        spans = _split_whole(found.name, scores, tokens.bounds, heldout_fraction)
-    else:
-        spans = split_documents(scores, tokens.bounds, heldout_fraction)
+    spans = split_documents(scores, tokens.bounds, heldout_fraction)
     separator = None if tokenizer is None else tokenizer.separator
     train, heldout = (join_spans(tokens, side, separator) for side in (spans.train, spans.heldout))
-    documents = len(spans.train) + len(spans.heldout) if spans.whole else len(scores)
-    return TextSides(found.name, documents, train, heldout, spans.whole, size)
+    return TextSides(found.name, len(scores), train, heldout, spans.whole, size)
 
 
 def tokenised_parts(
@@ -96,28 +82,12 @@ def tokenised_parts(
             yield TokenisedPart(ids.tokens.astype(dtype), ids.scores)
         return
     doubtful = documents = 0
-    for part in _documents(found, tokenizer, field):
+    for part in text_parts(found, field or "text"):
         tokens = tokenizer.tokenize(part.documents, part.name_of)
         doubtful += _doubtful(tokens, tokenizer)
         documents += len(part.documents)
         yield TokenisedPart(tokens, _scores(part.documents))
     _report(found.name, doubtful, documents, tokenizer)
-
-
-def _documents(found: Found, tokenizer: Tokenizer, field: str | None) -> Iterator[Part[bytes]]:
-    if isinstance(tokenizer, PreferenceTokenizer):
-        return preference_parts(found)
-    if isinstance(tokenizer, ChatTokenizer):
-        return conversation_parts(found, field)
-    return text_parts(found, field or "text")
-
-
-def _split_whole(name: str, scores: NDArray[np.float64], bounds: NDArray[np.int64], heldout_fraction: float) -> Spans:
-    """Split conversations that stand end to end; none is cut, and those without tokens are on no side."""
-    kept = np.flatnonzero(np.diff(bounds))
-    train, heldout = split_samples(scores[kept], heldout_fraction, name)
-    spans = np.stack([bounds[:-1], bounds[1:]], axis=1)[kept]
-    return Spans(spans[train], spans[heldout], whole=True)
 
 
 def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
@@ -159,26 +129,14 @@ def _check_ids(tokens: TokenArray, name_of: Callable[[int], str], vocab_size: in
 
 
 def _doubtful(tokens: TokenArray, tokenizer: Tokenizer) -> int:
-    """Return the number of documents that contain the separator; of conversations, of those that have no answer."""
-    if isinstance(tokenizer, ChatTokenizer):
-        return int((np.diff(tokens.bounds) == 0).sum())
+    """Return the number of documents that contain the separator."""
     separators = np.flatnonzero(tokens.ids == tokenizer.separator)
     return len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
 
 
 def _report(name: str, doubtful: int, documents: int, tokenizer: Tokenizer) -> None:
-    """Report text that contains the separator: it would be read as the end of a document; or what is left out."""
+    """Report text that contains the separator: it would be read as the end of a document."""
     if not doubtful:
-        return
-    if isinstance(tokenizer, ChatTokenizer):
-        pairs = isinstance(tokenizer, PreferenceTokenizer)
-        units, why = "pairs" if pairs else "conversations", "there is no answer of the assistant in them"
-        if doubtful == documents:
-            raise ValueError(
-                f"{tokenizer.format} must have answers to learn; given {name}, {documents:,} {units}: {why}, as "
-                f"{tokenizer.template.name} writes them; give others, or another template in data.chat_template"
-            )
-        notice(f"{name}: {doubtful:,} of {documents:,} {units} are left out: {why}")
         return
     unit = "byte" if tokenizer.name == BYTES else "token"
     notice(f"{name}: {unit} {tokenizer.separator}, which closes a document, is in {doubtful} of them; are they text?")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -15,13 +14,6 @@ from jdp.experiment.schema.registered import Table
 
 def _data_name(name: str | None) -> str | None:
     return None if name is None else DATASETS.check(name)
-
-
-def _day(text: str | None) -> str | None:
-    try:
-        return None if text is None else str(date.fromisoformat(text))
-    except ValueError:
-        raise ValueError('must be a day, such as "2026-11-26"') from None
 
 
 class Ingredient(Section):
@@ -61,18 +53,8 @@ class Data(Section):
     """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source, or an
     address of these; or "none" where the rows of the source are lists of token ids. Not given: that of the folder of a
     model "hf:FOLDER", else bytes."""
-    format: Literal["text", "chat", "preferences"] = "text"
-    """Text; or conversations, rows of messages ({role, content}, or {from, value}), in the column "messages" or
-    "conversations" unless field names another. The tokenizer's chat template makes text of them, and the loss is that
-    of the assistant's answers alone. preferences: rows of prompt, chosen and rejected, for loss.name = "dpo"."""
-    chat_template: PathText | None = None
-    """File with the chat template (jinja2), relative as in source; none = the tokenizer's own: chat_template.jinja, or
-    in tokenizer_config.json."""
-    chat_date: Annotated[str | None, AfterValidator(_day)] = None
-    """The day, as 2026-11-26, that a chat template writes which asks for today's (strftime_now); none = today."""
     packing: Literal["stream", "documents"] = "stream"
-    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only. Of a
-    chat always "documents"."""
+    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
     length: Lengths = 0
     """Tokens a sample; 0 = the model's context. [[0, 256], [1000, 1024]]: samples of 1024 tokens, each cut into four,
     and whole after 1000 steps; evaluations read whole ones."""
@@ -101,14 +83,6 @@ class Data(Section):
         replaced = isinstance(table, Mapping) and (table.get("mixture") or table.get("name") not in (None, NONE))
         if replaced and "source" not in table:
             return {**table, "source": None}
-        return table
-
-    @model_validator(mode="before")
-    @classmethod
-    def _packed(cls, table: Any) -> Any:
-        """Pack conversations, unless the table says otherwise, which is refused."""
-        if isinstance(table, Mapping) and table.get("format") in TEMPLATED and "packing" not in table:
-            return {**table, "packing": "documents"}
         return table
 
     @field_validator("mixture")
@@ -141,10 +115,6 @@ class Data(Section):
         return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
 
 
-TEMPLATED = ("chat", "preferences")
-"""The formats of messages."""
-
-
 def length_problems(data: Data, context: float) -> Iterator[str]:
     """Yield what is wrong between the lengths of a text, and the model's context."""
     longest, lengths = data.longest, data.lengths
@@ -155,11 +125,6 @@ def length_problems(data: Data, context: float) -> Iterator[str]:
         yield (
             f"data.length must change between lengths that divide the longest, {longest}, as samples are cut; given "
             f"{length}: take {math.gcd(length, longest)}"
-        )
-    if lengths.changes and data.format in TEMPLATED:
-        yield (
-            f'data.length must be one number for data.format = "{data.format}", as a cut parts answers from their '
-            f"questions; given {len(lengths.values)}: give {longest}"
         )
 
 
@@ -177,38 +142,9 @@ def mixture_problems(data: Data) -> Iterator[str]:
         )
 
 
-def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterator[str]:
-    """Yield what is wrong between the keys of a chat, or of preferences and their loss."""
-    if kind != "text":
-        if loss == "dpo":
-            data_set = f" and data.name = {data.name!r}" if data.name else ""
-            yield f'loss.name = "dpo" learns text by a GPT; given model.name = {model!r}{data_set}: remove [loss]'
-        return
-    if (data.format == "preferences") != (loss == "dpo"):
-        given = f'data.format = "{data.format}" and {"no loss.name" if loss is None else f"loss.name = {loss!r}"}'
-        yield f'data.format = "preferences" and loss.name = "dpo" need each other; given {given}: change one of them'
-    if data.format == "preferences" and data.field is not None:
-        yield 'data.field is not read, as preferences are the columns "prompt", "chosen" and "rejected": remove it'
-    if data.format not in TEMPLATED:
-        for key in ("chat_template", "chat_date"):
-            if getattr(data, key) is not None:
-                yield f'data.{key} is of data.format = "chat"; given "{data.format}": give that, or remove the key'
-        return
-    if data.tokenizer == NONE or (data.tokenizer == "bytes" and not model.startswith("hf:")):
-        yield (
-            f'data.format = "{data.format}" needs a tokenizer with a chat template; given data.tokenizer = '
-            f'"{data.tokenizer}": name the folder of a model of Hugging Face, or its tokenizer.json'
-        )
-    if arrays := next((source for source in data.sources if source.endswith(".npz")), None):
-        yield f'data.format = "{data.format}" is of rows of messages; given data.source = "{arrays}": name a table'
-    if data.packing != "documents":
-        given = f'data.packing = "{data.packing}"'
-        yield f'data.format = "{data.format}" keeps conversations apart; given {given}: remove that key'
-
-
 OF_EVERY = ("name", "heldout_fraction", "shuffle")
 """The keys that a plug-in's data set has too."""
-OF_TEXT = ("tokenizer", "format", "chat_template", "chat_date", "packing", "length")
+OF_TEXT = ("tokenizer", "packing", "length")
 """The keys that text alone has."""
 DATASETS = Table("data", reserved=(*OF_EVERY, "source", "mixture"))
 

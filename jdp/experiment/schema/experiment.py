@@ -30,7 +30,6 @@ from jdp.experiment.schema.data import (
     Data,
     EvalSet,
     Ingredient,
-    chat_problems,
     length_problems,
     mixture_problems,
 )
@@ -209,7 +208,6 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
     yield from (_own_data if experiment.kind == "own" else _data)(experiment)
-    yield from chat_problems(experiment.data, experiment.model.name, experiment.loss.name, experiment.kind)
     yield from metric_problems(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)

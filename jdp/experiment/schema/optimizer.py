@@ -1,13 +1,12 @@
 """The tables [loss] and [optimizer]: what is minimised, and the update rule with its learning rate over the run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Section, Single
-from jdp.experiment.schema.registered import Entry, Table
+from jdp.experiment.schema.registered import Table
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -122,32 +121,8 @@ class LossTable(Section):
     """[loss]: what is minimised."""
 
     name: Annotated[str | None, AfterValidator(_loss_name)] = None
-    """"dpo" learns preferences; or a loss that the plug-in registers. Its fields may be given beside it. none = the
-    cross-entropy of the model's next token or class."""
+    """A loss that the plug-in registers, whose fields may be given beside it. none = the cross-entropy of the model's
+    next token or class."""
 
 
-@dataclass(frozen=True)
-class DPO:
-    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
-
-    Fields:
-        beta: how dear it is to leave the initial weights: the larger, the nearer the model stays to them.
-        label_smoothing: share of the pairs that are taken to be labelled the wrong way round (conservative DPO).
-    """
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-
-
-def _dpo(given: DPO, model: Any, batch: Any, rng: Any) -> Any:
-    from jdp.experiment.losses import dpo_loss  # late: it imports JAX
-
-    del rng
-    return dpo_loss(model, batch, beta=given.beta, smoothing=given.label_smoothing)
-
-
-_DPO_METRICS = (
-    *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
-    *("logps/chosen", "logps/rejected"),
-)
-LOSSES = Table("loss", entries={"dpo": Entry("dpo", DPO, _dpo, metrics=_DPO_METRICS)})
+LOSSES = Table("loss")
