@@ -39,7 +39,7 @@ from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import ROW, Measured, features_loss, image_loss, text_loss, text_scores
+from jdp.experiment.losses import features_loss, image_loss, text_loss, text_scores
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.phases import batch_shapes, in_rows, largest, lengths, phases
 from jdp.experiment.schema.experiment import Experiment
@@ -138,19 +138,13 @@ class Assembly:
         assert learns is not None  # the schema asks for a loss then
         return {"text": text_loss, "images": image_loss, "features": features_loss}[learns]
 
-    @cached_property
-    def measured(self) -> Measured:
-        """What evaluations measure beside the loss: [evaluate]."""
-        table = self.experiment.evaluate
-        return Measured(table.tops, self.eval_batch_size if table.documents or table.confusion else 0)
-
     @property
     def eval_loss(self) -> LossFn:
         """The loss function of the evaluations."""
-        if not (measured := self.measured):
+        if not (tops := self.experiment.evaluate.tops):
             return self.loss
         of_kind = {"text": text_scores, "images": image_loss, "features": features_loss}[self.experiment.kind]
-        return functools.partial(of_kind, measured=measured)
+        return functools.partial(of_kind, tops=tops)
 
     @cached_property
     def data(self) -> Any:
@@ -188,12 +182,8 @@ class Assembly:
         start: int = 0,
         epochs: int | None = None,
         most: int | None = None,
-        numbered: bool = False,
     ) -> Feed:
-        """Return global batches of `source` on the devices, all of one size, read ahead.
-
-        With `numbered` they have the numbers of their rows.
-        """
+        """Return global batches of `source` on the devices, all of one size, read ahead."""
         size = self.eval_batch_size
         rows = process_rows(self.plan, size)
         batches = global_batches(
@@ -206,8 +196,7 @@ class Assembly:
             epochs=epochs,
             threads=self._threads,
         )
-        numbers = {ROW: np.array(rows, np.int32)} if numbered else {}
-        return shard_batches(({**batch, **numbers} for batch in itertools.islice(batches, most)), self.plan)
+        return shard_batches(itertools.islice(batches, most), self.plan)
 
     @property
     def eval_batch_size(self) -> int:

@@ -29,7 +29,7 @@ from jdp.run.bad_steps import Health, went_back
 from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
-from jdp.run.outputs import evaluated, samples, trackers
+from jdp.run.outputs import samples, trackers
 from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
@@ -204,8 +204,6 @@ class Visit:
         shown = (
             "loss",
             "accuracy",
-            "rewards/accuracies",
-            "rewards/margins",
             "lr",
             "batch_size",
             "length",
@@ -276,12 +274,10 @@ class Visit:
         progress, train, done = self.progress, self.experiment.train, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
-        files: dict[str, str] = {}
         with self.watch.during("eval"):
-            row = evaluate(self.assembly, state, self._goes_on, files)
+            row = evaluate(self.assembly, state, self._goes_on)
         if row is None:
             return False
-        self._write(lambda: evaluated.write(self.folder, done, files))
         progress.evals, progress.evaluated = row, done
         progress.watched.seen(done, row, min_delta=train.min_delta)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best

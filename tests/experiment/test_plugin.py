@@ -116,7 +116,7 @@ MISTAKES = {
     "a rule of its own": (["--data.points=5"], "--data: points must be two a ring or more; given 5 for 3: raise it"),
     "no such name": (
         ["--loss.name=smothed"],
-        'smoothed; given "smothed"; did you mean smoothed?',
+        'smoothed, the only one there is; given "smothed"; did you mean smoothed?',
     ),
     "no such optimizer": (["--optimizer.name=sgn"], "lars, rmsprop, adagrad, muon, signum; given"),
     "a key of jdp's data": (["--data.flip=true"], "data.flip is not used by data.name = 'rings'; given True"),

@@ -87,21 +87,6 @@ class PackedSamples:
             at += size
         return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights.astype(np.float32)}
 
-    def places(self, index: int) -> NDArray[np.int64]:
-        """Return where in `tokens` each target of a sample is; -1 where there is none: int64 [length].
-
-        Args:
-            index: of the sample.
-        """
-        starts, sizes, firsts = self._layout
-        row = range(len(self))[index]
-        pieces = slice(firsts[row], firsts[row + 1])
-        places = np.full(self.length, -1, np.int64)
-        found = [start + 1 + np.arange(size) for start, size in zip(starts[pieces], sizes[pieces], strict=True)]
-        filled = np.concatenate(found)
-        places[: len(filled)] = filled
-        return places
-
 
 def cut(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Cut documents into pieces: those of a full row, then the last pieces of documents, longest first.
