@@ -35,7 +35,6 @@ def compile_plans(
     own = load(options.file, overrides)
     choose_target_platform(targets, own.devices)
 
-    from jdp.base.disk_cache import Cache
     from jdp.cli.terminal import Progress
     from jdp.experiment.plan import (
         advised,
@@ -44,7 +43,6 @@ def compile_plans(
         search_meshes,
         settings_of,
         with_hosts,
-        with_phases,
     )
     from jdp.experiment.remat import ladder
     from jdp.foresight.foresee import make_plan_report
@@ -85,7 +83,6 @@ def compile_plans(
         given = [settings_of(experiments[one.remat], one, max_batch=options.max_batch) for one in tried]
         hosts = None if options.host_memory is None else round(options.host_memory * 2**30)
         report = advised(with_hosts(report, first, tried, target, hosts), given)
-        report = with_phases(report, experiments, target, Cache.usual(not options.no_cache))
         if automatic:
             note = f'model.remat = "{AUTO}": jdp train takes the first that fits, of {", ".join(automatic)}'
             report = replace(report, notes=(note, *report.notes))

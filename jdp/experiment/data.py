@@ -12,7 +12,6 @@ Only the training side of [data] is augmented.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +24,6 @@ from jdp.data.images.augment import augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.phases import samples_before
 from jdp.experiment.plugin_data import plugin_data
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE
 from jdp.experiment.schema.experiment import ARRAYS, Experiment
@@ -89,21 +87,14 @@ def open_data(experiment: Experiment) -> Any:
         return plugin_data(given)
     if not given.mixture:
         return _augmented(_fitting(experiment, "data", _opened(experiment, given.source, given.field)), experiment)
-    parts: list[tuple[Any, float | Sequence[tuple[int, float]]]] = []
+    parts: list[tuple[Any, float]] = []
     for name, part in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
         opened = _opened(experiment, part.source, given.field if part.field is None else part.field)
         fitting = _fitting(experiment, f"data.mixture.{name}", opened)
         if parts:
             _check_same_classes(f"data.mixture.{name}", _classes(parts[0][0]), _classes(fitting))
-        parts.append((_augmented(fitting, experiment), _by_sample(experiment, part.weight)))
+        parts.append((_augmented(fitting, experiment), part.weight))
     return mixture(parts, seed=experiment.seed)
-
-
-def _by_sample(experiment: Experiment, weight: float | Sequence[tuple[int, float]]) -> Any:
-    """Return an ingredient's weights by the position of a sample in the run, in place of the step that reads it."""
-    if not isinstance(weight, Sequence):
-        return weight
-    return list({samples_before(experiment, step): value for step, value in weight}.items())  # the last of equal ones
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
@@ -132,7 +123,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
     if kind == "text" and not is_arrays:
         return text_data(
             source if isinstance(source, str) else words,
-            length=given.longest,
+            length=given.length,
             heldout_fraction=given.heldout_fraction,
             field=field,
             tokenizer=given.tokenizer,
@@ -146,7 +137,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
         )
     path = words[0]
     if kind == "text":
-        return array_data(path, heldout_fraction=given.heldout_fraction, length=given.longest)
+        return array_data(path, heldout_fraction=given.heldout_fraction, length=given.length)
     heldout = None if alone else given.heldout
     if kind == "features" and is_arrays and not _holds_images(path, field):
         return array_data(
@@ -186,7 +177,7 @@ def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
     if experiment.kind == "text":
         if isinstance(data, ArrayData):  # tokens of text were compared with the vocabulary when they were read
             check_tokens(data, config.vocab_size)
-            ((tokens,), length) = data.shape, experiment.data.longest
+            ((tokens,), length) = data.shape, experiment.data.length
             if tokens != length:
                 raise ExperimentError(
                     f"data.length must be the tokens of a sample, {tokens} in {key} ({data}); given {length}: set "

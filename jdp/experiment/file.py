@@ -131,11 +131,10 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
     sizes = mesh_sizes(experiment.mesh, device_count)
     counts = {"local_steps.steps": experiment.local_steps.steps, "train.accumulate": experiment.train.accumulate}
     unit = BatchUnit({**batch_unit(sizes).factors, **{name: count for name, count in counts.items() if count}})
-    for size in experiment.train.sizes.values:
-        try:
-            unit.check(size, "train.batch_size")
-        except ValueError as error:
-            raise ExperimentError(str(error)) from None
+    try:
+        unit.check(experiment.train.batch_size, "train.batch_size")
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
     return sizes
 
 

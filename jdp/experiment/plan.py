@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jdp.base.disk_cache import Cache
 from jdp.base.machine import memory_bytes
 from jdp.checkpoint.format.content import stored_form
 from jdp.checkpoint.format.trees import Content
@@ -21,12 +20,11 @@ from jdp.core.sharding.placement import axes_of
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.phases import phases
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.advice.advice import advise
 from jdp.foresight.candidates.meshes import MeshSearch, search_axes
-from jdp.foresight.forecast import PhasePlan, PlanReport, Settings
-from jdp.foresight.foresee import candidates, count_batch, estimate
+from jdp.foresight.forecast import PlanReport, Settings
+from jdp.foresight.foresee import candidates, count_batch
 from jdp.foresight.memory.host import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
@@ -143,33 +141,6 @@ def with_hosts(
         for one, each in zip(tried, report.estimates, strict=True)
     )
     return replace(report, estimates=estimates)
-
-
-def with_phases(
-    report: PlanReport, experiments: Mapping[str | None, Experiment], target: Target, cache: Cache | None
-) -> PlanReport:
-    """Return a report with what each phase needs under its choice, or its first candidate, where batches change."""
-    chosen = report.choice or report.estimates[0]
-    parts = phases(experiments[chosen.remat])
-    if len(parts) == 1:
-        return report
-    found: list[PhasePlan] = []
-    for part in parts:
-        assembly = Assembly.on_devices(part.experiment, list(target.devices))
-        [candidate] = candidates(
-            assembly.train_step,
-            assembly.abstract_state(),
-            assembly.abstract_batch(),
-            target,
-            strategies=(),
-            accumulate=[chosen.accumulate],
-            remat=chosen.remat,
-            others=[(chosen.strategy, chosen.axes)],
-        )
-        own = estimate(candidate, target, tokens=count_batch(candidate.batch)[0], cache=cache)
-        found.append(PhasePlan(part.start, part.end, part.steps, described_batch(candidate.batch), own))
-    note = "batches change during the run: the candidates, and days and money of --tokens, are for the largest"
-    return replace(report, phases=tuple(found), notes=(note, *report.notes))
 
 
 def advised(report: PlanReport, settings: Sequence[Settings]) -> PlanReport:

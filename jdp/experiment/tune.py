@@ -5,7 +5,6 @@ No choice changes the training: the global batch, its order, the optimizer and i
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -185,7 +184,7 @@ class Tuning:
             return NOTHING
         bare = own.model_copy(update={"train": own.train.model_copy(update={"accumulate": 1})})
         unit = batch_unit(check_for_devices(bare, len(self.target.devices)), local_steps=own.local_steps.steps or 1)
-        rows = math.gcd(*own.train.sizes.values) // unit.rows
+        rows = own.train.batch_size // unit.rows
         asked = self.accumulate or (own.train.accumulate, *(2**power for power in range(rows.bit_length())))
         counts = sorted({count for count in asked if rows % count == 0}) or [1]
         start = max((i for i, count in enumerate(counts) if count <= own.train.accumulate), default=0)

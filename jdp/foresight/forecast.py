@@ -218,35 +218,6 @@ HOST = "host"
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
-PHASES = ("steps", "batch", "fits", "holds", "activations", "sends", "step", "tokens/s")
-
-
-@dataclass(frozen=True)
-class PhasePlan:
-    """Steps of a run whose batches have one size and length, as compiled for the candidate to take."""
-
-    start: int  # steps done before it
-    end: int  # steps done after it
-    steps: str  # which these are, in words
-    batch: str  # the global batch, in words
-    estimate: Estimate
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """A row under `PHASES`: per device and step."""
-        own, memory, report = self.estimate, self.estimate.memory, self.estimate.report
-        if memory is None or report is None:
-            held = ("did not compile", "", "")
-        else:
-            held = tuple(map(format_bytes, (memory.total, memory.activations, report.wire_bytes_per_device)))
-        _, _, step, _, speed = own.speed_cells
-        return (self.steps, self.batch, own.fits_in_words, *held, step, speed)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one of the `phases` that `jdp plan --json` prints."""
-        return {"start": self.start, "end": self.end, "batch": self.batch, **self.estimate.to_json()}
-
-
 @dataclass(frozen=True)
 class PlanReport(Drawn):
     """Every candidate that was compiled, and which to take.
@@ -264,7 +235,6 @@ class PlanReport(Drawn):
         bill: the days and the money of a number of tokens under the choice, where it was asked for and one fits.
         axes: which other meshes were searched, where that was asked for.
         smallest: the smallest cluster of these devices that the batch fits; None where that is not known.
-        phases: what each phase needs, where batches change during the run; empty where they do not.
     """
 
     target: str
@@ -279,7 +249,6 @@ class PlanReport(Drawn):
     bill: Bill | None = None
     axes: MeshSearch | None = None
     smallest: Smallest | None = None
-    phases: tuple[PhasePlan, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -322,11 +291,6 @@ class PlanReport(Drawn):
         return [_speed_row(estimate) for estimate in self.estimates]
 
     @property
-    def phase_headings(self) -> tuple[str, ...]:
-        """`PHASES`, with what the batch is counted in."""
-        return tuple(heading.replace("tokens", self.unit) for heading in PHASES)
-
-    @property
     def sentences(self) -> list[str]:
         """What is said below the tables: why, the smallest cluster, the bill, the notes, the largest batch."""
         hosts = {each.name: each.host.words for each in self.estimates if each.host is not None}
@@ -346,8 +310,6 @@ class PlanReport(Drawn):
             "",
             *align_columns([self.speed_headings, *self.speed_table()]),
         ]
-        if self.phases:
-            tables += ["", *align_columns([self.phase_headings, *(phase.cells for phase in self.phases)])]
         goodput = [] if self.goodput is None else ["", str(self.goodput)]
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences, *goodput])
 
@@ -370,7 +332,6 @@ class PlanReport(Drawn):
             **({} if self.bill is None else {"bill": self.bill.to_json()}),
             **({} if self.axes is None else {"axes": self.axes.to_json()}),
             "smallest": None if self.smallest is None else self.smallest.to_json(),
-            **({"phases": [phase.to_json() for phase in self.phases]} if self.phases else {}),
         }
 
 

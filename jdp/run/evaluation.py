@@ -53,7 +53,7 @@ def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] 
 
 def coverage(assembly: Assembly) -> str | None:
     """Describe the evaluations that read only a part of their data; None if all read everything."""
-    most, size = assembly.experiment.train.eval_batches, assembly.eval_batch_size
+    most, size = assembly.experiment.train.eval_batches, assembly.experiment.train.batch_size
     counts = {name: batch_count(source, batch_size=size) for name, source in assembly.eval_sets.items()}
     partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
     return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
@@ -95,7 +95,7 @@ def _bytes_evaluated(assembly: Assembly, source: Source) -> int:
     if isinstance(most, str):
         indices = range(samples)
     else:  # in the order in which the evaluation draws them
-        drawn = min(samples, most * assembly.eval_batch_size)
+        drawn = min(samples, most * assembly.experiment.train.batch_size)
         indices = [sample_index(0, samples, position) for position in range(drawn)]
     counted = _COUNTED.setdefault(source, {})
     if len(indices) not in counted:

@@ -151,9 +151,6 @@ class Visit:
         step = self.progress.done + 1
         if self.profile.begin(step, state):
             self._clock.restart(self.progress.done, self._feed)
-        if step - 1 in self.assembly.units_per_step.starts:  # another program, which this step compiles
-            self._clock.compiles()
-            self.watch.compiles()
         batch = next(self._feed)
         self.watch.mark("data")
         self.health.before(state, step)
@@ -198,15 +195,13 @@ class Visit:
         row, progress = numbers(values), self.progress
         progress.loss, progress.skipped = row["loss"], int(row["skipped"])
         row["skipped"] = progress.skipped
-        row |= self._clock.row(step, self._feed, progress, hosts) | self.assembly.scheduled(step)
+        row |= self._clock.row(step, self._feed, progress, hosts)
         self.metrics.write(step, row)
         speed = self._clock.speed
         shown = (
             "loss",
             "accuracy",
             "lr",
-            "batch_size",
-            "length",
             "grad_norm",
             speed,
             "mfu",
@@ -346,10 +341,6 @@ class Clock:
         if not row_due:
             self.restart(done, feed)
 
-    def compiles(self) -> None:
-        """Treat the next step as the first of a process."""
-        self._first = True
-
     def restart(self, done: int, feed: Feed) -> None:
         """Count from step `done` and from now on."""
         self._from = (done, time.perf_counter(), feed.wait_seconds)
@@ -360,9 +351,9 @@ class Clock:
         steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
         rate = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
         row = {"lr": rate, "step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **hosts}
-        units = self._units_per_step.total(done) - self._units_per_step.total(since)
+        units = self._units_per_step * steps
         row[self.speed] = units / seconds
-        at_peak = None if self._at_peak is None else self._at_peak.total(done) - self._at_peak.total(since)
+        at_peak = None if self._at_peak is None else self._at_peak * steps
         if at_peak is not None:
             row["mfu"] = at_peak / seconds
         if not self._compiled:

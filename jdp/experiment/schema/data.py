@@ -1,13 +1,10 @@
 """The tables [data], [data.mixture.NAME] and [eval.NAME]: the data to train and to evaluate on."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from jdp.base.by_step import ByStep, together
-from jdp.experiment.schema.by_step import Lengths, Weights
 from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
 from jdp.experiment.schema.registered import Table
 
@@ -22,8 +19,8 @@ class Ingredient(Section):
 
     source: Source
     """As data.source."""
-    weight: Weights = 1.0
-    """Share of the samples, relative to the other ingredients. [[0, 3], [1000, 0]]: 3, and nothing after 1000 steps."""
+    weight: Annotated[float, Field(gt=0), Single] = 1.0
+    """Share of the samples, relative to the other ingredients."""
     field: str | None = None
     """As data.field; none = the same."""
 
@@ -55,9 +52,8 @@ class Data(Section):
     model "hf:FOLDER", else bytes."""
     packing: Literal["stream", "documents"] = "stream"
     """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
-    length: Lengths = 0
-    """Tokens a sample; 0 = the model's context. [[0, 256], [1000, 1024]]: samples of 1024 tokens, each cut into four,
-    and whole after 1000 steps; evaluations read whole ones."""
+    length: Count = 0
+    """Tokens a sample; 0 = the model's context."""
     size: Count = 0
     """Height and width in pixels to which images of an MLP are fitted, 0 = as they are; for a ResNet or ViT that is
     model.image_size."""
@@ -99,47 +95,10 @@ class Data(Section):
         return self
 
     @property
-    def lengths(self) -> ByStep[int]:
-        """The tokens of a sample by step."""
-        return ByStep[int].of(self.length)
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest samples, which shorter ones are cut from."""
-        return max(self.lengths.values)
-
-    @property
     def sources(self) -> tuple[str, ...]:
         """Every source that is named, those of the mixture too."""
         given = [self.source, *(text.source for text in self.mixture.values())]
         return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
-
-
-def length_problems(data: Data, context: float) -> Iterator[str]:
-    """Yield what is wrong between the lengths of a text, and the model's context."""
-    longest, lengths = data.longest, data.lengths
-    if longest > context:
-        rule = f"data.length must be at most model.context = {context}"
-        yield f"{rule}; given {longest}: lower it, or raise model.context"
-    for length in sorted({length for length in lengths.values if longest % max(length, 1)}):
-        yield (
-            f"data.length must change between lengths that divide the longest, {longest}, as samples are cut; given "
-            f"{length}: take {math.gcd(length, longest)}"
-        )
-
-
-def mixture_problems(data: Data) -> Iterator[str]:
-    """Yield what is wrong with weights of a mixture that change by step."""
-    weights = together([ByStep[float].of(part.weight) for part in data.mixture.values()])
-    if not weights.changes:
-        return
-    if none := [step for step, now in zip(weights.starts, weights.values, strict=True) if not any(now)]:
-        yield f"data.mixture must have a weight above 0 at every step; given none after {none[0]} steps: give one"
-    if not data.shuffle:
-        yield (
-            "data.shuffle = false reads every epoch as the first, and the weights of data.mixture change by step: "
-            "remove the key, or give one weight each"
-        )
 
 
 OF_EVERY = ("name", "heldout_fraction", "shuffle")

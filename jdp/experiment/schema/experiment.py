@@ -30,8 +30,6 @@ from jdp.experiment.schema.data import (
     Data,
     EvalSet,
     Ingredient,
-    length_problems,
-    mixture_problems,
 )
 from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
@@ -339,10 +337,9 @@ def _data(experiment: Experiment) -> Iterator[str]:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
-    if data.mixture:
-        yield from mixture_problems(data)
-    if kind == "text":
-        yield from length_problems(data, getattr(experiment.model, "context", math.inf))
+    context = getattr(experiment.model, "context", math.inf)
+    if kind == "text" and data.length > context:
+        yield f"data.length must be at most model.context = {context}; given {data.length}: lower it, or raise that"
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]
