@@ -27,7 +27,7 @@ class Options:
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SHIPPED")] = "quickstart"
     """The experiment that jdp ships to start from: continue_pretraining, digits_resnet, finetune_hf_llama,
     finetune_lora, gpt2_124m, gpt_1b, hsdp, imagenet_resnet50, imagenet_vit, llama_8b_zero3, quickstart,
-    quickstart_muon, tensor_parallel."""
+    quickstart_muon, sft_chat, tensor_parallel."""
 
 
 def run(arguments: list[str]) -> int:

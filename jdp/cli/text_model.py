@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jdp.base.bucket import place_of
 from jdp.base.notices import shown
 from jdp.base.read_toml import parse
-from jdp.base.user_path import address_of
+from jdp.base.user_path import address_of, user_path
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
@@ -31,12 +30,11 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
 from jdp.core.types import Device
-from jdp.data.sources.in_bucket import local_copy
-from jdp.data.text.tokenizers import BESIDE, Tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
+from jdp.data.text.tokenizers import Tokenizer, open_tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
-from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
+from jdp.experiment.schema.experiment import NONE, Experiment
 from jdp.experiment.schema.model import HF
 from jdp.experiment.schema.wire import LocalStepsTable, WireTable
 from jdp.models import GPT, SIZES, GPTConfig
@@ -46,7 +44,6 @@ from jdp.run.initial_weights import names_of
 from jdp.run.read_folder import find_run
 
 BEST = "best"
-_OF_EXPORT = (CONFIG, TOKENIZER, *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -93,14 +90,11 @@ def find_model(given: str, runs: Path, *, step: str | None = None, plugin: str |
 
 
 def _export(given: str) -> Path | None:
-    """Return the folder of an export, from an address a copy; None if it is a run, or nothing."""
-    place = place_of(given)
-    if isinstance(place, Path):
-        return place if (place / CONFIG).is_file() and not (place / FILE).exists() else None
-    if CONFIG not in place.matching("*"):
+    """Return the folder of an export; None if it is a run, or nothing."""
+    if address_of(given):
         return None
-    weights = (files.SUFFIX, f"{files.SUFFIX}.index.json")
-    return local_copy(place, only=lambda name: name in _OF_EXPORT or name.endswith(weights))
+    folder = user_path(given)
+    return folder if (folder / CONFIG).is_file() and not (folder / FILE).exists() else None
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
@@ -152,7 +146,7 @@ def _experiment(folder: Path, name: str, plugin: str | None) -> Experiment:
         raise ExperimentError(f"{rule} model.name = {model!r}: name another run")
     if experiment.kind != "text":
         raise ExperimentError(f"{rule} data.name = {data.name!r}, a plug-in's, whose tokens only it knows: export it")
-    if data.tokenizer == NONE or any(source.endswith(ARRAYS) for source in data.sources):
+    if not data.knows_text:
         raise ExperimentError(
             f'{rule} token ids, and no tokenizer: export it (train.export = "hf"), and put the {TOKENIZER} that made '
             "them beside the weights"

@@ -113,7 +113,7 @@ class Assembly:
         Raises ExperimentError for a GPT of bytes with a vocabulary below 256, and for "cudnn" attention without GPUs.
         """
         config, data = self.experiment.model.config, self.experiment.data
-        bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
+        bytes_are_read = data.tokenizer == "bytes" and data.knows_text
         if self.experiment.kind == "text" and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
                 f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}: "

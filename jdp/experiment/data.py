@@ -25,8 +25,9 @@ from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.plugin_data import plugin_data
+from jdp.experiment.schema.data import ARRAYS
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE
-from jdp.experiment.schema.experiment import ARRAYS, Experiment
+from jdp.experiment.schema.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,18 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
     given, kind = experiment.data, experiment.kind
     words = [source] if isinstance(source, str) else list(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
-    if kind == "text" and not is_arrays:
+    if kind == "text" and (given.ids or not is_arrays):
         return text_data(
             source if isinstance(source, str) else words,
             length=given.length,
             heldout_fraction=given.heldout_fraction,
-            field=field,
-            tokenizer=given.tokenizer,
+            field=field or "text",
+            tokenizer=given.tokenizer if given.knows_text else None,
             packing=given.packing,
+            ids=given.ids,
+            weights=given.weights,
+            labels=given.labels,
+            attention_mask=given.attention_mask,
             vocab_size=experiment.model.config.vocab_size,
         )
     if len(words) > 1:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from jdp.base.formatting import format_bytes
+from jdp.base.hub_source import HubSource
 from jdp.base.read_toml import check, parse
 from jdp.base.shorten import brief, cut
 from jdp.base.toml import toml_key, toml_value
@@ -32,7 +33,7 @@ from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
-HUB, STREAM = "hf:", "hf-stream:"
+HUB = "hf:"
 MOST_BYTES = 2**20
 """Of an experiment file: more is another file, named by mistake, and a million wrong keys take a minute to report."""
 NO_PATHS = ("stdlib", "digits", NONE)
@@ -214,7 +215,7 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
     for named in (data, *texts.values(), *sets.values()):
         if isinstance(named, dict):
             _anchor(named, "source", folder, but=NO_PATHS)
-    _anchor(data, "tokenizer", folder, but=("bytes", NONE))
+    _anchor(data, "tokenizer", folder, but=("bytes",))
     _anchor(data, "heldout", folder, but=NO_PATHS)
     for key in ("init_from", "init_adapter"):
         _anchor(_table(table, "train"), key, folder, but=(NONE,))
@@ -230,9 +231,8 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
     def anchored(path: Any) -> Any:
         if not isinstance(path, str) or path in ("", *but):
             return path
-        if path.startswith((HUB, STREAM)):  # a name on the hub, unless it is plainly a path
-            hub, _, name = path.partition(":")
-            return f"{hub}:{anchored(name)}" if name.startswith((".", "~")) else path
+        if hub := HubSource.of(path):
+            return hub.at(anchored) if hub.is_path else path
         try:
             return str((folder / user_path(path)).absolute())
         except PathError:  # the schema reports it, with its key

@@ -248,7 +248,7 @@ def experiment_for(folders, tmp_path, **model):
         "name": "tuned",
         "devices": 8,
         "model": {"name": f"hf:{folders[0]}", "lora_rank": 4, "lora_alpha": 6.0, **model},
-        "data": {"source": str(tmp_path / "tokens.npz"), "tokenizer": "none", "length": 16},
+        "data": {"source": str(tmp_path / "tokens.npz"), "length": 16},
         "optimizer": {"name": "sgd", "lr": 0.1},
         "train": {
             "steps": 1, "batch_size": 8, "wrt": "*/lora_*", "init_from": str(folders[0]), "init_names": "hf",

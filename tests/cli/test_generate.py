@@ -136,7 +136,7 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
     text = (folder / "experiment.toml").read_text()
     changes = {
         "plug-in": ('name = "gpt-nano"', 'name = "wave"', f"{RULE}{tmp_path}/plug-in has model.name = 'wave' of the"),
-        "ids": ('tokenizer = "bytes"', 'tokenizer = "none"', "has token ids, and no tokenizer: export it"),
+        "ids": ('ids = "none"', 'ids = "input_ids"', "has token ids, and no tokenizer: export it"),
         "fresh": ("", "", "has none yet"),
         "unkept": ("keep_best = true", "keep_best = false", "has none yet"),
     }

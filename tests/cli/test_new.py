@@ -33,7 +33,7 @@ def test_the_commands_that_come_next_work(here, capsys):
     assert (here / "runs" / "mine" / "summary.json").is_file()
 
 
-@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining"}))
+@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining", "sft_chat"}))
 def test_every_shipped_experiment_can_be_started_from(here, start):
     """As it is, but for the name: paths too, which start at the same folder."""
     assert cli.main(["new", "mine", "--from", start]) == 0
@@ -65,7 +65,7 @@ def test_every_key_stands_below_the_first_words_of_its_description(start):
     assert 'strategy = "' not in text or "  # ddp|zero1|zero2|zero3" in text  # what else it can be
 
 
-@pytest.mark.parametrize("start", ["continue_pretraining", "finetune_lora"])
+@pytest.mark.parametrize("start", ["sft_chat", "finetune_lora"])
 def test_what_a_shipped_experiment_says_at_its_top_is_kept(start):
     """Such as how to fetch the model, and what a row has; commands name the new file."""
     top = shipped()[start].read_text().partition("\n\n")[0].replace(f"experiments/{start}.toml", "mine.toml")

@@ -69,7 +69,7 @@ def write_documents(folder, **data):
                 text = " ".join(rng.choice(words, rng.integers(1, 12)))
                 print(json.dumps({"text": text}, ensure_ascii=False), file=file)
     file = write_tiny(folder, tables(**OF_TEXT))
-    mixed = {name: {"source": f"{name}.jsonl"} for name in ("web", "books")}
+    mixed = {name: {"source": f"hf:json:{name}.jsonl"} for name in ("web", "books")}
     table = tables(data={"heldout_fraction": 0.4, "mixture": mixed, **data})
     text = file.read_text().replace('[data]\nsource = "text.txt"\nheldout_fraction = 0.1\n', table)
     file.write_text(text)

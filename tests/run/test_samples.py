@@ -92,7 +92,8 @@ def test_without_every_there_is_a_sample_at_the_end(trained, capsys):
         ("evaluate.metrics", '["top0_accuracy"]', "evaluate.metrics"),
         ("evaluate.metrics", '["top257_accuracy"]', "256"),
         ("evaluate.metrics", '["accuracy", "accuracy"]', "once"),
-        ("data.tokenizer", "none", "tokenizer"),
+        ("data.weights", "loss_mask", 'ids = "input_ids"'),
+        ("data.ids", "input_ids", "[sample] needs the tokenizer"),
     ],
 )
 def test_bad_keys_are_refused_before_a_run_begins(trained, capsys, key, given, fix):

@@ -7,6 +7,7 @@
 3. Last pieces are packed by best fit, longest first: each into the row with the least space left that still holds it.
    That takes at most 11/9 of the fewest rows possible, and 4 more (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM
    J. Comput. 3:4). It is a function of the tokens alone, so every process packs alike.
+4. Of rows with weights, a piece none of whose targets counts is left out.
 """
 
 import functools
@@ -29,9 +30,11 @@ class PackedSamples:
         tokens: unsigned integers [tokens], the documents of this side end to end.
         bounds: int64 [documents + 1], the start of each document, and the end of the last.
         length: positions in a row.
+        weights: float32 [tokens], from 0 to 1, of each token as a target; None: all are 1.
 
     Sample i is a dict of "tokens" and "targets" int32 [length], "segments" int32 [length], and "weights" float32
-    [length]. The pieces in a row have segments 1, 2, … and weight 1; empty positions have segment 0 and weight 0.
+    [length]. The pieces in a row have segments 1, 2, … and their targets' weights; empty positions have
+    segment 0 and weight 0.
 
     Raises:
         ValueError: a length below 1, or no document of two tokens.
@@ -45,6 +48,7 @@ class PackedSamples:
     tokens: NDArray[Any] | MappedTokens
     bounds: NDArray[np.int64]
     length: int
+    weights: NDArray[np.float32] | MappedTokens | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -59,6 +63,9 @@ class PackedSamples:
     def _layout(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """The start of each piece and its number of pairs, in order of rows, and the first piece of each row."""
         starts, sizes = cut(self.bounds, self.length)
+        if self.weights is not None:
+            counts = [bool(self.weights[s + 1 : s + n + 1].any()) for s, n in zip(starts, sizes, strict=True)]
+            starts, sizes = starts[counts], sizes[counts]
         rows = place(sizes, self.length)
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
@@ -75,17 +82,17 @@ class PackedSamples:
     def __getitem__(self, index: int, /) -> NumpyBatch:
         starts, sizes, firsts = self._layout
         row = range(len(self))[index]
-        filled = np.zeros((4, self.length), np.int32)
-        tokens, targets, segments, weights = filled
+        tokens, targets, segments = np.zeros((3, self.length), np.int32)
+        weights = np.zeros(self.length, np.float32)
         at = 0
         for segment, piece in enumerate(range(firsts[row], firsts[row + 1]), 1):
             start, size = int(starts[piece]), int(sizes[piece])
             piece = self.tokens[start : start + size + 1]
-            weights[at : at + size] = 1
+            weights[at : at + size] = 1 if self.weights is None else self.weights[start + 1 : start + size + 1]
             tokens[at : at + size], targets[at : at + size] = piece[:-1], piece[1:]
             segments[at : at + size] = segment
             at += size
-        return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights.astype(np.float32)}
+        return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights}
 
 
 def cut(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

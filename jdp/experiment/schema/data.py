@@ -31,25 +31,31 @@ class Data(Section):
     name: Annotated[str | None, AfterValidator(_data_name)] = None
     """A data set that the plug-in registers, whose fields may be given beside it, in place of source; none = source."""
     source: MaybeSource = "stdlib"
-    """Text: "stdlib" (Python's own library source), files, globs or directories (text, JSONL, parquet, Arrow; gzip or
-    zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
-    parquet, Arrow, .tar files as WebDataset writes them. Features of an MLP: an .npz, or images. "hf:NAME" or "hf:PATH"
-    is a data set of Hugging Face; "hf-stream:NAME:train[:100000]" is text that is fetched as it is tokenised, here its
-    first rows. Data in a bucket, such as s3://bucket/corpus, is downloaded once to a folder of the host, below
-    JDP_CACHE_DIR (~/.cache/jdp); tokens of 64 MiB of text or more are kept in files there. Paths are relative to the
-    experiment file, or when given on the command line to the working directory; "none" with [data.mixture.NAME]."""
+    """Text: "stdlib" (Python's own library source), files of text (.txt, .md, .rst, .py), globs or directories, or an
+    .npz of tokens. Images: "digits" (scikit-learn's), or an .npz. Features of an MLP: an .npz, or images. Everything
+    else is read by `datasets`: "hf:json:PATH", and parquet, csv, arrow, imagefolder, webdataset in its place; "hf:NAME"
+    of the hub; a split of it, "hf:imagefolder:PATH:train". "hf-stream:NAME:train[:100000]" is text that is fetched as
+    it is tokenised, here its first rows. Tokens of 64 MiB of text or more are kept in files below JDP_CACHE_DIR
+    (~/.cache/jdp). Paths are relative to the experiment file, or when given on the command line to the working
+    directory; "none" with [data.mixture.NAME]."""
     mixture: dict[str, Ingredient] = Field(default={})
     """Several texts, or sets of images of the same classes, mixed by weight, in place of source."""
     field: str | None = None
-    """Field, column or array that is learnt from, of a row of JSONL, parquet, Arrow or Hugging Face, or of an .npz, or
-    the ending of images in .tar files; none = the usual: "text" or "input_ids", the only images, "features"."""
+    """Column or array that is learnt from; none = the usual: "text", the only images, "features"."""
     label: str | None = None
-    """Column or array of the classes (images, features), or in .tar files their ending or their key in .json; none =
-    the usual: the only classes, "labels", .cls."""
+    """Column or array of the classes (images, features); none = the usual: the only classes, "labels"."""
+    ids: str | None = None
+    """Column or array of token ids, in place of text, such as "input_ids": of "hf:parquet:PATH" and its like, or of an
+    .npz. experiments/prepare/ makes them of text and of chats."""
+    weights: str | None = None
+    """Of rows of ids, the column of each token's weight as a target, 0 to 1, such as "loss_mask"; none = all count."""
+    labels: str | None = None
+    """Of rows of ids, in place of weights: the column of the ids again, and -100 where a token does not count."""
+    attention_mask: str | None = None
+    """Of rows of ids, the column that is 0 at padding, which is left out."""
     tokenizer: PathText = "bytes"
-    """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source, or an
-    address of these; or "none" where the rows of the source are lists of token ids. Not given: that of the folder of a
-    model "hf:FOLDER", else bytes."""
+    """"bytes", or a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source. Not
+    given: that of the folder of a model "hf:FOLDER", else bytes. Rows of ids were made by it."""
     packing: Literal["stream", "documents"] = "stream"
     """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
     length: Count = 0
@@ -95,15 +101,21 @@ class Data(Section):
         return self
 
     @property
+    def knows_text(self) -> bool:
+        """Whether the tokens are those of the tokenizer: not of an .npz, nor of ids where none is named."""
+        return self.tokenizer != BYTES if self.ids else not any(source.endswith(ARRAYS) for source in self.sources)
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Every source that is named, those of the mixture too."""
         given = [self.source, *(text.source for text in self.mixture.values())]
         return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
 
 
+BYTES, ARRAYS = "bytes", ".npz"
 OF_EVERY = ("name", "heldout_fraction", "shuffle")
 """The keys that a plug-in's data set has too."""
-OF_TEXT = ("tokenizer", "packing", "length")
+OF_TEXT = ("ids", "weights", "labels", "attention_mask", "tokenizer", "packing", "length")
 """The keys that text alone has."""
 DATASETS = Table("data", reserved=(*OF_EVERY, "source", "mixture"))
 

@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 from jdp.base.hints import nearest
 from jdp.base.shorten import cut
 from jdp.experiment.schema.data import Data, EvalSet
-from jdp.experiment.schema.fields import NONE, Section
+from jdp.experiment.schema.fields import Section
 from jdp.experiment.schema.model import Model
 from jdp.experiment.schema.optimizer import LOSSES, LossTable
 from jdp.experiment.schema.train import Train
@@ -118,8 +118,9 @@ def _evaluate(experiment: File) -> Iterator[str]:
         return
     if given.tops and not isinstance(experiment.model.config, GPTConfig):
         yield f"evaluate.metrics has accuracies, and a plug-in's model, {name!r}, gives no logits: remove them"
-    sources = (*experiment.data.sources, *(word for table in experiment.eval.values() for word in _several(table)))
-    if BITS_PER_BYTE in given.metrics and (experiment.data.tokenizer == NONE or any(map(_is_array, sources))):
+    evaluated = (word for table in experiment.eval.values() for word in _several(table))
+    arrays = not experiment.data.ids and any(map(_is_array, evaluated))
+    if BITS_PER_BYTE in given.metrics and (arrays or not experiment.data.knows_text):
         yield f'evaluate.metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
 
 

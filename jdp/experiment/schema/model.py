@@ -6,6 +6,7 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, ConfigDict
 
 from jdp.base.notices import notice_anywhere
+from jdp.base.user_path import user_path
 from jdp.experiment.schema.fields import NONE, Section
 from jdp.experiment.schema.registered import Entry, Table, section
 from jdp.models.configs.gpt import GPTConfig
@@ -39,9 +40,8 @@ def model_entry(name: str) -> Entry:
     if not name.startswith(HF):
         return MODELS.entries[name]
     from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf  # late: Orbax takes a second
-    from jdp.data.sources.in_bucket import local_path
 
-    return _own(HF, gpt_config_from_hf(local_path(name.removeprefix(HF), only=lambda file: file == "config.json")))
+    return _own(HF, gpt_config_from_hf(user_path(name.removeprefix(HF))))
 
 
 def _model_name(name: str) -> str:
@@ -107,9 +107,7 @@ def take_tokenizer(table: dict[str, Any]) -> None:
 
 
 def _has_tokenizer(folder: str) -> bool:
-    from jdp.data.sources.in_bucket import local_path  # late: `--help` needs none of it
-
     try:
-        return (local_path(folder, only=lambda file: file == TOKENIZER) / TOKENIZER).is_file()
+        return (user_path(folder) / TOKENIZER).is_file()
     except (ValueError, OSError):  # what is wrong with the folder is reported where the model is read
         return False
