@@ -231,7 +231,6 @@ REST = {
     "foresight/test_ci_workflow.py::test_for_described_gpus_moved_lines_are_equal": "",
     "foresight/test_ci_workflow.py::test_the_first_pull_request_has_nothing_to_compare_with": "",
     "foresight/test_any_step.py::test_jdps_gradient_in_a_users_jit": "manual",
-    "run/test_remote_weights.py::test_a_hugging_face_model_is_all_behind_an_address": "",
     "foresight/test_axes.py::test_the_smallest_cluster_is_compiled_with_the_size_below": "",
     "foresight/test_axes.py::test_tuning_goes_on_from_other_meshes": "",
     "foresight/test_foresee.py::test_the_largest_batch_is_found": "",

@@ -171,9 +171,9 @@ def image_data(
 
     Args:
         source: "digits" is scikit-learn's 1,797 of 8x8x1, values up to 16. An .npz has "images" uint8 and "labels".
-            `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH", "hf:arrow:PATH",
-            "hf:webdataset:PATH" (.tar files of KEY.jpg and KEY.cls), and "hf:NAME" or "hf:OWNER/NAME/CONFIG" of the
-            hub. Of several splits one is named: "hf:imagefolder:PATH:train".
+            `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH" and "hf:arrow:PATH".
+            It also reads "hf:webdataset:PATH" (.tar files), and "hf:NAME" of the hub. Of several splits one is named:
+            "hf:imagefolder:PATH:train".
         size: of every image, in pixels: its largest centred part of these proportions is resized (bilinear,
             antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
             of one size. A file's EXIF rotation is not applied.

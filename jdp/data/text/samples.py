@@ -206,10 +206,9 @@ def text_data(
     """Read text and make samples of it.
 
     Args:
-        source: "stdlib", files of text (.txt, .md, .rst, .py), globs, directories, or what `datasets` reads:
-            "hf:json:PATH", "hf:parquet:PATH", "hf:csv:PATH", "hf:arrow:PATH", "hf:NAME", "hf-stream:NAME:train".
-            "stdlib" is the source text of Python's own standard library, about 12 MB, different in each version of
-            Python. With `ids` also .npz files.
+        source: "stdlib", files of text (.txt, .md, .rst, .py), globs or directories. `datasets` reads others, such as
+            "hf:json:PATH", "hf:parquet:PATH", "hf:NAME" and "hf-stream:NAME:train". "stdlib" is the source text of
+            Python's own standard library, about 12 MB, different in each version of Python. With `ids` also .npz files.
         length: targets in a sample.
         heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
         field: the column of text in rows.
