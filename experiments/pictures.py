@@ -10,7 +10,8 @@ the reader's setting, light or dark.
 The second writes FOLDER/train and FOLDER/val, each with a folder for each of four classes of JPEG files: stripes that
 lie or stand, a chessboard, noise; of random colours, sizes and periods. Train as ImageNet:
 
-    jdp train experiments/imagenet_vit.toml --data.source FOLDER --model.classes 4
+    jdp train experiments/imagenet_vit.toml --data.source hf:imagefolder:FOLDER:train \\
+        --data.heldout hf:imagefolder:FOLDER:validation --model.classes 4
 """
 
 import argparse

@@ -30,6 +30,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "JDP_CACHE_DIR" not in os.environ:  # workers share the one that pytest itself makes
     os.environ["JDP_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdp-tests-")
     atexit.register(shutil.rmtree, os.environ["JDP_CACHE_DIR"], ignore_errors=True)
+    os.environ["HF_HOME"] = f"{os.environ['JDP_CACHE_DIR']}/hf"  # what `datasets` keeps
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # in programs of tests too
 
 if not Path("/proc/driver/nvidia").exists():  # where there is a GPU, programs run on it
     assembler.stand_in(Path(os.environ["JDP_CACHE_DIR"], "assembler"))

@@ -25,39 +25,6 @@ def llama(tmp_path):
     return {}
 
 
-@pytest.fixture
-def chat_llama(tmp_path):
-    """`llama/`, a small Llama with a chat template, and `chats.jsonl`: 120 questions, each with its only answer."""
-    write_chat_llama(tmp_path / "llama")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is one more than {number}?"},
-                {"role": "assistant", "content": f"It is {number + 1}."},
-            ]
-        }
-        for number in range(120)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return {}
-
-
-@pytest.fixture
-def preference_llama(tmp_path):
-    """`llama/`, as `chat_llama` has it, and `pairs.jsonl`: 120 questions, each with a good and a bad answer."""
-    write_chat_llama(tmp_path / "llama")
-    rows = [
-        {
-            "prompt": f"What is one more than {number}?",
-            "chosen": f"It is {number + 1}.",
-            "rejected": f"One says {number + 1}.",
-        }
-        for number in range(120)
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return {}
-
-
 def write_chat_llama(folder):
     """Write a small Llama with random weights, and a tokenizer with `CHAT_TEMPLATE`."""
     write_llama(folder, ["<|im_start|>", "<|im_end|>"], ["one more than is assistant user"])

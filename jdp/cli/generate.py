@@ -48,8 +48,6 @@ class Options:
     """Of these, draw among the likeliest that together have the probability P. Default: among all."""
     seed: int = 0
     """Where the draws start: with the same seed a prompt has the same text."""
-    chat: bool = False
-    """Prompts are a user's messages: the tokenizer's chat template leads to the answer. A run on chats has it so."""
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
     """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
@@ -80,14 +78,13 @@ def run(arguments: list[str]) -> int:
                 options.model,
                 options.run_dir,
                 step=options.step,
-                chat=options.chat,
                 plugin=options.plugin,
                 tokenizer=options.tokenizer,
             )
         except PathError as error:
             raise UsageError(f"RUN: {error}") from None
         draw = Draw.checked(found.config.vocab_size, options.temperature, options.top_k, options.top_p)
-        encoded = [found.prompt(prompt).tolist() for prompt in prompts]
+        encoded = [found.tokenizer.encode(prompt).tolist() for prompt in prompts]
         length = _length(options.length, encoded, found)
 
         import jax
@@ -102,7 +99,7 @@ def run(arguments: list[str]) -> int:
     key = jax.random.fold_in(jax.random.key(options.seed), 2)  # that of a run's [sample], so with its draws
     for prompt, tokens in zip(prompts, encoded, strict=True):
         drawn = stream(model, tokens, length=length, draw=draw, rng=key, longest=longest)
-        texts.append(_written(prompt + "\n" * found.chat, tokens, drawn, found.tokenizer, quiet=options.json))
+        texts.append(_written(prompt, tokens, drawn, found.tokenizer, quiet=options.json))
     if options.json:
         print(as_json.dumps({"model": found.name, "texts": texts}))
     return 0

@@ -26,7 +26,7 @@ class Options:
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """Name of the run, and of the file in the working directory."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SHIPPED")] = "quickstart"
-    """The experiment that jdp ships to start from: continue_pretraining, digits_resnet, dpo, finetune_hf_llama,
+    """The experiment that jdp ships to start from: continue_pretraining, digits_resnet, finetune_hf_llama,
     finetune_lora, gpt2_124m, gpt_1b, hsdp, imagenet_resnet50, imagenet_vit, llama_8b_zero3, quickstart,
     quickstart_muon, sft_chat, tensor_parallel."""
 

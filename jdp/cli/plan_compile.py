@@ -30,9 +30,8 @@ def compile_plans(options: Options, overrides: dict[str, str], targets: Sequence
     experiment = load(options.file, overrides)
     choose_target_platform(targets, experiment.devices)
 
-    from jdp.base.disk_cache import Cache
     from jdp.cli.terminal import Progress
-    from jdp.experiment.plan import candidates_of, described_batch, with_hosts, with_phases
+    from jdp.experiment.plan import candidates_of, described_batch, with_hosts
     from jdp.foresight.foresee import make_plan_report
     from jdp.foresight.targets.this_machine import target_of
 
@@ -46,8 +45,7 @@ def compile_plans(options: Options, overrides: dict[str, str], targets: Sequence
     for target, tried in zip(resolved, candidates, strict=True):
         with Progress() as progress:
             report = make_plan_report(tried, target, cache=not options.no_cache, progress=progress.compiling)
-        report = with_hosts(report, experiment, tried, target, hosts)
-        reports.append(with_phases(report, experiment, target, Cache.usual(not options.no_cache)))
+        reports.append(with_hosts(report, experiment, tried, target, hosts))
     if all(estimate.error is not None for report in reports for estimate in report.estimates):
         raise UsageError("\n".join(dict.fromkeys(note for report in reports for note in report.notes)))
     model = f"{experiment.model.name or experiment.model.make}, {experiment.precision}"

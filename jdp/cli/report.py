@@ -102,7 +102,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"]:
     """Return each run as recorded, with its compiled step or the reason why there is none."""
-    from jdp.cli.found import read_found
     from jdp.cli.terminal import Progress
     from jdp.report.run_page import Run
 
@@ -121,12 +120,10 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
                 except Exception as error:  # whatever it is, the page has all the rest
                     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                     missing[name] = f"The step was not compiled: {kind}{cut(' '.join(str(error).split()), 600)}"
-    found = {name: read_found(each.folder, each.notes) for name, each in recorded.items()}
     return [
         Run(
             name,
             **{field.name: getattr(each, field.name) for field in fields(each) if field.name != "folder"},
-            found=found[name],
             step=steps.get(name),
             no_step=missing[name],
         )

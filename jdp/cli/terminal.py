@@ -86,8 +86,4 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
     print()
     show_table("Traffic and time (simulated)", report.speed_headings, report.speed_table(), marked=marked)
     print()
-    if report.phases:
-        title = f"Phases of the run, {(report.choice or report.estimates[0]).name}"
-        show_table(title, report.phase_headings, [phase.cells for phase in report.phases])
-        print()
     print(*report.sentences, sep="\n")

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from numpy.typing import NDArray
 
-from jdp.base.bucket import place_of
 from jdp.base.notices import shown
 from jdp.base.read_toml import parse
-from jdp.base.user_path import address_of
+from jdp.base.user_path import address_of, user_path
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
@@ -34,14 +30,11 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
 from jdp.core.types import Device
-from jdp.data.sources.in_bucket import local_copy
-from jdp.data.text.chat import with_template
-from jdp.data.text.tokenizers import BESIDE, Tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
+from jdp.data.text.tokenizers import Tokenizer, open_tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
-from jdp.experiment.schema.data import TEMPLATED
-from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
+from jdp.experiment.schema.experiment import NONE, Experiment
 from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
@@ -49,7 +42,6 @@ from jdp.run.initial_weights import names_of
 from jdp.run.read_folder import find_run
 
 BEST = "best"
-_OF_EXPORT = (CONFIG, TOKENIZER, *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -59,28 +51,18 @@ class TextModel:
     Attributes:
         config: the model's.
         tokenizer: turns text into its tokens, and back; its separator ends a text.
-        prompt: turns a prompt into tokens, int32 [n]; of a chat a user's message, ready for the answer.
-        chat: whether it is one.
         name: of the folder and the step, for people.
         load: reads the weights onto a device.
     """
 
     config: GPTConfig
     tokenizer: Tokenizer
-    prompt: Callable[[str], NDArray[Any]]
-    chat: bool
     name: str
     load: Callable[[Device], GPT]
 
 
 def find_model(
-    given: str,
-    runs: Path,
-    *,
-    step: str | None = None,
-    chat: bool = False,
-    plugin: str | None = None,
-    tokenizer: str | None = None,
+    given: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
 ) -> TextModel:
     """Return the model of a run, or of an export, without its weights.
 
@@ -88,7 +70,6 @@ def find_model(
         given: the folder of a run or of an export, or its address; or the name of a run in `runs`.
         runs: the folder of runs, or its address.
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
-        chat: prompts are a user's messages, as they always are for a run on chats.
         plugin: the plug-in of a run that has one.
         tokenizer: of a run, where its tokenizer is now; None: where it was.
 
@@ -98,7 +79,7 @@ def find_model(
     folder = _export(given)
     if folder is None:
         changed = {"plugin": plugin, "data.tokenizer": tokenizer}
-        return _of_run(given, runs, step, chat, {key: value for key, value in changed.items() if value is not None})
+        return _of_run(given, runs, step, {key: value for key, value in changed.items() if value is not None})
     if step is not None:
         raise ExperimentError(f"an export has one model; given {folder} and step {step}: name the run, or no step")
     if not (folder / TOKENIZER).is_file():
@@ -107,19 +88,15 @@ def find_model(
         )
     config = _on_any_device(gpt_config_from_hf(folder))
     name, opened = shown(str(folder)), open_tokenizer(str(folder))
-    prompt = with_template(opened, None, None).prompt if chat else opened.encode
-    return TextModel(config, opened, prompt, chat, name, lambda device: _imported(folder, config, device))
+    return TextModel(config, opened, name, lambda device: _imported(folder, config, device))
 
 
 def _export(given: str) -> Path | None:
-    """Return the folder of an export, from an address a copy; None if it is a run, or nothing."""
-    place = place_of(given)
-    if isinstance(place, Path):
-        return place if (place / CONFIG).is_file() and not (place / FILE).exists() else None
-    if CONFIG not in place.matching("*"):
+    """Return the folder of an export; None if it is a run, or nothing."""
+    if address_of(given):
         return None
-    weights = (files.SUFFIX, f"{files.SUFFIX}.index.json")
-    return local_copy(place, only=lambda name: name in _OF_EXPORT or name.endswith(weights))
+    folder = user_path(given)
+    return folder if (folder / CONFIG).is_file() and not (folder / FILE).exists() else None
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
@@ -137,7 +114,7 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 # A run.
 
 
-def _of_run(given: str, runs: Path, step: str | None, chat: bool, changed: Mapping[str, str]) -> TextModel:
+def _of_run(given: str, runs: Path, step: str | None, changed: Mapping[str, str]) -> TextModel:
     folder, bucket = find_run(given, runs), address_of(runs)
     place = address_of(given) or (f"{bucket}/{given}" if bucket and len(Path(given).parts) == 1 else str(folder))
     experiment = _experiment(folder, place, changed)
@@ -151,10 +128,8 @@ def _of_run(given: str, runs: Path, step: str | None, chat: bool, changed: Mappi
         raise ExperimentError(f'--step must be a checkpoint of {place}, {there}, or "{BEST}"; given {chosen}')
     path = place if chosen is None else f"{place}/{CHECKPOINTS}/{chosen}"
     name = f"{place}, step {chosen or saved[-1]}"
-    data, tokenizer = experiment.data, _opened(experiment.data.tokenizer)
-    chat, day = chat or data.format in TEMPLATED, data.chat_date and date.fromisoformat(data.chat_date)
-    prompt = with_template(tokenizer, data.chat_template, day or None).prompt if chat else tokenizer.encode
-    return TextModel(config, tokenizer, prompt, chat, name, lambda device: _restored(path, experiment, config, device))
+    tokenizer = _opened(experiment.data.tokenizer)
+    return TextModel(config, tokenizer, name, lambda device: _restored(path, experiment, config, device))
 
 
 def _opened(name: str) -> Tokenizer:
@@ -180,7 +155,7 @@ def _experiment(folder: Path, name: str, changed: Mapping[str, str]) -> Experime
         raise ExperimentError(f"{rule} {experiment.model.chosen}: name another run")
     if experiment.kind != "text":
         raise ExperimentError(f"{rule} data.make = {data.make!r}, whose tokens only it knows: export it")
-    if data.tokenizer == NONE or any(source.endswith(ARRAYS) for source in data.sources):
+    if not data.knows_text:
         raise ExperimentError(
             f'{rule} token ids, and no tokenizer: export it (train.export = "hf"), and put the {TOKENIZER} that made '
             "them beside the weights"

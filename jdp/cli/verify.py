@@ -34,18 +34,13 @@ def _verify(options: Options, overrides: dict[str, str]) -> "Report":
     experiment = load(options.file, overrides)
     choose_target_platform([options.target], experiment.devices)
 
-    from jdp.base.notices import notice
     from jdp.cli.terminal import Progress
     from jdp.experiment.assembly import Assembly
-    from jdp.experiment.phases import phases
-    from jdp.experiment.plan import described_batch
     from jdp.foresight.targets.this_machine import target_of
     from jdp.foresight.verify import verify
 
     target = target_of(options.target)
     assembly = Assembly.on_devices(experiment, list(target.devices))
-    if len(phases(experiment)) > 1:
-        notice(f"batches change during the run: the largest is verified, {described_batch(assembly.abstract_batch())}")
     step, state, batch = assembly.train_step, assembly.abstract_state(), assembly.abstract_batch()
     with Progress() as progress:
         progress.compiling(0, 1, f"{experiment.strategy} for {target}")

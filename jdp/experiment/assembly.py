@@ -20,7 +20,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jdp.base.by_step import ByStep
 from jdp.base.shorten import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
@@ -37,19 +36,9 @@ from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import (
-    ROW,
-    Measured,
-    dpo_loss,
-    features_loss,
-    image_loss,
-    reference_loss,
-    text_loss,
-    text_scores,
-)
+from jdp.experiment.losses import features_loss, image_loss, text_loss, text_scores
 from jdp.experiment.make import function_of
 from jdp.experiment.optimizer import learning_rate, optimizer
-from jdp.experiment.phases import batch_shapes, in_rows, largest, lengths, phases
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
@@ -116,7 +105,7 @@ class Assembly:
         Raises ExperimentError for a GPT of bytes with a vocabulary below 256, and for "cudnn" attention without GPUs.
         """
         config, data = self.experiment.model.config, self.experiment.data
-        bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
+        bytes_are_read = data.tokenizer == "bytes" and data.knows_text
         if self.experiment.kind == "text" and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
                 f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}: "
@@ -135,24 +124,16 @@ class Assembly:
         table, kind = self.experiment.loss, self.experiment.model.kind
         if table.make is not None:
             return functools.partial(function_of(table.make), **table.keywords)
-        if table.name == "dpo":
-            return functools.partial(dpo_loss, beta=table.beta, smoothing=table.label_smoothing)
         assert kind is not None  # the schema asks for a loss then
         return {"text": text_loss, "images": image_loss, "features": features_loss}[kind]
-
-    @cached_property
-    def measured(self) -> Measured:
-        """What evaluations measure beside the loss: [evaluate]."""
-        table = self.experiment.evaluate
-        return Measured(table.tops, self.eval_batch_size if table.documents or table.confusion else 0)
 
     @property
     def eval_loss(self) -> LossFn:
         """The loss function of the evaluations."""
-        if not (measured := self.measured):
+        if not (tops := self.experiment.evaluate.tops):
             return self.loss
         of_kind = {"text": text_scores, "images": image_loss, "features": features_loss}[self.experiment.kind]
-        return functools.partial(of_kind, measured=measured)
+        return functools.partial(of_kind, tops=tops)
 
     @cached_property
     def data(self) -> Any:
@@ -164,22 +145,23 @@ class Assembly:
         """The data sets that are evaluated, by the prefix of their metrics: "eval", "eval_NAME"."""
         return open_eval_sets(self.experiment, self.data)
 
-    def train_batches(self, start: int, rows: Callable[[int], Sequence[int]] | None = None) -> Iterable[NumpyBatch]:
+    def train_batches(self, start: int, rows: Sequence[int] | None = None) -> Iterable[NumpyBatch]:
         """Return these rows of the batches to train on, from the one of step `start` on; None: all rows."""
         given = self.experiment
         return global_batches(
-            in_rows(given, self.data.train),
-            batch_size=given.train.sizes,
+            self.data.train,
+            batch_size=given.train.batch_size,
             seed=given.seed,
             rows=rows,
             start=start,
-            shuffle=given.data.shuffle or lengths(given).changes,
+            shuffle=given.data.shuffle,
             threads=self._threads,
         )
 
     def train_feed(self, start: int) -> Feed:
         """Return the global batches to train on, from the one of step `start` on, on the devices, read ahead."""
-        return shard_batches(self.train_batches(start, functools.partial(process_rows, self.plan)), self.plan)
+        rows = process_rows(self.plan, self.experiment.train.batch_size)
+        return shard_batches(self.train_batches(start, rows), self.plan)
 
     def feed(
         self,
@@ -190,13 +172,9 @@ class Assembly:
         start: int = 0,
         epochs: int | None = None,
         most: int | None = None,
-        numbered: bool = False,
     ) -> Feed:
-        """Return global batches of `source` on the devices, all of one size, read ahead.
-
-        With `numbered` they have the numbers of their rows.
-        """
-        size = self.eval_batch_size
+        """Return global batches of `source` on the devices, read ahead."""
+        size = self.experiment.train.batch_size
         rows = process_rows(self.plan, size)
         batches = global_batches(
             source,
@@ -208,13 +186,7 @@ class Assembly:
             epochs=epochs,
             threads=self._threads,
         )
-        numbers = {ROW: np.array(rows, np.int32)} if numbered else {}
-        return shard_batches(({**batch, **numbers} for batch in itertools.islice(batches, most)), self.plan)
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples of every batch of an evaluation: the most of the batches of the longest samples that train."""
-        return max((length, rows) for rows, length in batch_shapes(self.experiment).values)[1]
+        return shard_batches(itertools.islice(batches, most), self.plan)
 
     @property
     def _threads(self) -> int:
@@ -272,28 +244,10 @@ class Assembly:
         """The unit of speed: "tokens" or "examples"."""
         return "tokens" if self.experiment.kind == "text" else "examples"
 
-    @cached_property
-    def units_per_step(self) -> ByStep[int]:
-        """Tokens, or examples, of a global batch, by step."""
-        answers = 2 if self.learns_preferences else 1
-        return batch_shapes(self.experiment).map(lambda shape: answers * math.prod(shape))
-
-    def scheduled(self, step: int) -> dict[str, float]:
-        """Return the metrics of what changes during the run: values of a step, counted from 1, and the units so far."""
-        given, mixture = self.experiment, self.experiment.data.mixture
-        changing = {"batch_size": given.train.sizes, "length": lengths(given)}
-        row: dict[str, float] = {name: by.at(step - 1) for name, by in changing.items() if by.changes}
-        row |= {f"{self.unit}_seen": self.units_per_step.total(step)} if row else {}
-        weights = {name: ByStep[float].of(part.weight) for name, part in mixture.items()}
-        if any(weight.changes for weight in weights.values()):
-            now = {name: weight.at(step - 1) for name, weight in weights.items()}
-            row |= {f"share_{name}": weight / sum(now.values()) for name, weight in now.items()}
-        return row
-
     @property
-    def learns_preferences(self) -> bool:
-        """Whether a row of a batch is a pair of answers."""
-        return self.experiment.data.format == "preferences"
+    def units_per_step(self) -> int:
+        """Tokens, or examples, of a global batch."""
+        return self.experiment.train.batch_size * (self.experiment.data.length if self.unit == "tokens" else 1)
 
     def state(self) -> TrainState:
         """Make a fresh state, sharded as the plan says."""
@@ -312,25 +266,22 @@ class Assembly:
         given, own = self.experiment, isinstance(self.config, ModelConfig)  # a user's model must be traced first
         count = parameter_lower_bound(self.config) if own else 0
         check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
-        check_batch(self.abstract_batch(), largest(given).train.sizes.at(0))
+        check_batch(self.abstract_batch(), given.train.batch_size)
         check_state(self.abstract_state(), self.mesh, given.strategy)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with its averaged parameters (`optimizer.ema_decay`), or unchanged if it has none."""
         return state if self.experiment.optimizer.ema_decay is None else ema_params(state)
 
-    def abstract_batch(self, phase: Experiment | None = None) -> Batch:
-        """Return the shapes, dtypes and shardings of a global batch: a phase's, or the largest."""
-        (rows, tokens), config = batch_shapes(phase or largest(self.experiment)).at(0), self.config
+    def abstract_batch(self) -> Batch:
+        """Return the shapes, dtypes and shardings of a global batch."""
+        rows, config = self.experiment.train.batch_size, self.config
         if self.experiment.kind == "own":
             shapes = {name: ((rows, *array.shape), array.dtype) for name, array in self.data.first.items()}
         elif self.experiment.kind == "text":
             names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
-            length = (rows, tokens)
-            if self.learns_preferences:
-                names, length = names[:2], (rows, 2, tokens)
+            length = (rows, self.experiment.data.length)
             shapes = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
-            shapes |= {"reference": ((rows, 2), "float32")} if self.learns_preferences else {}
         else:
             is_image = self.experiment.kind == "images"
             inputs = (config.image_size, config.image_size, config.channels) if is_image else (config.features_in,)
@@ -362,24 +313,14 @@ class Assembly:
         return Inspection(self.train_step)
 
     @cached_property
-    def seconds_at_peak(self) -> ByStep[float] | None:
-        """Seconds that a training step would take at the devices' peak, by step; None where that is not known."""
-        parts = phases(self.experiment)
-        batches = [self.abstract_batch(part.experiment) for part in parts]
-        found = [seconds_at_peak(self.train_step, self.abstract_state(), batch) for batch in batches]
-        seconds = [each for each in found if each is not None]
-        return ByStep(tuple(part.start for part in parts), tuple(seconds)) if len(seconds) == len(parts) else None
+    def seconds_at_peak(self) -> float | None:
+        """Seconds that a training step would take at the devices' peak; None where that is not known."""
+        return seconds_at_peak(self.train_step, self.abstract_state(), self.abstract_batch())
 
     @cached_property
     def eval_step(self) -> Step:
         """The evaluation step: means of the metrics over a batch, and their weight."""
         return make_eval_step(self.eval_loss, self.plan, **self._step_options)
-
-    @cached_property
-    def reference_step(self) -> Step:
-        """The step that computes the log-probabilities of a batch of pairs."""
-        loss = functools.partial(reference_loss, self.eval_batch_size)
-        return make_eval_step(loss, self.plan, **self._step_options)
 
     @property
     def precision(self) -> Precision:

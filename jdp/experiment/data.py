@@ -12,9 +12,7 @@ Only the training side of [data] is augmented.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from typing import Any
 
@@ -27,9 +25,9 @@ from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.made_data import made_data
-from jdp.experiment.phases import samples_before
+from jdp.experiment.schema.data import ARRAYS
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE
-from jdp.experiment.schema.experiment import ARRAYS, Experiment
+from jdp.experiment.schema.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -90,21 +88,14 @@ def open_data(experiment: Experiment) -> Any:
         return made_data(given)
     if not given.mixture:
         return _augmented(_fitting(experiment, "data", _opened(experiment, given.source, given.field)), experiment)
-    parts: list[tuple[Any, float | Sequence[tuple[int, float]]]] = []
+    parts: list[tuple[Any, float]] = []
     for name, part in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
         opened = _opened(experiment, part.source, given.field if part.field is None else part.field)
         fitting = _fitting(experiment, f"data.mixture.{name}", opened)
         if parts:
             _check_same_classes(f"data.mixture.{name}", _classes(parts[0][0]), _classes(fitting))
-        parts.append((_augmented(fitting, experiment), _by_sample(experiment, part.weight)))
+        parts.append((_augmented(fitting, experiment), part.weight))
     return mixture(parts, seed=experiment.seed)
-
-
-def _by_sample(experiment: Experiment, weight: float | Sequence[tuple[int, float]]) -> Any:
-    """Return an ingredient's weights by the position of a sample in the run, in place of the step that reads it."""
-    if not isinstance(weight, Sequence):
-        return weight
-    return list({samples_before(experiment, step): value for step, value in weight}.items())  # the last of equal ones
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
@@ -130,17 +121,18 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
     given, kind = experiment.data, experiment.kind
     words = [source] if isinstance(source, str) else list(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
-    if kind == "text" and not is_arrays:
+    if kind == "text" and (given.ids or not is_arrays):
         return text_data(
             source if isinstance(source, str) else words,
-            length=given.longest,
+            length=given.length,
             heldout_fraction=given.heldout_fraction,
-            field=field,
-            tokenizer=given.tokenizer,
+            field=field or "text",
+            tokenizer=given.tokenizer if given.knows_text else None,
             packing=given.packing,
-            format=given.format,
-            chat_template=given.chat_template,
-            chat_date=None if given.chat_date is None else date.fromisoformat(given.chat_date),
+            ids=given.ids,
+            weights=given.weights,
+            labels=given.labels,
+            attention_mask=given.attention_mask,
             vocab_size=experiment.model.config.vocab_size,
         )
     if len(words) > 1:
@@ -150,7 +142,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
         )
     path = words[0]
     if kind == "text":
-        return array_data(path, heldout_fraction=given.heldout_fraction, length=given.longest)
+        return array_data(path, heldout_fraction=given.heldout_fraction, length=given.length)
     heldout = None if alone else given.heldout
     if kind == "features" and is_arrays and not _holds_images(path, field):
         return array_data(
@@ -190,7 +182,7 @@ def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
     if experiment.kind == "text":
         if isinstance(data, ArrayData):  # tokens of text were compared with the vocabulary when they were read
             check_tokens(data, config.vocab_size)
-            ((tokens,), length) = data.shape, experiment.data.longest
+            ((tokens,), length) = data.shape, experiment.data.length
             if tokens != length:
                 raise ExperimentError(
                     f"data.length must be the tokens of a sample, {tokens} in {key} ({data}); given {length}: set "

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from jdp.base.formatting import format_bytes
+from jdp.base.hub_source import HubSource
 from jdp.base.read_toml import check, parse
 from jdp.base.shorten import brief, cut
 from jdp.base.toml import toml_key, toml_value
@@ -30,7 +31,7 @@ from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
-HUB, STREAM = "hf:", "hf-stream:"
+HUB = "hf:"
 MOST_BYTES = 2**20
 """Of an experiment file: more is another file, named by mistake, and a million wrong keys take a minute to report."""
 NO_PATHS = ("stdlib", "digits", NONE)
@@ -130,11 +131,10 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
     """
     sizes = mesh_sizes(experiment.mesh, device_count)
     unit = BatchUnit({**batch_unit(sizes).factors, "train.accumulate": experiment.train.accumulate})
-    for size in experiment.train.sizes.values:
-        try:
-            unit.check(size, "train.batch_size")
-        except ValueError as error:
-            raise ExperimentError(str(error)) from None
+    try:
+        unit.check(experiment.train.batch_size, "train.batch_size")
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
     return sizes
 
 
@@ -187,15 +187,14 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make relative paths in the table start at `folder`: those of data, tokenizer, template, model and weights."""
+    """Make relative paths in the table start at `folder`: those of data, tokenizer, model and weights."""
     data = _table(table, "data")
     texts, sets = _table(data, "mixture"), _table(table, "eval")
     for named in (data, *texts.values(), *sets.values()):
         if isinstance(named, dict):
             _anchor(named, "source", folder, but=NO_PATHS)
-    _anchor(data, "tokenizer", folder, but=("bytes", NONE))
+    _anchor(data, "tokenizer", folder, but=("bytes",))
     _anchor(data, "heldout", folder, but=NO_PATHS)
-    _anchor(data, "chat_template", folder, but=(NONE,))
     _anchor(_table(table, "train"), "init_from", folder, but=(NONE,))
     model = _table(table, "model")
     name = model.get("name")
@@ -209,9 +208,8 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
     def anchored(path: Any) -> Any:
         if not isinstance(path, str) or path in ("", *but):
             return path
-        if path.startswith((HUB, STREAM)):  # a name on the hub, unless it is plainly a path
-            hub, _, name = path.partition(":")
-            return f"{hub}:{anchored(name)}" if name.startswith((".", "~")) else path
+        if hub := HubSource.of(path):
+            return hub.at(anchored) if hub.is_path else path
         try:
             return str((folder / user_path(path)).absolute())
         except PathError:  # the schema reports it, with its key

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jdp.base.by_step import ByStep
 from jdp.base.shorten import cut
 from jdp.core.update.ema import with_ema
 from jdp.core.update.schedules import scaled_lr, warmup
@@ -25,18 +23,13 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.models import GPTConfig, ViTConfig
 
 
-def peak_rates(experiment: Experiment) -> ByStep[float]:
-    """Return the learning rate after the warm-up: `lr`, scaled to the batch size of the step by `lr_scaling`."""
-    chosen, sizes = experiment.optimizer, experiment.train.sizes
-    rule, base = chosen.lr_scaling, chosen.base_batch_size
-    if rule == "none" or base is None:
-        return ByStep((0,), (chosen.lr,))
-    return sizes.map(lambda batch: scaled_lr(chosen.lr, base_batch=base, batch=batch, rule=rule))
-
-
 def peak_rate(experiment: Experiment) -> float:
-    """Return the highest of the `peak_rates`."""
-    return max(peak_rates(experiment).values)
+    """Return the learning rate after the warm-up: `lr`, scaled to the batch size by `lr_scaling`."""
+    chosen = experiment.optimizer
+    if chosen.lr_scaling == "none" or chosen.base_batch_size is None:
+        return chosen.lr
+    batch = experiment.train.batch_size
+    return scaled_lr(chosen.lr, base_batch=chosen.base_batch_size, batch=batch, rule=chosen.lr_scaling)
 
 
 def learning_rate(experiment: Experiment) -> optax.Schedule:
@@ -44,31 +37,17 @@ def learning_rate(experiment: Experiment) -> optax.Schedule:
 
     It rises over the warm-up (`jdp.warmup`), whose last step has the peak. Then it is constant, or falls to
     `final_lr_fraction` of the peak at the end of the run: linearly, or as half a cosine (arXiv:1608.03983, eq. 5,
-    without restarts). Steps are global: accumulation and device count do not change them. Where the batch size changes,
-    all of it is scaled by `lr_scaling` from that step on.
+    without restarts). Steps are global: accumulation and device count do not change them.
     """
-    settings, peaks = experiment.optimizer, peak_rates(experiment)
-    steps, peak = max(experiment.train.steps - settings.warmup_steps, 1), peaks.values[0]
+    settings, peak = experiment.optimizer, peak_rate(experiment)
+    steps = max(experiment.train.steps - settings.warmup_steps, 1)
     if settings.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, steps, alpha=settings.final_lr_fraction)
     elif settings.schedule == "linear":
         after = optax.linear_schedule(peak, peak * settings.final_lr_fraction, steps)
     else:
         after = optax.constant_schedule(peak)
-    rate = warmup(after, settings.warmup_steps)
-    return _scaled(rate, peaks.map(lambda each: each / peak)) if peaks.changes else rate
-
-
-def _scaled(rate: optax.Schedule, factors: ByStep[float]) -> optax.Schedule:
-    """Return a rate times a factor that changes at steps."""
-
-    def scaled(count: Any) -> Any:
-        factor: Any = factors.values[0]
-        for start, value in zip(factors.starts[1:], factors.values[1:], strict=True):
-            factor = jnp.where(jnp.asarray(count) >= start, value, factor)
-        return rate(count) * factor
-
-    return scaled
+    return warmup(after, settings.warmup_steps)
 
 
 def optimizer(

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jdp.base.disk_cache import Cache
 from jdp.base.machine import memory_bytes
 from jdp.checkpoint.format.content import stored_form
 from jdp.checkpoint.format.trees import Content
 from jdp.checkpoint.memory.layout import layout
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.phases import phases
 from jdp.experiment.schema.experiment import Experiment
-from jdp.foresight.forecast import PhasePlan, PlanReport
-from jdp.foresight.foresee import candidates, count_batch, estimate
+from jdp.foresight.forecast import PlanReport
+from jdp.foresight.foresee import candidates
 from jdp.foresight.memory.host import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
@@ -78,20 +76,3 @@ def with_hosts(
         for one, each in zip(tried, report.estimates, strict=True)
     )
     return replace(report, estimates=estimates)
-
-
-def with_phases(report: PlanReport, experiment: Experiment, target: Target, cache: Cache | None) -> PlanReport:
-    """Return a report with what each phase needs under its choice, or its first candidate, where batches change."""
-    chosen = report.choice or report.estimates[0]
-    parts = phases(experiment)
-    if len(parts) == 1:
-        return report
-    found: list[PhasePlan] = []
-    for part in parts:
-        [candidate] = candidates_of(
-            part.experiment, target, strategies=[chosen.strategy], accumulate=[chosen.accumulate]
-        )
-        own = estimate(candidate, target, tokens=count_batch(candidate.batch)[0], cache=cache)
-        found.append(PhasePlan(part.start, part.end, part.steps, described_batch(candidate.batch), own))
-    note = "batches change during the run: the candidates are for the largest"
-    return replace(report, phases=tuple(found), notes=(note, *report.notes))

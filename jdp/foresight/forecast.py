@@ -194,35 +194,6 @@ HOST = "host"
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
-PHASES = ("steps", "batch", "fits", "holds", "activations", "sends", "step", "tokens/s")
-
-
-@dataclass(frozen=True)
-class PhasePlan:
-    """Steps of a run whose batches have one size and length, as compiled for the candidate to take."""
-
-    start: int  # steps done before it
-    end: int  # steps done after it
-    steps: str  # which these are, in words
-    batch: str  # the global batch, in words
-    estimate: Estimate
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """A row under `PHASES`: per device and step."""
-        own, memory, report = self.estimate, self.estimate.memory, self.estimate.report
-        if memory is None or report is None:
-            held = ("did not compile", "", "")
-        else:
-            held = tuple(map(format_bytes, (memory.total, memory.activations, report.wire_bytes_per_device)))
-        _, _, step, _, speed = own.speed_cells
-        return (self.steps, self.batch, own.fits_in_words, *held, step, speed)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one of the `phases` that `jdp plan --json` prints."""
-        return {"start": self.start, "end": self.end, "batch": self.batch, **self.estimate.to_json()}
-
-
 @dataclass(frozen=True)
 class PlanReport:
     """Every candidate that was compiled, and which to take.
@@ -233,7 +204,6 @@ class PlanReport:
         estimates: one a candidate, in the order asked for.
         notes: assumptions and changes that the reader must know of.
         unit: what `Estimate.tokens` counts: "tokens", or "examples".
-        phases: what each phase needs, where batches change during the run; empty where they do not.
     """
 
     target: str
@@ -241,7 +211,6 @@ class PlanReport:
     estimates: tuple[Estimate, ...]
     notes: tuple[str, ...] = ()
     unit: str = "tokens"
-    phases: tuple[PhasePlan, ...] = ()
 
     @property
     def choice(self) -> Estimate | None:
@@ -315,11 +284,6 @@ class PlanReport:
         return [_speed_row(estimate) for estimate in self.estimates]
 
     @property
-    def phase_headings(self) -> tuple[str, ...]:
-        """`PHASES`, with what the batch is counted in."""
-        return tuple(heading.replace("tokens", self.unit) for heading in PHASES)
-
-    @property
     def sentences(self) -> list[str]:
         """What is printed below the tables: why, and the notes."""
         hosts = {each.name: each.host.words for each in self.estimates if each.host is not None}
@@ -338,8 +302,6 @@ class PlanReport:
             "",
             *align_columns([self.speed_headings, *self.speed_table()]),
         ]
-        if self.phases:
-            tables += ["", *align_columns([self.phase_headings, *(phase.cells for phase in self.phases)])]
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences])
 
     def to_json(self) -> dict[str, Any]:
@@ -352,7 +314,6 @@ class PlanReport:
             "choice_accumulate": None if self.choice is None else self.choice.accumulate,
             "why": " ".join(self.why),
             "notes": list(self.notes),
-            **({"phases": [phase.to_json() for phase in self.phases]} if self.phases else {}),
         }
 
 

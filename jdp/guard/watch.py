@@ -63,11 +63,6 @@ class Watch:
         self.flight.event("returned" if self.stepped else "resumed", step=step)
         self.deadline.says("waiting for data")
 
-    def compiles(self) -> None:
-        """Report that the next step compiles, as the first one does."""
-        self._first = True
-        self.deadline.compiles()
-
     def mark(self, part: str) -> None:
         """Report that a part of the step ended: "data", "dispatch" or "wait"."""
         now = time.perf_counter()

@@ -20,7 +20,7 @@ from flax import nnx
 
 from jdp.models.checks import require
 from jdp.models.configs.gpt import GPTConfig
-from jdp.models.losses import linear_log_probs, linear_next_token_loss
+from jdp.models.losses import linear_next_token_loss
 from jdp.models.modules import Linear, LoRA, dropout, product
 from jdp.models.transformer import (
     LayerConfig,
@@ -126,20 +126,6 @@ class GPT(nnx.Module):
         features = self.features(tokens, rng=rng, segments=segments)
         head = self.embed.tokens if self.head is None else self.head.kernel
         return linear_next_token_loss(features, head[...], targets, weights, tied=self.head is None)
-
-    def log_probs(self, tokens: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return each row's sum of the log-probabilities of its targets, weighted: [batch] float32.
-
-        Args:
-            tokens: [batch, length] integers; length at most `context`.
-            targets: [batch, length] integers. Those of weight zero may be any integer.
-            weights: [batch, length]; 0 for what does not count.
-
-        Raises:
-            ValueError: as for a call of the model.
-        """
-        head = self.embed.tokens if self.head is None else self.head.kernel
-        return linear_log_probs(self.features(tokens), head[...], targets, weights, tied=self.head is None)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Return logits [..., vocab_size] float32: products in x's dtype, summed in float32.

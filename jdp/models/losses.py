@@ -96,48 +96,6 @@ def linear_next_token_loss(
     return total, jnp.sum(weights)
 
 
-def linear_log_probs(
-    features: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    *,
-    tied: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> jax.Array:
-    """Return each row's sum of the log-probabilities of its targets, weighted: float32 [batch].
-
-    Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time, in
-    the backward pass once more.
-
-    Args:
-        features: [batch, length, width].
-        head: [width, vocab_size]; with `tied` the embedding's table, [vocab_size, width].
-        targets: [batch, length] integers. Those of weight zero may be any integer.
-        weights: [batch, length]; 0 for what does not count.
-        tied: which of its dimensions the head has first.
-        chunk_bytes: most bytes of float32 logits on a device.
-
-    >>> import jax, numpy as np
-    >>> features, head = np.ones((2, 3, 4), np.float32), np.zeros((4, 10), np.float32)
-    >>> jax.jit(linear_log_probs)(features, head, np.zeros((2, 3), int), np.ones((2, 3))).round(3).tolist()
-    [-6.908..., -6.908...]
-    """
-    batch, length, _ = features.shape
-    count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)
-    table = head.astype(jnp.float32)  # in which its gradients are summed over the chunks
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        x, its_targets, its_weights = chunk
-        each = nats(product(_FORWARD[tied], x, table.astype(head.dtype)), its_targets)
-        return total - jnp.sum(each * its_weights, axis=1), None
-
-    start, operands = jnp.sum(weights * 0, axis=1, dtype=jnp.float32), (features, targets, weights)
-    if count == 1:
-        return add(start, operands)[0]
-    return jax.lax.scan(jax.checkpoint(add), start, tuple(in_chunks(x, count, of_chunk) for x in operands))[0]
-
-
 def chunks(batch: int, length: int, vocabulary: int, chunk_bytes: int) -> tuple[int, int]:
     """Return the chunks of a row, and the positions of one, whose float32 logits fit `chunk_bytes` on a device."""
     rows = -(-rows_for_sizes(batch) // math.gcd(traced_shards(), batch))

@@ -33,9 +33,6 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
         Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
     ]
-    if forecast.phases:
-        rows = table(forecast.phase_headings, [phase.cells for phase in forecast.phases], words=("batch",))
-        sections.insert(2, Section("phases", "Phases of the run", rows))
     return page(title, sections, lead=f"{described} {lead}".strip())
 
 

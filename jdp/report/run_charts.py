@@ -11,16 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from jdp.report.curves import FEWEST_TO_SMOOTH, Chart, Curve, draw, smoothing
 from jdp.report.history import resumes
 from jdp.report.page import Markup, element, joined
 
 _SPEEDS = ("tokens_per_second", "examples_per_second")
-_SEEN = ("tokens_seen", "examples_seen")
 _DRAWN = {"loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", *_SPEEDS}
-_NOT_DRAWN = {"step", "time", "weight", "skipped", "step_seconds", "data_wait_seconds", "eval_bits_per_token", *_SEEN}
+_NOT_DRAWN = {"step", "time", "weight", "skipped", "step_seconds", "data_wait_seconds", "eval_bits_per_token"}
 _MOST_OTHERS = 24
 _APART = 100.0  # times another run's peak: a learning rate on a logarithmic axis
 
@@ -50,12 +47,6 @@ class Series:
         counts = [count for count in counts if math.isfinite(count) and count >= 0.5]
         return (float(round(statistics.median(counts))), name.removesuffix("_per_second")) if counts else None
 
-    @property
-    def seen(self) -> tuple[list[float], list[float]] | None:
-        """Steps, and the tokens or examples up to each, of a run whose batches change; None of any other."""
-        known = [(row["step"], row[name]) for name in _SEEN for row in self.rows if name in row]
-        return ([0.0, *(step for step, _ in known)], [0.0, *(count for _, count in known)]) if known else None
-
 
 def per_second(rows: Sequence[Mapping[str, float]]) -> str | None:
     """Return the name of the metric that has the speed; None if there is none."""
@@ -65,8 +56,7 @@ def per_second(rows: Sequence[Mapping[str, float]]) -> str | None:
 def learning(runs: Sequence[Series], legend: Markup) -> Markup:
     """Return the charts of losses, accuracies, the learning rate and the gradients' norm."""
     counts = [run.units_per_step for run in runs]
-    alike = counts and all(count == counts[0] for count in counts) and not any(run.seen for run in runs)
-    same = counts[0] if alike else None
+    same = counts[0] if counts and all(count == counts[0] for count in counts) else None
     moments = [(i, step) for i, run in enumerate(runs) for step in resumes(run.history)]
     loss = _chart(runs, "Loss", ("loss", "smoothed"), ("eval_loss", "points"), large=True, per_step=same)
     charts = [
@@ -78,7 +68,7 @@ def learning(runs: Sequence[Series], legend: Markup) -> Markup:
         ),
     ]
     if same is None and all(counts):
-        charts.append(_over_units(loss, runs, counts))
+        charts.append(_over_units(loss, counts))
     return _grid(charts, legend) or element("p", "No loss was logged.")
 
 
@@ -132,15 +122,10 @@ def _learning_rate(runs: Sequence[Series]) -> Chart:
     return replace(drawn, may_be_log=bool(peaks) and max(peaks) > _APART * min(peaks) > 0)
 
 
-def _over_units(loss: Chart, runs: Sequence[Series], counts: Sequence[tuple[float, str] | None]) -> Chart:
+def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
     """Return the losses over tokens or examples, for runs whose steps do not have as many."""
-
-    def counted(step: float, run: int, each: float) -> float:
-        seen = runs[run].seen
-        return step * each if seen is None else float(np.interp(step, *seen))
-
     moved = [
-        replace(curve, steps=[counted(step, curve.run, count[0]) for step in curve.steps])
+        replace(curve, steps=[step * count[0] for step in curve.steps])
         for curve in loss.curves
         if (count := counts[curve.run]) is not None
     ]

@@ -15,7 +15,7 @@ from jdp.base.formatting import format_bytes, format_percent, format_rate, forma
 from jdp.core.sharding.placement import Placement
 from jdp.foresight.forecast import Estimate
 from jdp.report.curves import swatch
-from jdp.report.evaluations import Found, confusion, data_sets, documents, samples
+from jdp.report.evaluations import data_sets, samples
 from jdp.report.history import happened, state
 from jdp.report.memory import memory_bars
 from jdp.report.page import Markup, Section, details, element, joined, page, paragraphs, table
@@ -51,7 +51,7 @@ class Run:
     notes: Sequence[str] = ()  # what was damaged or missing, a sentence each
     step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
     no_step: str = "The step was not compiled."  # why there is none, as a sentence
-    found: Found = field(default_factory=Found)  # by its newest evaluation, and its samples
+    samples: Sequence[Mapping[str, Any]] = ()  # rows with "step", "prompt" and "text"
     goodput: str | None = None  # the useful share of all its time, and where the rest went; None: not known
 
 
@@ -82,16 +82,13 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
 
 
 def _evaluated(runs: Sequence[Run]) -> list[Section]:
-    """Return the sections of what evaluations and samples found, without those that no run has."""
+    """Return the sections of evaluations and samples, without those that no run has."""
     several = len(runs) > 1
     sets = joined([data_sets(run.name if several else "", run.rows) for run in runs])
     sections = [Section("sets", "Evaluated data sets", sets)]
-    kinds = {"confusion": ("Confused classes", confusion), "documents": ("Documents", documents)}
-    kinds["samples"] = ("Samples", samples)
-    for anchor, (heading, draw) in kinds.items():
-        drawn = [(run.name, body) for run in runs if (body := draw(run.found))]
-        parts = [joined([*([element("h3", name)] if several else []), body]) for name, body in drawn]
-        sections.append(Section(anchor, heading, joined(parts)))
+    drawn = [(run.name, samples(run.samples)) for run in runs if run.samples]
+    parts = [joined([*([element("h3", name)] if several else []), body]) for name, body in drawn]
+    sections.append(Section("samples", "Samples", joined(parts)))
     return [section for section in sections if section.body]
 
 

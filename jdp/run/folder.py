@@ -47,8 +47,6 @@ LOCK = ".lock"
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 EXPORTED = f"{EXPORT}/jdp.json"
 """The mark of an export that a run made, with its step."""
-REFERENCE = "reference.npz"
-"""Log-probabilities under the initial weights, of preferences."""
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
@@ -66,11 +64,10 @@ MAY_CHANGE = {
         "model.attention",
         "model.remat",
     ),
-    "data.chat_date",  # the samples themselves are compared
 }
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
-PLACES = re.compile(r"name|data\.(source|heldout|tokenizer|chat_template)|data\.mixture\..*\.source")
+PLACES = re.compile(r"name|data\.(source|heldout|tokenizer)|data\.mixture\..*\.source")
 """Keys that may differ as well: the samples at these places are compared by their fingerprint."""
 INITIAL = ("train.init_from",)
 """Keys of weights that are read at a run's start alone: they may differ if nothing is left at the old path."""
@@ -180,8 +177,7 @@ def _is_unused(folder: Path) -> bool:
 def _files(folder: Path) -> list[Path]:
     """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
-    references = (folder / REFERENCE, folder / f"{REFERENCE}.new")
-    return [folder / NEW, folder / HISTORY, *references, *events, folder / FILE, folder / LOCK]
+    return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 
-from jdp.base.bucket import Remote, place_of
 from jdp.base.tree_paths import path_of
-from jdp.base.user_path import PathError
+from jdp.base.user_path import PathError, user_path
 from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
@@ -28,7 +27,6 @@ from jdp.core.plan import Plan
 from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import first_state
-from jdp.data.sources.in_bucket import fetch
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Train
 
@@ -49,18 +47,18 @@ class InitialWeights:
     """
 
     train: Train
-    place: Path | Remote
+    place: Path
 
     @staticmethod
     def of(train: Train) -> InitialWeights:
         """Return the weights that [train] names, which must be some."""
         assert train.init_from is not None
-        return InitialWeights(train, place_of(train.init_from))
+        return InitialWeights(train, user_path(train.init_from))
 
     def check(self, config: Any) -> None:
         """Check that the weights exist, and that the `config.json` beside each describes this model."""
         try:
-            path = _safetensors(self.place, weights=False)
+            path = _safetensors(self.place)
             keys = [] if path is None or self.train.init_names == "jdp" else differences(path, config)
         except (CheckpointError, PathError) as error:
             raise ExperimentError(f"train.init_from: {error}") from error
@@ -85,32 +83,14 @@ class InitialWeights:
         return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
 
 
-def _safetensors(place: Path | Remote, *, weights: bool = True) -> Path | None:
+def _safetensors(place: Path) -> Path | None:
     """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint."""
-    if isinstance(place, Path):
-        _check_there(place, place.exists())
-        return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
-    folder, _, name = place.address.rpartition("/")
-    if not name.endswith(SAFETENSORS):
-        folder, name = place.address, ""
-    remote = Remote(folder)
-    files = remote.matching("*")
-    whole = {name} if name else files.keys() & set(_IN_FOLDER)
-    _check_there(place.address, name in files if name else bool(files or remote.files()))
-    if not whole:
-        return None
-    shards = {file for file in files if not name and file.startswith("model") and file.endswith(SAFETENSORS)}
-    wanted = {CONFIG, *whole, *shards} if weights else {CONFIG}
-    parts = {file: stored for file, stored in files.items() if file in wanted}
-    return fetch(remote, parts) / name if parts else None
-
-
-def _check_there(given: str | Path, there: bool) -> None:
-    if not there:
+    if not place.exists():
         raise ExperimentError(
-            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {given}: "
+            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {place}: "
             "fix the path, or remove it"
         )
+    return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
 
 
 def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:

@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from datetime import date
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +19,21 @@ import jax
 
 from jdp.base.bucket import Remote
 from jdp.base.notices import notice, warn
-from jdp.base.read_toml import parse
 from jdp.checkpoint import CheckpointError, Checkpoints, RemoteCheckpoints
 from jdp.checkpoint.format.content import COMMITTED
-from jdp.core.cluster.barrier import from_first_process
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.data import TEMPLATED
 from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
 from jdp.run.export import check_free
-from jdp.run.folder import CHECKPOINTS, FILE, Claim, changed, claimed, passing_trouble, writing
+from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, passing_trouble, writing
 from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
 from jdp.run.progress import Progress, check_record
-from jdp.run.reference import Reference
 from jdp.run.signals import StopRequest
 from jdp.run.visit import Visit
 
@@ -58,7 +52,6 @@ def run(
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
     trackers.check_installed(experiment.track.wandb)
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
-        experiment = _dated(experiment, root)
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
         _ = assembly.eval_sets  # errors of the data come before anything is written
@@ -82,20 +75,6 @@ def _has_checkpoints(root: Path | Remote, name: str) -> bool:
     if isinstance(root, Remote):
         return bool(root.matching(f"{name}/{CHECKPOINTS}/*/{COMMITTED}"))
     return any((root / name / CHECKPOINTS).glob(f"*/{COMMITTED}"))
-
-
-def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
-    """Return the experiment with the day that a chat template writes: that of the run's first start."""
-    data, file = experiment.data, f"{experiment.name}/{FILE}"
-    if data.format not in TEMPLATED or data.chat_date is not None:
-        return experiment
-    day = date.today().isoformat()
-    if jax.process_index() == 0:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a new run, or `claimed` reports it
-            text = root.read(file) or b"" if isinstance(root, Remote) else (root / file).read_bytes()
-            day = date.fromisoformat(parse(text.decode())["data"]["chat_date"]).isoformat()
-    day = from_first_process("the day of the run's first start", day)
-    return experiment.model_copy(update={"data": data.model_copy(update={"chat_date": day})})
 
 
 def _initial_weights(train: Train) -> InitialWeights | None:
@@ -123,8 +102,7 @@ def _visit(
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
         with _open_checkpoints(assembly.experiment, folder, bucket) as saved:
             with watch.during("restore"):
-                reference = Reference.of(assembly, folder)
-                state, progress, weights_read = _start(assembly, saved, weights, reference, watch.batch)
+                state, progress, weights_read = _start(assembly, saved, weights)
             visit = Visit(assembly, progress, claim, saved, stop, watch, quiet=quiet)
             visit.introduce(weights_read)
             with visit.recorded(profile):
@@ -151,33 +129,20 @@ def _start(
     assembly: Assembly,
     saved: Checkpoints,
     weights: InitialWeights | None,
-    reference: Reference | None,
-    beat: Callable[[], None],
 ) -> tuple[TrainState, Progress, str | None]:
     """Restore the newest complete state onto the run's plan, or make a state, with any initial weights."""
     train, fingerprint = assembly.experiment.train, assembly.data.fingerprint
-    if reference is not None and not reference.is_complete and saved.latest is not None:  # further sets to evaluate
-        reference.compute(_initial(assembly, weights)[0], resumes=True, beat=beat)
     found = _restored(assembly, saved)
     if found is None:
         state, message = _initial(assembly, weights)
-        if reference is not None:
-            lines = message, reference.compute(state, resumes=False, beat=beat)
-            message = "\n".join(filter(None, lines)) or None
-            fingerprint = reference.fingerprint(fingerprint)
         return state, Progress.of(train, assembly.toml, {"fingerprint": fingerprint}), message
-    if reference is not None:
-        fingerprint = reference.fingerprint(fingerprint)
     state, record = found
     check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
-        dated = assembly.experiment.data.format in TEMPLATED
         raise ExperimentError(
             f"{saved.directory.parent} was trained on other data (fingerprint {record['fingerprint']}, now "
             f"{fingerprint}){_moved(saved.directory.parent, assembly.toml)}: restore [data] as it was, or choose "
             "another `name`. The standard library's text differs between Python versions."
-            + " A chat template may write the day: give that of the run's first start in data.chat_date." * dated
-            + ("" if reference is None else f" The reference of the answers is part of it: restore {reference.file}.")
         )
     progress = Progress.of(train, assembly.toml, record)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
 from jdp.run.in_bucket import fetched
 from jdp.run.outputs.history import HISTORY, read_history
 from jdp.run.outputs.metrics import JSONL, read_counted
+from jdp.run.outputs.samples import read_samples
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Recorded:
         notes: what was damaged or missing, a sentence each.
         goodput: the useful share of all its time and where the rest went, in words; None for a run of an old version
             without a flight recorder.
+        samples: rows of the text that was written: "step", "prompt", "text".
     """
 
     folder: Path
@@ -51,6 +54,7 @@ class Recorded:
     checkpoints: list[int]
     notes: list[str]
     goodput: str | None = None
+    samples: Sequence[dict[str, Any]] = ()
 
 
 def find_run(given: str, runs: Path) -> Path:
@@ -85,6 +89,7 @@ def read_run(folder: Path) -> Recorded:
         summary = _summary(folder / SUMMARY, notes)
         spent = account(read(folder / FLIGHT / "rank-00000.jsonl"))
         names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
+        samples = read_samples(folder, notes)
     except OSError as error:
         file = error.filename or folder
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a run that you may read") from None
@@ -100,6 +105,7 @@ def read_run(folder: Path) -> Recorded:
         sorted(int(name) for name in names if name.isdecimal() and len(name) < 19),
         notes,
         spent.words() if spent.visits else None,
+        samples,
     )
 
 

@@ -8,15 +8,13 @@ from typing import Any
 
 import jax
 
-from jdp.base.by_step import ByStep
 from jdp.base.formatting import finite_or_none
 from jdp.base.notices import shown
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.make import folder_of
-from jdp.experiment.optimizer import peak_rate, peak_rates
-from jdp.experiment.phases import batch_shapes, lengths, phases
-from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
+from jdp.experiment.optimizer import peak_rate
+from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
 from jdp.models.configs.gpt import GPTConfig
@@ -32,8 +30,7 @@ def introduction(assembly: Assembly) -> list[str | None]:
     if experiment.train.wrt is not None:
         first += f"; {assembly.trained_count:,} are trained, the others frozen"
     kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
-    course = [_phases(experiment), _never(experiment), coverage(assembly), _scaled_rate(experiment)]
-    return [first, _plugin(experiment), str(assembly.data), *course, kept]
+    return [first, _plugin(experiment), str(assembly.data), coverage(assembly), _scaled_rate(experiment), kept]
 
 
 def _plugin(experiment: Experiment) -> str | None:
@@ -47,37 +44,13 @@ def _plugin(experiment: Experiment) -> str | None:
 
 def _scaled_rate(experiment: Experiment) -> str | None:
     """Return the line about a peak learning rate that is scaled to the batch size."""
-    chosen, sizes = experiment.optimizer, experiment.train.sizes
+    chosen, size = experiment.optimizer, experiment.train.batch_size
     if chosen.lr_scaling == "none":
-        same = 'learning rate: the same for all batch sizes (optimizer.lr_scaling = "none")'
-        return same if sizes.changes else None
-    rates = ", then ".join(f"{rate:.4g}" for rate in peak_rates(experiment).values)
-    batches = ", then ".join(map(str, sizes.values))
+        return None
     return (
-        f"learning rate {rates}: {chosen.lr:.4g} for {chosen.base_batch_size} samples a step, scaled to {batches} "
-        f"({chosen.lr_scaling})"
+        f"learning rate {peak_rate(experiment):.4g}: {chosen.lr:.4g} for {chosen.base_batch_size} samples a step, "
+        f"scaled to {size} ({chosen.lr_scaling})"
     )
-
-
-def _phases(experiment: Experiment) -> str | None:
-    """Return the line about batches that change during the run."""
-    found = phases(experiment)
-    text = experiment.kind == "text"
-    sizes = [
-        f"{rows} × {length} tokens" if text else f"{rows} examples" for rows, length in batch_shapes(experiment).values
-    ]
-    words = [f"{size} (steps {phase.steps})" for size, phase in zip(sizes, found, strict=True)]
-    return f"batches of {', '.join(words)}" if len(found) > 1 else None
-
-
-def _never(experiment: Experiment) -> str | None:
-    """Return the line about changes that the run ends before."""
-    given: dict[str, ByStep[Any]] = {"train.batch_size": experiment.train.sizes, "data.length": lengths(experiment)}
-    parts = experiment.data.mixture.items()
-    given |= {f"data.mixture.{name}.weight": ByStep[float].of(part.weight) for name, part in parts}
-    steps = experiment.train.steps
-    late = [f"{key} after {by.starts[-1]:,}" for key, by in given.items() if by.starts[-1] >= steps]
-    return f"not reached in {steps:,} steps: the last change of {', '.join(late)}" if late else None
 
 
 def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
@@ -87,14 +60,8 @@ def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
     steps = f"{taken:,} step{'s' * (taken != 1)} in {clock(progress.seconds)}; the" if taken else "the"
     plugin = "" if experiment.plugin is None else f" --plugin {experiment.plugin}"
     lines = [f"{steps} run is in {place}", f"next: jdp report {place}"]
-    return [*lines, f'or:   jdp generate {place} --prompt "…"{plugin}'] if _writes_text(experiment) else lines
-
-
-def _writes_text(experiment: Experiment) -> bool:
-    """Return whether `jdp generate` writes text with the run's model."""
-    data = experiment.data
-    has_tokenizer = data.tokenizer != NONE and not any(source.endswith(ARRAYS) for source in data.sources)
-    return experiment.kind == "text" and isinstance(experiment.model.config, GPTConfig) and has_tokenizer
+    writes = experiment.kind == "text" and isinstance(experiment.model.config, GPTConfig) and experiment.data.knows_text
+    return [*lines, f'or:   jdp generate {place} --prompt "…"{plugin}'] if writes else lines
 
 
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:

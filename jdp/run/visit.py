@@ -27,7 +27,7 @@ from jdp.run.bad_steps import Health
 from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
-from jdp.run.outputs import evaluated, samples, trackers
+from jdp.run.outputs import samples, trackers
 from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
@@ -146,9 +146,6 @@ class Visit:
         step = self.progress.done + 1
         if self.profile.begin(step, state):
             self._clock.restart(self.progress.done, self._feed)
-        if step - 1 in self.assembly.units_per_step.starts:  # another program, which this step compiles
-            self._clock.compiles()
-            self.watch.compiles()
         batch = next(self._feed)
         self.watch.mark("data")
         self.health.before()
@@ -193,17 +190,13 @@ class Visit:
         row, progress = numbers(values), self.progress
         progress.loss, progress.skipped = row["loss"], int(row["skipped"])
         row["skipped"] = progress.skipped
-        row |= self._clock.row(step, self._feed, progress, hosts) | self.assembly.scheduled(step)
+        row |= self._clock.row(step, self._feed, progress, hosts)
         self.metrics.write(step, row)
         speed = self._clock.speed
         shown = (
             "loss",
             "accuracy",
-            "rewards/accuracies",
-            "rewards/margins",
             "lr",
-            "batch_size",
-            "length",
             "grad_norm",
             speed,
             "mfu",
@@ -271,12 +264,10 @@ class Visit:
         progress, train, done = self.progress, self.experiment.train, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
-        files: dict[str, str] = {}
         with self.watch.during("eval"):
-            row = evaluate(self.assembly, state, self._goes_on, files)
+            row = evaluate(self.assembly, state, self._goes_on)
         if row is None:
             return False
-        self._write(lambda: evaluated.write(self.folder, done, files))
         progress.evals, progress.evaluated = row, done
         progress.watched.seen(done, row, min_delta=train.min_delta)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
@@ -345,10 +336,6 @@ class Clock:
         if not row_due:
             self.restart(done, feed)
 
-    def compiles(self) -> None:
-        """Treat the next step as the first of a process."""
-        self._first = True
-
     def restart(self, done: int, feed: Feed) -> None:
         """Count from step `done` and from now on."""
         self._from = (done, time.perf_counter(), feed.wait_seconds)
@@ -359,9 +346,9 @@ class Clock:
         steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
         rate = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
         row = {"lr": rate, "step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **hosts}
-        units = self._units_per_step.total(done) - self._units_per_step.total(since)
+        units = self._units_per_step * steps
         row[self.speed] = units / seconds
-        at_peak = None if self._at_peak is None else self._at_peak.total(done) - self._at_peak.total(since)
+        at_peak = None if self._at_peak is None else self._at_peak * steps
         if at_peak is not None:
             row["mfu"] = at_peak / seconds
         if not self._compiled:

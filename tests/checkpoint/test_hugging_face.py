@@ -330,7 +330,7 @@ def test_a_run_from_weights_of_another_configuration_says_the_keys_to_set(tmp_pa
     save_file({"model.norm.weight": np.zeros(32, np.float32)}, folder / "model.safetensors")
     np.savez(tmp_path / "tokens.npz", tokens=np.random.default_rng(0).integers(0, 40, 2000).astype(np.int32))
     table = table_for(folder, rope_theta=10_000.0, norm_eps=1e-6)
-    table["data"] = {"source": str(tmp_path / "tokens.npz"), "tokenizer": "none", "length": 16}
+    table["data"] = {"source": str(tmp_path / "tokens.npz"), "length": 16}
     (tmp_path / "tuned.toml").write_text(to_toml(from_table(table)))
     assert main(["train", str(tmp_path / "tuned.toml"), "--run-dir", str(tmp_path / "runs")]) == 2
     error = capsys.readouterr().err

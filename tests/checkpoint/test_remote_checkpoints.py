@@ -21,7 +21,6 @@ import jdp
 from jdp.base import bucket as remote_storage
 from jdp.base import notices
 from jdp.base.bucket import Remote, RemoteError
-from jdp.data.sources.in_bucket import local_path
 from jdp.launch import launch
 
 PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=1)
@@ -265,7 +264,6 @@ def test_googles_storage_takes_the_same_road(google_bucket, base):
     jdp.save(f"{google_bucket}/one", at(base, 3), overwrite=True)
     assert weight(jdp.restore(f"{google_bucket}/one", target())) == 3 and tops(google_bucket) == ["one", "run"]
     Remote(google_bucket).write("corpus/a.txt", b"text")
-    assert (local_path(f"{google_bucket}/corpus") / "a.txt").read_text() == "text"
     with pytest.raises(ValueError, match=r"gs://no-such-box.* cannot be listed: .*make that bucket, or fix its name"):
         jdp.Checkpoints("gs://no-such-box/run")
 

@@ -161,7 +161,7 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
             '[model]\nmake = "rings:wave"',
             f"{RULE}{tmp_path}/made has model.make = 'rings:wave'",
         ),
-        "ids": ('tokenizer = "bytes"', 'tokenizer = "none"', "has token ids, and no tokenizer: export it"),
+        "ids": ('ids = "none"', 'ids = "input_ids"', "has token ids, and no tokenizer: export it"),
         "fresh": ("", "", "has none yet"),
         "unkept": ("keep_best = true", "keep_best = false", "has none yet"),
     }

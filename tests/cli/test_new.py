@@ -32,9 +32,7 @@ def test_the_commands_that_come_next_work(here, capsys):
     assert (here / "runs" / "mine" / "summary.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining", "sft_chat", "dpo"})
-)
+@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining", "sft_chat"}))
 def test_every_shipped_experiment_can_be_started_from(here, start):
     """As it is, but for the name: paths too, which start at the same folder."""
     assert cli.main(["new", "mine", "--from", start]) == 0

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from picture_files import encoded, pixels_of, write_pictures
+from picture_files import encoded, folder_of, pixels_of, write_pictures
 from tiny_runs import refused
 
 from jdp.data import augmented, global_batches, image_data, mixture
@@ -107,8 +107,8 @@ GRADIENT = np.stack(np.broadcast_arrays(np.arange(90)[:, None], np.arange(0, 240
 
 
 @pytest.fixture
-def gradients(tmp_path):
-    return image_data(write_pictures(tmp_path, [GRADIENT] * 6 + [255 - GRADIENT] * 6), size=24)
+def gradients(tmp_path, own_hub):
+    return image_data(folder_of(write_pictures(tmp_path, [GRADIENT] * 6 + [255 - GRADIENT] * 6)), size=24)
 
 
 def shown(sample):
@@ -144,14 +144,14 @@ def test_a_resized_crop_of_nearly_all_is_the_picture(gradients):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_part_is_decoded_as_it_is_in_the_whole_picture(tmp_path, kind):
+def test_a_part_is_decoded_as_it_is_in_the_whole_picture(tmp_path, own_hub, kind):
     """A JPEG is decoded at a part of its size where that is enough: never below twice the crop's."""
     y, x = np.mgrid[:800, :1200]
     values = np.stack([x // 5, y // 4, (x + y) // 8], -1).astype(np.uint8)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1").with_suffix(f".{kind.lower()}").write_bytes(encoded(values - (name == "b"), kind))
-    data = image_data(tmp_path, size=20, heldout_fraction=0.5)
+    data = image_data(folder_of(tmp_path), size=20, heldout_fraction=0.5)
     side = data.train if len(data.train) else data.heldout
     part = pixels_of(side.part(0, lambda height, width: (600, 200, 900, 400)))
     expected = values[205:400:10, 607:900:15]

@@ -148,9 +148,7 @@ def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path,
     (tmp_path / ".draft.txt").write_text("not seen")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert read_corpus(tmp_path).documents == (b"text",)
-    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 2 others" in notices.text
-    assert read_corpus(tmp_path, suffixes=[".png"]).documents == (b"\x89PNG",)
-    assert read_corpus(tmp_path / "*.png").documents == (b"\x89PNG",)
+    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 1 others" in notices.text
 
 
 def test_a_separator_in_the_text_is_reported(tmp_path, notices):
@@ -179,7 +177,7 @@ def test_the_fingerprint_distinguishes_texts_and_lengths(tmp_path):
     [
         ("missing.txt", r"exists; given missing.txt, looked for at /.*/missing.txt: fix the path"),
         ("*.text", r"a glob must match at least one file; given \*.text"),
-        ("pictures", r"must hold text files \(.txt, .md, .rst, .py\); given pictures with 1 other file"),
+        ("pictures", r"must hold .txt, .md, .rst, .py files; given pictures with 1 other files such as a.png: write"),
         ("empty.txt", r"text must not be empty; given empty.txt: 1 empty file"),
         (["empty.txt", "missing.txt"], r"given missing.txt"),
         ([], r"source must name some text; given an empty list"),
@@ -202,7 +200,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def refuse(self, *_):
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match=rf"must be readable; given {path}, Permission denied: fix its permissions"):
         text_data(path, length=4)
 
@@ -223,8 +221,6 @@ def test_a_directory_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
         ({"heldout_fraction": 0.0}, "heldout_fraction must be between 0 and 1; given 0.0"),
         ({"heldout_fraction": 1.0}, "heldout_fraction must be between 0 and 1; given 1.0"),
         ({"heldout_fraction": float("nan")}, "heldout_fraction must be between 0 and 1; given nan"),
-        ({"suffixes": ["txt"]}, r"suffixes must each begin with a dot; given \['txt'\]"),
-        ({"suffixes": []}, r"suffixes must each begin with a dot; given \[\]"),
     ],
 )
 def test_what_is_wrong_with_an_argument_is_reported(tmp_path, wrong, message):

@@ -1,6 +1,7 @@
 """What a tokenizer's file promises: the ids it says, in few bytes, each document closed, whatever it was saved with."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,10 +38,9 @@ def file(trained, tmp_path):
 
 
 @pytest.fixture
-def texts(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+def texts(tmp_path, own_hub):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return f"hf:json:{tmp_path}/rows.jsonl"
 
 
 def documents_of(side, separator):
@@ -153,8 +153,8 @@ def test_tokens_take_few_bytes(size, dtype):
 def test_a_mixture_has_one_tokenizer(file, texts):
     same = [text_data(texts, length=16, tokenizer=str(file)) for _ in range(2)]
     assert mixture([(same[0], 1), (same[1], 2)]).vocab_size == 300
-    (texts.parent / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(200))}))
-    ids = text_data(texts.parent / "ids.jsonl", length=16, tokenizer="none")
+    np.savez(file.parent / "ids.npz", input_ids=np.arange(200))
+    ids = text_data(file.parent / "ids.npz", length=16, ids="input_ids")
     assert mixture([(ids, 1), (same[0], 1)]).decode(same[0].encode("tale")) == "tale"
     with pytest.raises(ValueError, match="must have one tokenizer; given those of"):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
@@ -178,7 +178,8 @@ def test_tokens_are_kept_and_found_again(file, texts, own_cache, monkeypatch):
 def test_another_text_or_tokenizer_is_not_found(file, texts, own_cache, monkeypatch):
     monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
     text_data(texts, length=16, tokenizer=str(file))
-    texts.write_text(texts.read_text().replace("tale", "tail"))
+    rows = Path(texts.removeprefix("hf:json:"))
+    rows.write_text(rows.read_text().replace("tale", "tail"))
     other = text_data(texts, length=16, tokenizer=str(file))
     assert "tail" in other.decode(other.train.tokens)
     saved = json.loads(file.read_text())
@@ -202,7 +203,7 @@ def test_a_cache_that_cannot_be_written_is_reported(file, texts, tmp_path, monke
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("missing.json", None, r'must be "bytes", "none" .*; given .*missing.json, looked for at /'),
+        ("missing.json", None, r'must be "bytes", .*; given .*missing.json, looked for at /'),
         ("a.json", "{}", r"must be a file of Hugging Face tokenizers; given .*a.json: "),
         ("b.json", "not JSON", r"must be a file of Hugging Face tokenizers; given .*b.json: "),
     ],

@@ -10,7 +10,7 @@ from jdp.experiment.file import ExperimentError, load, to_toml
 from jdp.experiment.shipped import shipped
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-NEED_A_FOLDER = {"finetune_hf_llama", "continue_pretraining", "dpo", "sft_chat"}
+NEED_A_FOLDER = {"finetune_hf_llama", "continue_pretraining", "sft_chat"}
 
 
 @pytest.fixture(autouse=True)

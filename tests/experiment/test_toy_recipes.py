@@ -34,7 +34,7 @@ from jdp.models import GPT
 
 EXPERIMENTS = ROOT / "experiments"
 RECIPES = {
-    "finetune_hf_llama", "finetune_lora", "continue_pretraining", "sft_chat", "dpo", "imagenet_resnet50",
+    "finetune_hf_llama", "finetune_lora", "continue_pretraining", "sft_chat", "imagenet_resnet50",
     "imagenet_vit", "digits_resnet", "gpt2_124m", "gpt_1b", "plugin/rings",
 }  # fmt: skip
 HEADER = ("Data:", "Hardware:", "Cost:", "Expected:", "Measured 20")
@@ -138,7 +138,7 @@ def fine_tuned(folder, family, form):
     given = {"model.name": f"hf:{folder}/{family}", "train.init_from": f"{folder}/{family}", "precision": "fp32"}
     given |= {"data.source": f"{folder}/rows.npz", "data.length": 31, "data.heldout_fraction": score}
     given |= {"train.batch_size": 8, "train.steps": 6, "optimizer.warmup_steps": 1, "train.export": "hf"}
-    given |= {"train.eval_every": 2, "train.checkpoint_every": 2, "data.tokenizer": "none"}
+    given |= {"train.eval_every": 2, "train.checkpoint_every": 2}
     return trained("finetune_hf_llama", folder, **given, **FORMS[form])
 
 
@@ -216,7 +216,9 @@ def test_an_image_folder_is_learnt_from_resized_crops(name, textures, tmp_path, 
     """Four classes, so chance is a quarter. Held-out pictures are not cropped at random."""
     small = {"model.classes": 4, "model.image_size": 32, "train.batch_size": 32, "train.steps": 40}
     small |= {"optimizer.warmup_steps": 10, "train.eval_every": 10, "train.checkpoint_every": 0, "precision": "fp32"}
-    run = trained(name, tmp_path, **{"data.source": textures}, **(small | PICTURES[name]))
+    source = f"hf:imagefolder:{textures}"
+    sides = {"data.source": f"{source}:train", "data.heldout": f"{source}:validation"}
+    run = trained(name, tmp_path, **sides, **(small | PICTURES[name]))
     accuracy = [*rows(run, "eval_accuracy").values()]
     assert accuracy[-1] > 0.7 and accuracy[-1] > accuracy[0] + 0.1
     assert re.search(r"crops of 0\.0[58] of the area or more, resized, flipped half the time", capsys.readouterr().out)

@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 from jdp.base.hints import nearest
 from jdp.base.shorten import cut
 from jdp.experiment.schema.data import Data, EvalSet
-from jdp.experiment.schema.fields import ALL, NONE, Section
+from jdp.experiment.schema.fields import Section
 from jdp.experiment.schema.model import Model
 from jdp.experiment.schema.optimizer import LossTable
 from jdp.experiment.schema.train import Train
@@ -39,11 +39,6 @@ class Evaluate(Section):
     metrics: Annotated[tuple[str, ...], PlainValidator(_metrics)] = ()
     """More metrics. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token. Text and classes:
     "top5_accuracy", or another number: how often the label is among so many likeliest."""
-    documents: bool = False
-    """Text: write the loss of each document to evaluations/STEP/NAME-documents.jsonl; needs
-    train.eval_batches = "all"."""
-    confusion: bool = False
-    """Classes: count which are taken for which, in evaluations/STEP/NAME-confusion.json."""
 
     @property
     def tops(self) -> dict[str, int]:
@@ -118,25 +113,14 @@ def _evaluate(experiment: File) -> Iterator[str]:
     for metric, count in given.tops.items():
         if count > outputs:
             yield f'evaluate.metrics has "{metric}", and the model tells {outputs} apart: lower the number'
-    if given.documents and not is_text:
-        yield f"evaluate.documents is of text; {name} learns classes: remove it"
-    if given.confusion and is_text:
-        yield f"evaluate.confusion is of classes; {name} learns text: remove it"
-    if given.documents and experiment.train.eval_batches != ALL:
-        yield (
-            f'evaluate.documents reads every document, train.eval_batches = "{ALL}"; given '
-            f"{experiment.train.eval_batches}: set that"
-        )
     if not is_text:
         return
-    if (given.tops or given.documents) and not isinstance(experiment.model.config, GPTConfig):
-        key = "documents" if given.documents else "metrics"
-        yield f"evaluate.{key} looks at single tokens, which {name} does not give: remove it"
-    sources = (*experiment.data.sources, *(word for table in experiment.eval.values() for word in _several(table)))
-    if BITS_PER_BYTE in given.metrics and (experiment.data.tokenizer == NONE or any(map(_is_array, sources))):
+    if given.tops and not isinstance(experiment.model.config, GPTConfig):
+        yield f"evaluate.metrics has accuracies, and {name} gives no logits: remove them"
+    evaluated = (word for table in experiment.eval.values() for word in _several(table))
+    arrays = not experiment.data.ids and any(map(_is_array, evaluated))
+    if BITS_PER_BYTE in given.metrics and (arrays or not experiment.data.knows_text):
         yield f'evaluate.metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
-    if given.documents and any(map(_is_array, sources)):
-        yield "evaluate.documents reads text or parquet; given an .npz of tokens, which has no documents: remove it"
 
 
 def _named_sets(experiment: File) -> tuple[str, ...]:

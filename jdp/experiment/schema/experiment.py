@@ -23,13 +23,11 @@ from jdp.base.shorten import cut
 from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.data import (
+    ARRAYS,
     OF_TEXT,
     Data,
     EvalSet,
     Ingredient,
-    chat_problems,
-    length_problems,
-    mixture_problems,
 )
 from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
@@ -65,16 +63,15 @@ OTHERS_KEYS: dict[str, tuple[str, ...]] = {
 """Kind -> the keys of [data] that only other kinds read."""
 MOST_PARAMETERS = 2**50
 MOST_TRACED = 10_000
-ARRAYS = ".npz"
 _WORDS = {"text": ("stdlib",), "images": ("digits",), "features": ("digits",)}
 _TAKES = {
     "text": ('text: write source = "stdlib", or name files or folders of text', "a GPT learns text"),
     "images": (
-        'images: write source = "digits", a folder with a subfolder for each class, .tar files, or "hf:NAME"',
+        'images: write source = "digits", "hf:imagefolder:FOLDER" and its like, or an .npz',
         "a ResNet or ViT learns images",
     ),
     "features": (
-        'features: write source = "features.npz", or images: "digits", a folder with a subfolder for each class',
+        'features: write source = "features.npz", or images: "digits", "hf:imagefolder:FOLDER"',
         "an MLP learns vectors",
     ),
 }
@@ -201,7 +198,6 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from unread(experiment.loss)
     if experiment.kind != "own":
         yield from _data(experiment)
-    yield from chat_problems(experiment.data, experiment.model.chosen, experiment.loss.name, experiment.kind)
     yield from metric_problems(experiment)
     yield from _rules(experiment)
     if experiment.wire is not None and experiment.partitioning == "auto":
@@ -260,21 +256,17 @@ def _data(experiment: Experiment) -> Iterator[str]:
     data, kind, name = experiment.data, experiment.kind, experiment.model.chosen
     for twice in sorted(data.mixture.keys() & experiment.eval.keys()):
         yield f"eval.{twice} and data.mixture.{twice} are both evaluated as eval_{twice}: rename one"
-    if data.tokenizer == NONE and experiment.sample:
-        yield '[sample] needs a tokenizer, and data.tokenizer is "none" (token ids): name the one that made them'
-    tokens = any(source.endswith(ARRAYS) for source in data.sources)
     if data.source is None and not data.mixture:
         yield "data.source is none, and there is no [data.mixture.NAME] in its place: give one of them"
     if data.source is not None and data.mixture:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
-    if data.mixture:
-        yield from mixture_problems(data)
+    context = getattr(experiment.model, "context", math.inf)
+    if kind == "text" and data.length > context:
+        yield f"data.length must be at most model.context = {context}; given {data.length}: lower it, or raise that"
     if kind == "text":
-        yield from length_problems(data, getattr(experiment.model, "context", math.inf))
-    if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
-        yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
+        yield from _tokens(experiment)
     fix, why = _TAKES[kind]
     tables = {
         "data.source": data.source,
@@ -288,6 +280,23 @@ def _data(experiment: Experiment) -> Iterator[str]:
                 yield f"{key} must fit {name}: {why}; given {cut(repr(source))}, which is not {fix}"
     for key, given in _unread(data, OTHERS_KEYS[kind]):
         yield f"data.{key} is not used by {name}, as {why}; given {given}: remove it"
+
+
+def _tokens(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between the keys of rows of ids, and what needs their tokenizer."""
+    data = experiment.data
+    for key in ("weights", "labels", "attention_mask"):
+        if getattr(data, key) is not None and data.ids is None:
+            yield f'data.{key} is of rows of ids; given no data.ids: give it, such as ids = "input_ids"'
+    if data.weights is not None and data.labels is not None:
+        yield "data.weights and data.labels both say which tokens count: remove one"
+    if data.ids is not None and data.field is not None:
+        yield "data.field names a column of text, and data.ids one of token ids: remove one"
+    if experiment.sample and not data.knows_text:
+        what = "ids" if data.ids else f"an {ARRAYS} of tokens"
+        yield f"[sample] needs the tokenizer that made the tokens; given {what}: name data.tokenizer, or leave it out"
+    if data.ids is None and len(data.sources) > 1 and any(source.endswith(ARRAYS) for source in data.sources):
+        yield f"data.source is an {ARRAYS} of tokens, which stands alone; given {len(data.sources)} sources: name one"
 
 
 def _unread(data: Data, keys: Iterable[str]) -> Iterator[tuple[str, str]]:

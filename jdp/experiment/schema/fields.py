@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from jdp.base.bucket import Remote, place_of
+from jdp.base.bucket import place_of
+from jdp.base.hub_source import HubSource
 from jdp.base.shorten import cut
 from jdp.base.user_path import address_of, user_path
 from jdp.base.words import CompilerPreset
@@ -22,7 +23,6 @@ NONE = "none"
 ALL = "all"
 """Means no limit: `eval_batches = "all"`."""
 
-HUB, STREAM = "hf:", "hf-stream:"
 _MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
 _MOST_INT = 2**31 - 1
 """Largest int32: counters and sizes on devices are int32."""
@@ -87,10 +87,11 @@ def _words(value: Any, rule: str) -> Any:
 def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
     for word in (source,) if isinstance(source, str) else source or ():
-        if address_of(word) is None:
-            user_path(word.removeprefix(STREAM).removeprefix(HUB))
-        else:
-            Remote.at(word)
+        hub = HubSource.of(word)
+        if hub is None and address_of(word):
+            raise ValueError(f'must be on this machine, or read by `datasets`: write "hf:parquet:{word}" and its like')
+        if hub is None or hub.is_path:
+            user_path(word if hub is None else hub.path)
     return source
 
 

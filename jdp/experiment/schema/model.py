@@ -12,6 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, create_model, model_vali
 from pydantic_core import PydanticKnownError
 
 from jdp.base.notices import notice_anywhere
+from jdp.base.user_path import user_path
 from jdp.experiment.keys import described_fields
 from jdp.experiment.make import with_defaults
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
@@ -37,9 +38,8 @@ def _config(name: str) -> ModelConfig:
     if not name.startswith(HF):
         return SIZES[name]
     from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf  # late: Orbax takes a second
-    from jdp.data.sources.in_bucket import local_path
 
-    return gpt_config_from_hf(local_path(name.removeprefix(HF), only=lambda file: file == "config.json"))
+    return gpt_config_from_hf(user_path(name.removeprefix(HF)))
 
 
 def _model_name(name: str) -> str:
@@ -191,9 +191,7 @@ def take_tokenizer(table: dict[str, Any]) -> None:
 
 
 def _has_tokenizer(folder: str) -> bool:
-    from jdp.data.sources.in_bucket import local_path  # late: `--help` needs none of it
-
     try:
-        return (local_path(folder, only=lambda file: file == TOKENIZER) / TOKENIZER).is_file()
+        return (user_path(folder) / TOKENIZER).is_file()
     except (ValueError, OSError):  # what is wrong with the folder is reported where the model is read
         return False

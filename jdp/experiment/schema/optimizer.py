@@ -104,44 +104,29 @@ def unused(optimizer: Optimizer) -> Iterator[str]:
         )
 
 
-DPO_METRICS = (
-    *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
-    *("logps/chosen", "logps/rejected"),
-)
-
-
 class LossTable(Made):
-    """[loss]: what is minimised. Or `make`, a function of (model, batch, rng, keywords) that returns a jdp.Loss."""
+    """[loss]: what is minimised: the cross-entropy of the model's next token or class. Or `make`, a function of (model,
+    batch, rng, keywords) that returns a jdp.Loss."""
 
     shared: ClassVar[tuple[str, ...]] = ("metrics",)
     arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
 
-    name: Literal["dpo"] | None = None
-    """"dpo" learns preferences (Rafailov et al. 2023, arXiv:2305.18290, equation 7). none = the cross-entropy of the
-    model's next token or class."""
     metrics: tuple[str, ...] = ()
     """With make: names in jdp.Loss.metrics, by which a run may stop early and keep its best checkpoint. One that ends
     in "accuracy" is better when it is larger."""
-    beta: Annotated[float, Field(gt=0), Single] = 0.1
-    """How dear it is to leave the initial weights: the larger, the nearer the model stays to them (dpo)."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), Single] = 0.0
-    """Share of the pairs that are taken to be labelled the wrong way round (dpo)."""
 
     @property
     def measured(self) -> tuple[str, ...] | None:
         """Names of its own metrics; None: the loss is the model's usual one."""
-        return self.metrics if self.make else DPO_METRICS if self.name else None
+        return self.metrics if self.make else None
 
     @property
     def chosen(self) -> str:
         """The key that chooses the loss, and its value, for messages."""
-        return f"loss.make = {self.make!r}" if self.make else f"loss.name = {self.name!r}"
+        return f"loss.make = {self.make!r}"
 
 
 def unread(loss: LossTable) -> Iterator[str]:
     """Yield a line for each key of [loss] that this loss does not read."""
-    keys = (() if loss.make else ("metrics",)) + (() if loss.name == "dpo" else ("beta", "label_smoothing"))
-    for key in keys:
-        if getattr(loss, key) != LossTable.model_fields[key].default:
-            needed = "loss.make" if key == "metrics" else 'loss.name = "dpo"'
-            yield f"loss.{key} is a key of {needed}; given {getattr(loss, key)}: give that, or remove the key"
+    if loss.metrics and not loss.make:
+        yield f"loss.metrics is a key of loss.make; given {loss.metrics}: give that, or remove the key"

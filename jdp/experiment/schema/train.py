@@ -5,8 +5,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jdp.base.by_step import ByStep
-from jdp.experiment.schema.by_step import Sizes
 from jdp.experiment.schema.fields import (
     Batches,
     Best,
@@ -27,9 +25,8 @@ class Train(Section):
 
     steps: Positive
     """Optimizer steps in the whole run."""
-    batch_size: Sizes
-    """Samples a step, over all devices and microbatches. [[0, 64], [1000, 128]]: 64, and 128 after 1000 steps;
-    optimizer.lr_scaling says whether the rate follows."""
+    batch_size: Positive
+    """Samples a step, over all devices and microbatches."""
     accumulate: Positive = 1
     """Microbatches a step."""
     wrt: Patterns = None
@@ -69,11 +66,6 @@ class Train(Section):
     export."""
     max_skips_in_a_row: Positive = 10
     """Stop after so many consecutive steps skipped because their gradients were not finite."""
-
-    @property
-    def sizes(self) -> ByStep[int]:
-        """The batch size by step."""
-        return ByStep[int].of(self.batch_size)
 
     @property
     def best_metric(self) -> str | None:
