@@ -10,7 +10,6 @@ import sys
 
 logger = logging.getLogger("jdp")
 _said: set[str] = set()
-_shown_as: dict[str, str] = {}
 
 
 def notice(message: str) -> None:
@@ -23,7 +22,6 @@ def notice(message: str) -> None:
 
 def notice_anywhere(message: str) -> None:
     """Report as `notice` does, on any process: for notices before JAX has chosen its devices."""
-    message = shown(message)
     if message in _said:
         return
     _said.add(message)
@@ -32,15 +30,3 @@ def notice_anywhere(message: str) -> None:
     elif logger.getEffectiveLevel() <= logging.WARNING:
         with contextlib.suppress(OSError):  # a terminal that is gone
             print(f"jdp: {message}", file=sys.stderr)
-
-
-def show_as(path: str, name: str) -> None:
-    """Have messages show `name`, which the user knows, in place of a path."""
-    _shown_as[path] = name
-
-
-def shown(message: str) -> str:
-    """Return a message with the names that `show_as` gave to paths."""
-    for path, name in _shown_as.items():
-        message = message.replace(path, name)
-    return message

@@ -32,7 +32,6 @@ from pathlib import Path
 import jdp
 from jdp.base.hints import nearest
 from jdp.base.lasting_output import lasting
-from jdp.base.notices import shown
 from jdp.base.shorten import cut
 from jdp.cli import help_text
 from jdp.cli.options import UsageError, wrapped
@@ -150,7 +149,7 @@ def _printable(error: Exception) -> str:
     def escaped(letter: str) -> str:
         return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
 
-    lines = shown(str(error)).split("\n")
+    lines = str(error).split("\n")
     kept = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
     more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
     return "\n".join([*kept, *more])

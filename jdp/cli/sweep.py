@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jdp.base.user_path import address_of
 from jdp.cli.options import UsageError, stdout_to_stderr
 from jdp.cli.train_options import Options
 
@@ -30,11 +29,6 @@ def run(options: Options, overrides: Mapping[str, str], command: Sequence[str] =
 
     if command == TRAIN:
         _check_alone()
-    if address := address_of(options.run_dir):
-        raise UsageError(
-            f"a sweep keeps its runs in a folder of this machine, given --run-dir {address}: leave it out, and start "
-            "runs one by one for storage"
-        )
     sweep = members(options.file, options.sweep, overrides)
     for member in sweep:
         profiled_steps(options.profile, member.experiment.train.steps)

@@ -19,10 +19,8 @@ import optax
 from flax import nnx
 from numpy.typing import NDArray
 
-from jdp.base.bucket import place_of
-from jdp.base.notices import shown
 from jdp.base.read_toml import parse
-from jdp.base.user_path import address_of
+from jdp.base.user_path import user_path
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
@@ -34,10 +32,9 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
 from jdp.core.types import Device
-from jdp.data.sources.in_bucket import local_copy
 from jdp.data.text.chat import with_template
-from jdp.data.text.tokenizers import BESIDE, Tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
+from jdp.data.text.tokenizers import Tokenizer, open_tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
 from jdp.experiment.schema.data import TEMPLATED
@@ -51,7 +48,6 @@ from jdp.run.initial_weights import names_of
 from jdp.run.read_folder import find_run
 
 BEST = "best"
-_OF_EXPORT = (CONFIG, TOKENIZER, *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,8 @@ def find_model(
     """Return the model of a run, or of an export, without its weights.
 
     Args:
-        given: the folder of a run or of an export, or its address; or the name of a run in `runs`.
-        runs: the folder of runs, or its address.
+        given: the folder of a run or of an export; or the name of a run in `runs`.
+        runs: the folder of runs.
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
         chat: prompts are a user's messages, as they always are for a run on chats.
         plugin: the plug-in of a run that has one.
@@ -100,20 +96,15 @@ def find_model(
             f"text needs the model's tokenizer; {folder} has no {TOKENIZER}: copy it there from the original model"
         )
     config = _on_any_device(gpt_config_from_hf(folder))
-    name, tokenizer = shown(str(folder)), open_tokenizer(str(folder))
+    name, tokenizer = str(folder), open_tokenizer(str(folder))
     prompt = with_template(tokenizer, None, None).prompt if chat else tokenizer.encode
     return TextModel(config, tokenizer, prompt, chat, name, lambda device: _imported(folder, config, device))
 
 
 def _export(given: str) -> Path | None:
-    """Return the folder of an export, from an address a copy; None if it is a run, or nothing."""
-    place = place_of(given)
-    if isinstance(place, Path):
-        return place if (place / CONFIG).is_file() and not (place / FILE).exists() else None
-    if CONFIG not in place.matching("*"):
-        return None
-    weights = (files.SUFFIX, f"{files.SUFFIX}.index.json")
-    return local_copy(place, only=lambda name: name in _OF_EXPORT or name.endswith(weights))
+    """Return the folder of an export; None if it is a run, or nothing."""
+    folder = user_path(given)
+    return folder if (folder / CONFIG).is_file() and not (folder / FILE).exists() else None
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
@@ -132,28 +123,27 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 
 
 def _of_run(given: str, runs: Path, step: str | None, chat: bool, plugin: str | None) -> TextModel:
-    folder, bucket = find_run(given, runs), address_of(runs)
-    place = address_of(given) or (f"{bucket}/{given}" if bucket and len(Path(given).parts) == 1 else str(folder))
-    experiment = _experiment(folder, place, plugin)
+    folder = find_run(given, runs)
+    experiment = _experiment(folder, plugin)
     config = _on_any_device(experiment.model.config)
     saved = sorted(int(path.name) for path in (folder / CHECKPOINTS).glob("*") if path.name.isdecimal())
     there = ", ".join(map(str, saved))
     if not saved:
-        raise ExperimentError(f"a model is read from a checkpoint; {place} has none yet: wait for one, or train on")
-    chosen = _best(experiment, f"{place}/{CHECKPOINTS}", there) if step == BEST else step
+        raise ExperimentError(f"a model is read from a checkpoint; {folder} has none yet: wait for one, or train on")
+    chosen = _best(experiment, folder / CHECKPOINTS, there) if step == BEST else step
     if chosen is not None and chosen not in map(str, saved):
-        raise ExperimentError(f'--step must be a checkpoint of {place}, {there}, or "{BEST}"; given {chosen}')
-    path = place if chosen is None else f"{place}/{CHECKPOINTS}/{chosen}"
-    name = f"{place}, step {chosen or saved[-1]}"
+        raise ExperimentError(f'--step must be a checkpoint of {folder}, {there}, or "{BEST}"; given {chosen}')
+    path = folder if chosen is None else folder / CHECKPOINTS / chosen
+    name = f"{folder}, step {chosen or saved[-1]}"
     data, tokenizer = experiment.data, open_tokenizer(experiment.data.tokenizer)
     chat, day = chat or data.format in TEMPLATED, data.chat_date and date.fromisoformat(data.chat_date)
     prompt = with_template(tokenizer, data.chat_template, day or None).prompt if chat else tokenizer.encode
     return TextModel(config, tokenizer, prompt, chat, name, lambda device: _restored(path, experiment, config, device))
 
 
-def _experiment(folder: Path, name: str, plugin: str | None) -> Experiment:
+def _experiment(folder: Path, plugin: str | None) -> Experiment:
     """Return a run's experiment. Raises ExperimentError unless a GPT of jdp's learns text in it."""
-    rule = f"text is written by a GPT that learned text; {name} has"
+    rule = f"text is written by a GPT that learned text; {folder} has"
     try:
         table = parse((folder / FILE).read_text("utf-8"))
         model, by = table["model"]["name"], table.get("plugin", NONE)
@@ -175,7 +165,7 @@ def _experiment(folder: Path, name: str, plugin: str | None) -> Experiment:
     return experiment
 
 
-def _best(experiment: Experiment, checkpoints: str, there: str) -> str:
+def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
     """Return the step of the best checkpoint."""
     metric = experiment.train.best_metric
     if metric is None:
@@ -190,7 +180,7 @@ def _best(experiment: Experiment, checkpoints: str, there: str) -> str:
     return str(best)
 
 
-def _restored(path: str, experiment: Experiment, config: GPTConfig, device: Device) -> GPT:
+def _restored(path: Path, experiment: Experiment, config: GPTConfig, device: Device) -> GPT:
     """Read the parameters of a checkpoint; where they are averaged the complete state, which has the average."""
     if experiment.optimizer.ema_decay is None:
         return restore_params(path, _abstract(config, device)).model

@@ -14,17 +14,15 @@ from typing import Any
 
 import jax
 
-from jdp.base.bucket import Remote, place_of
 from jdp.base.tree_paths import path_of
-from jdp.base.user_path import PathError
+from jdp.base.user_path import PathError, user_path
 from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names
-from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
-from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter, import_peft
+from jdp.checkpoint.safetensors.peft import check_adapter, import_peft
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import REPLICA
@@ -33,7 +31,6 @@ from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_pa
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import stack
 from jdp.core.update.optimizer_checks import first_state
-from jdp.data.sources.in_bucket import fetch, local_copy
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Train
 
@@ -42,7 +39,6 @@ LORA = ("*lora_*",)
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
 """Files by which a folder of safetensors is known."""
-ADAPTER = (ADAPTER_CONFIG, WEIGHTS).__contains__
 
 
 @dataclass(frozen=True)
@@ -56,26 +52,26 @@ class InitialWeights:
     """
 
     train: Train
-    place: Path | Remote
-    adapter: Path | Remote | None
+    place: Path
+    adapter: Path | None
 
     @staticmethod
     def of(train: Train) -> InitialWeights:
         """Return the weights that [train] names, which must be some."""
         assert train.init_from is not None
         adapter = train.init_adapter
-        return InitialWeights(train, place_of(train.init_from), None if adapter is None else place_of(adapter))
+        return InitialWeights(train, user_path(train.init_from), None if adapter is None else user_path(adapter))
 
     def check(self, config: Any) -> None:
         """Check that the weights exist, and that the `config.json` beside each describes this model."""
         try:
-            path = _safetensors(self.place, weights=False)
+            path = _safetensors(self.place)
             keys = [] if path is None or self.train.init_names == "jdp" else differences(path, config)
         except (CheckpointError, PathError) as error:
             raise ExperimentError(f"train.init_from: {error}") from error
         if self.adapter is not None:
             try:
-                check_adapter(local_copy(self.adapter, only=ADAPTER).absolute(), config)
+                check_adapter(self.adapter.absolute(), config)
             except ValueError as error:
                 raise ExperimentError(f"train.init_adapter: {error}") from error
         if path is not None and keys:
@@ -91,7 +87,7 @@ class InitialWeights:
         path = _safetensors(self.place)
         read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, self.train, config)
         if self.adapter is not None:
-            read = import_peft(local_copy(self.adapter, only=ADAPTER), read, config)
+            read = import_peft(self.adapter, read, config)
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
         message = f"parameters from {given}" + (f", updates from {adapter}" if adapter is not None else "")
@@ -101,32 +97,14 @@ class InitialWeights:
         return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
 
 
-def _safetensors(place: Path | Remote, *, weights: bool = True) -> Path | None:
+def _safetensors(place: Path) -> Path | None:
     """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint."""
-    if isinstance(place, Path):
-        _check_there(place, place.exists())
-        return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
-    folder, _, name = place.address.rpartition("/")
-    if not name.endswith(SAFETENSORS):
-        folder, name = place.address, ""
-    remote = Remote(folder)
-    files = remote.matching("*")
-    whole = {name} if name else files.keys() & set(_IN_FOLDER)
-    _check_there(place.address, name in files if name else bool(files or remote.files()))
-    if not whole:
-        return None
-    shards = {file for file in files if not name and file.startswith("model") and file.endswith(SAFETENSORS)}
-    wanted = {CONFIG, *whole, *shards} if weights else {CONFIG}
-    parts = {file: stored for file, stored in files.items() if file in wanted}
-    return fetch(remote, parts) / name if parts else None
-
-
-def _check_there(given: str | Path, there: bool) -> None:
-    if not there:
+    if not place.exists():
         raise ExperimentError(
-            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {given}: "
+            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {place}: "
             "fix the path, or remove it"
         )
+    return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
 
 
 def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:

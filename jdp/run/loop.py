@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jdp.base.bucket import Remote
 from jdp.base.notices import notice
 from jdp.base.read_toml import parse
-from jdp.checkpoint import CheckpointError, Checkpoints, RemoteCheckpoints
+from jdp.checkpoint import CheckpointError, Checkpoints
 from jdp.core.cluster.barrier import from_first_process
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
@@ -36,7 +35,6 @@ from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
 from jdp.run.export import check_free
 from jdp.run.folder import CHECKPOINTS, FILE, Claim, claimed, passing_trouble, writing
-from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
 from jdp.run.progress import Progress, check_record
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 def run(
     experiment: Experiment,
     *,
-    root: Path | Remote,
+    root: Path,
     quiet: bool = False,
     profile: range | None = None,
     settings: Sequence[str] = (),
@@ -69,9 +67,9 @@ def run(
         weights = _initial_weights(experiment.train)
         if weights is not None:
             weights.check(assembly.config)
+        folder = root / experiment.name
         with (
             passing_trouble(lambda: stop.began),
-            at_hand(root, experiment.name) as (folder, bucket),
             claimed(folder, assembly.toml) as claim,
             writing(folder),
         ):
@@ -79,10 +77,10 @@ def run(
                 check_free(folder)
             for line in settings:
                 notice(line)
-            return _visit(assembly, weights, stop, claim, bucket, quiet=quiet, profile=profile)
+            return _visit(assembly, weights, stop, claim, quiet=quiet, profile=profile)
 
 
-def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
+def _dated(experiment: Experiment, root: Path) -> Experiment:
     """Return the experiment with the day that a chat template writes: that of the run's first start."""
     data, file = experiment.data, f"{experiment.name}/{FILE}"
     if data.format not in TEMPLATED or data.chat_date is not None:
@@ -90,8 +88,7 @@ def _dated(experiment: Experiment, root: Path | Remote) -> Experiment:
     day = date.today().isoformat()
     if jax.process_index() == 0:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a new run, or `claimed` reports it
-            text = root.read(file) or b"" if isinstance(root, Remote) else (root / file).read_bytes()
-            day = date.fromisoformat(parse(text.decode())["data"]["chat_date"]).isoformat()
+            day = date.fromisoformat(parse((root / file).read_text("utf-8"))["data"]["chat_date"]).isoformat()
     day = from_first_process("the day of the run's first start", day)
     return experiment.model_copy(update={"data": data.model_copy(update={"chat_date": day})})
 
@@ -116,7 +113,6 @@ def _visit(
     weights: InitialWeights | None,
     stop: StopRequest,
     claim: Claim,
-    bucket: RemoteRun | None,
     *,
     quiet: bool,
     profile: range | None,
@@ -129,7 +125,7 @@ def _visit(
         back: GoBack | None = None
         while True:
             visit = None  # the one before holds batches and outputs
-            with _open_checkpoints(assembly.experiment, folder, bucket) as saved:
+            with _open_checkpoints(assembly.experiment, folder) as saved:
                 with watch.during("restore"):
                     reference = Reference.of(assembly, folder)
                     state, progress, weights_read = _start(assembly, saved, weights, back, reference, watch.batch)
@@ -147,17 +143,13 @@ def _visit(
                         raise visit.stopped(f"while going back ({back})") from None
 
 
-def _open_checkpoints(experiment: Experiment, folder: Path, bucket: RemoteRun | None) -> Checkpoints:
+def _open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     """Open the run's checkpoints; [train] sets which of them are kept."""
     train, best = experiment.train, experiment.train.best_metric
     by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
     by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
-    by |= {"keep_in_memory": experiment.guard.keep_in_memory}
-    if bucket is None:
-        return Checkpoints(folder / CHECKPOINTS, **by)
-    saved = RemoteCheckpoints(f"{bucket.remote.address}/{CHECKPOINTS}", **by)
-    saved.before_commit = bucket.before_commit
-    return saved
+    by |= {"keep_in_memory": experiment.guard.keep_in_memory, "mirror": train.mirror}
+    return Checkpoints(folder / CHECKPOINTS, **by)
 
 
 def _start(

@@ -15,12 +15,11 @@ from typing import Any
 from jdp.base.hints import nearest
 from jdp.base.read_toml import parse
 from jdp.base.toml import toml_key, toml_value
-from jdp.base.user_path import address_of, user_path
+from jdp.base.user_path import user_path
 from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
-from jdp.run.in_bucket import fetched
 from jdp.run.outputs.history import HISTORY, read_history
 from jdp.run.outputs.metrics import JSONL, read_counted
 
@@ -32,14 +31,13 @@ class Recorded:
     Attributes:
         folder: the run's.
         rows: of metrics: "step", "time", and numbers; NaN and infinities restored.
-        history: events of its visits, in order; empty for a run of an old version without a history.
+        history: events of its visits, in order.
         summary: of its last visit that finished; None if none did.
         toml: the experiment as resolved.
         settings: the experiment's dotted keys and their values as TOML; empty if it cannot be parsed.
         checkpoints: steps of those that are there.
         notes: what was damaged or missing, a sentence each.
-        goodput: the useful share of all its time and where the rest went, in words; None for a run of an old version
-            without a flight recorder.
+        goodput: the useful share of all its time and where the rest went, in words; None without a flight recorder.
     """
 
     folder: Path
@@ -54,25 +52,18 @@ class Recorded:
 
 
 def find_run(given: str, runs: Path) -> Path:
-    """Return the folder of a run; for a run in a bucket, a copy."""
-    if address_of(given):
-        return fetched(given)
-    if (address := address_of(runs)) and len(Path(given).parts) == 1:
-        return fetched(f"{address}/{given}")
-    return _find(user_path(given), runs)
-
-
-def _find(given: Path, runs: Path) -> Path:
-    named = [runs / given] if len(given.parts) == 1 else []
-    folder = next((path for path in (given, *named) if (path / FILE).is_file()), None)
+    """Return the folder of a run that is given by its path, or by its name in `runs`."""
+    path = user_path(given)
+    named = [runs / path] if len(path.parts) == 1 else []
+    folder = next((each for each in (path, *named) if (each / FILE).is_file()), None)
     if folder is not None:
         return folder
     there = sorted(file.parent.name for file in runs.glob(f"*/{FILE}"))
-    hint = nearest(given.name, there, f"; did you mean {runs}/", cutoff=0.5) or (
+    hint = nearest(path.name, there, f"; did you mean {runs}/", cutoff=0.5) or (
         f"; {runs} has {', '.join(there[:5])}{' …' * (len(there) > 5)}" if there else f"; {runs} has no runs"
     )
-    what = f"it has no {FILE}" if given.is_dir() else "it is a file" if given.exists() else "there is no such folder"
-    raise ExperimentError(f"a run is a folder with an {FILE}, or its name in {runs}; given {given}: {what}{hint}")
+    what = f"it has no {FILE}" if path.is_dir() else "it is a file" if path.exists() else "there is no such folder"
+    raise ExperimentError(f"a run is a folder with an {FILE}, or its name in {runs}; given {path}: {what}{hint}")
 
 
 def read_run(folder: Path) -> Recorded:

@@ -9,7 +9,6 @@ import jax
 
 from jdp.base.by_step import ByStep
 from jdp.base.formatting import finite_or_none
-from jdp.base.notices import shown
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate, peak_rates
@@ -113,5 +112,5 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "left_out": sum(step <= progress.done for step in progress.bad.left_out),
         "resumed_from": progress.resumed_from,
         "goodput": account(read(folder / FLIGHT / "rank-00000.jsonl")).as_summary(),
-        "folder": shown(str(folder)),
+        "folder": str(folder),
     }

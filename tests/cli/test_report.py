@@ -176,7 +176,7 @@ MISTAKES = {
     "a file": (["runs/points/metrics.jsonl"], "it is a file"),
     "other runs": (["points", "--run-dir", "x"], "there is no such folder; x has no runs"),
     "twice": (["points", "runs/points"], "given one twice, runs/points and runs/points"),
-    "an address": (["memory://bucket/run"], "RUN: an address must lead to storage that other machines reach"),
+    "an address": (["memory://bucket/run"], "RUN: a path must be on a disk of this machine"),
     "a name of NUL": (["a\0b"], "RUN: a path must have no NUL character"),
     "a page nowhere": (["points", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
     "a page that is a folder": (["points", "--output", "runs"], "runs cannot be written: it is a folder"),

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from jdp.base.bucket import Remote, place_of
 from jdp.base.shorten import cut
-from jdp.base.user_path import address_of, user_path
+from jdp.base.user_path import bucket_address, user_path
 from jdp.base.words import CompilerPreset
 from jdp.core.compiling.options import Compiler
 
@@ -53,8 +52,8 @@ def package_name(name: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Return a possible path (a word such as "stdlib" too) or address. Raises PathError."""
-    place_of(path)
+    """Return a possible path (a word such as "stdlib" too). Raises PathError."""
+    user_path(path)
     return path
 
 
@@ -87,10 +86,7 @@ def _words(value: Any, rule: str) -> Any:
 def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
     for word in (source,) if isinstance(source, str) else source or ():
-        if address_of(word) is None:
-            user_path(word.removeprefix(STREAM).removeprefix(HUB))
-        else:
-            Remote.at(word)
+        user_path(word.removeprefix(STREAM).removeprefix(HUB))
     return source
 
 
@@ -150,6 +146,7 @@ Fraction = Annotated[float, Field(ge=0, le=1), Single]
 Part = Annotated[float, Field(gt=0, lt=1), Single]
 Decay = Annotated[float, Field(ge=0, lt=1), Single]
 PathText = Annotated[str, AfterValidator(_path)]
+Address = Annotated[str, AfterValidator(bucket_address)]
 PackageName = Annotated[str, AfterValidator(package_name)]
 RunName = Annotated[str, AfterValidator(run_name)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]

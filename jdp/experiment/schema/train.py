@@ -8,6 +8,7 @@ from pydantic import Field
 from jdp.base.by_step import ByStep
 from jdp.experiment.schema.by_step import Sizes
 from jdp.experiment.schema.fields import (
+    Address,
     Batches,
     Best,
     Count,
@@ -41,13 +42,13 @@ class Train(Section):
     the others are frozen, without gradients and optimizer state. none = all."""
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
-    folder with model.safetensors; or an address of these. LoRA parameters that it lacks start fresh. Relative as
+    folder with model.safetensors. LoRA parameters that it lacks start fresh. Relative as
     data.source; none = random."""
     init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
     """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
     ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2, Qwen3 and Gemma too)."""
     init_adapter: PathText | None = None
-    """The folder of a LoRA adapter in PEFT's format, or its address, read after init_from; model.lora_rank, lora_alpha
+    """The folder of a LoRA adapter in PEFT's format, read after init_from; model.lora_rank, lora_alpha
     and lora_targets are the adapter's. Relative as data.source; none = no adapter."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
@@ -64,6 +65,9 @@ class Train(Section):
     """How much better counts as an improvement, for stop_after."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 = only at the end."""
+    mirror: Address | None = None
+    """Where committed checkpoints are copied in the background: s3://bucket/run, gs://bucket/run, or another storage
+    that fsspec has. A start whose newest checkpoint is older fetches the mirror's; none = no mirror."""
     keep_checkpoints: Positive = 3
     """How many of the newest checkpoints stay."""
     keep_every: Positive | None = None

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jdp.base.formatting import format_rate
-from jdp.base.notices import shown
 
 
 class Display:
@@ -57,7 +56,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line, above the bar."""
         if self._speaks:
-            self._console.print(shown(text), markup=False)
+            self._console.print(text, markup=False)
 
     def _time_to_go(self, step: int) -> list[str]:
         if self._started is None or step <= self._started[0] or step >= self._steps:
