@@ -7,7 +7,6 @@ in a sentence: a run that went wrong must stay readable.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from jdp.base.read_toml import parse
 from jdp.base.toml import toml_key, toml_value
 from jdp.base.user_path import user_path
 from jdp.experiment.file import ExperimentError
-from jdp.guard.flight_recorder import FLIGHT, read
+from jdp.guard.flight_recorder import FLIGHT
+from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
 from jdp.run.outputs.history import HISTORY, read_history
-from jdp.run.outputs.metrics import JSONL, read_counted
+from jdp.run.outputs.metrics import JSONL, read
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_run(folder: Path) -> Recorded:
         rows = _rows(folder / JSONL, notes)
         history = read_history(folder / HISTORY)
         summary = _summary(folder / SUMMARY, notes)
-        spent = account(read(folder / FLIGHT / "rank-00000.jsonl"))
+        spent = account(read_flight(folder / FLIGHT / "rank-00000.jsonl"))
         names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
     except OSError as error:
         file = error.filename or folder
@@ -98,25 +98,14 @@ def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
     if not file.exists():
         notes.append(f"There is no {JSONL}: no step was logged.")
         return []
-    rows, damaged, torn = read_counted(file)
-    if torn:
-        notes.append(f"The last row of {JSONL} is half-written and left out: its writer was stopped, or still runs.")
-    if damaged:
-        notes.append(f"{damaged:,} of {damaged + len(rows):,} rows of {JSONL} are damaged and left out.")
+    try:
+        rows = read(file)
+    except ValueError as error:
+        notes.append(f"{error}.")
+        return []
     if not rows:
         notes.append("No step was logged.")
-    drawn = [{name: number for name, value in row.items() if (number := _number(value)) is not None} for row in rows]
-    return [row for row in drawn if 0 <= row["step"] < _HUGE]
-
-
-def _number(value: Any) -> float | None:
-    """Return a number that can be drawn, with infinity for huge ones; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if not abs(value) > _HUGE else math.inf if value > 0 else -math.inf
-
-
-_HUGE = 1e100
+    return rows
 
 
 def _summary(file: Path, notes: list[str]) -> dict[str, Any] | None:
