@@ -95,14 +95,10 @@ def address_of(given: object) -> str | None:
 def bucket_address(given: str) -> str:
     """Return the address of a folder in object storage, such as s3://bucket/run. Raises PathError."""
     address = address_of(given) or ""
-    if not address.partition("://")[2] or scheme_of(address) in _ON_THIS_MACHINE:
+    scheme, _, place = address.partition("://")
+    if not place or scheme in _ON_THIS_MACHINE:
         raise PathError(
             f"a mirror must be the address of a folder in storage, given {brief(given)}: write s3://bucket/run or "
             "gs://bucket/run; a folder of this machine is given as --run-dir"
         )
     return address
-
-
-def scheme_of(address: str) -> str:
-    """Return the kind of an address: "s3" of s3://bucket/run."""
-    return address.partition(":")[0].lower()

@@ -8,7 +8,7 @@
 | 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
 |           | or a device computed wrong results: a line that names the device and the part of the state          |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; a step did not end in time; or, in  |
-|           | mid-run, a disk stayed full for minutes                                                            |
+|           | mid-run, a disk stayed full for minutes                                                             |
 | 78        | the processes of the run do not match; each reports how: fix this before you run again              |
 |           | or a device computed wrong results twice: leave its host out before you run again                   |
 | 130       | stopped by Ctrl-C, after saving                                                                     |

@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
+from jdp.checkpoint.memory.layout import Grid
+from jdp.checkpoint.memory.parts import assembled, part_numbers
 
 MESH = jdp.make_mesh(data=4, model=2)
 SPECS = [
@@ -27,6 +29,18 @@ def test_any_shards_are_read_from_any_stored_ones(tmp_path):
         for name, read in jdp.restore(tmp_path / "saved", onto).items():
             assert read.sharding == onto[name].sharding
             np.testing.assert_array_equal(read, saved[name])
+
+
+@pytest.mark.parametrize("saved", SPECS)
+def test_any_shards_are_read_from_any_parts_in_memory(saved):
+    x = given(saved)
+    grid = Grid("float32", x.shape, x.sharding.shard_shape(x.shape), 7)
+    parts = {grid.number(each.index): np.asarray(each.data).reshape(-1).view(np.uint8) for each in x.addressable_shards}
+    for spec in SPECS:
+        onto = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(MESH, spec))
+        read = assembled(grid, onto, {number: parts[number] for number in part_numbers(grid, onto)})
+        assert read.sharding == onto.sharding
+        np.testing.assert_array_equal(read, x)
 
 
 KINDS = ("bool", "int4", "int8", "uint32", "int32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64")

@@ -62,7 +62,9 @@ class Generation:
         needed = {number for path, leaf in wanted.items() for number in part_numbers(grids[path], leaf)}
         if problem := self._fetch(sorted(needed - self.fetched.keys())):
             raise DamagedError(f"The state in memory is damaged: {problem}.", problem)
-        return {path: assembled(grids[path], leaf, self.fetched) for path, leaf in wanted.items()}
+        with ThreadPoolExecutor(_THREADS) as pool:
+            read = pool.map(lambda path: assembled(grids[path], wanted[path], self.fetched), wanted)
+            return dict(zip(wanted, read, strict=True))
 
     def _fetch(self, needed: Sequence[int]) -> str:
         """Fetch these parts; return "", or which part is damaged. Every process calls this."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import numpy as np
 
 from jdp.checkpoint.memory.layout import Grid
 
+_ALIGNED = 64
+"""Arrays that begin at a multiple of this many bytes are not copied by a CPU device."""
 _Box = tuple[tuple[int, int], ...]
 """Of each dimension the first index, and the one after the last."""
 _Slices = tuple[slice, ...]
@@ -23,9 +26,8 @@ def part_numbers(grid: Grid, leaf: Any) -> set[int]:
 
 def assembled(grid: Grid, leaf: Any, parts: Mapping[int, np.ndarray]) -> Any:
     """Return the array of these parts (number -> bytes) with the sharding of a leaf; for a NumPy array, one."""
-    shape, shards = tuple(leaf.shape), dict[_Box, np.ndarray]()
-    for box in _boxes(leaf):
-        shard = shards[box] = np.empty([stop - start for start, stop in box], leaf.dtype)
+    shape, shards = tuple(leaf.shape), _memory(_boxes(leaf), np.dtype(leaf.dtype))
+    for box, shard in shards.items():
         for number, inside, onto in _overlaps(grid, box):
             shard[onto] = parts[number].view(leaf.dtype).reshape(grid.chunk)[inside]
     if isinstance(leaf, np.ndarray):
@@ -33,6 +35,18 @@ def assembled(grid: Grid, leaf: Any, parts: Mapping[int, np.ndarray]) -> Any:
     return jax.make_array_from_callback(
         shape, leaf.sharding, lambda index: shards[_box(index or (), shape)], dtype=leaf.dtype
     )
+
+
+def _memory(boxes: Sequence[_Box], dtype: np.dtype) -> dict[_Box, np.ndarray]:
+    """Return memory without values for each shard: together, as its pages may then be large; aligned, so not copied."""
+    shapes = [[stop - start for start, stop in box] for box in boxes]
+    ends = list(itertools.accumulate(-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for shape in shapes))
+    raw = np.empty(ends[-1] + _ALIGNED, np.uint8)
+    raw = raw[-raw.ctypes.data % _ALIGNED :]
+    return {
+        box: raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        for box, begin, shape in zip(boxes, [0, *ends], shapes, strict=False)
+    }
 
 
 def _boxes(leaf: Any) -> list[_Box]:
