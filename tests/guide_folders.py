@@ -1,8 +1,6 @@
 """Folders that the blocks of a guide start from: `<!-- setup: NAME -->` above a block."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -59,6 +57,9 @@ def write_llama(folder, special, texts):
 
 @pytest.fixture
 def first_run(tmp_path):
-    """`runs/first/`, a run that ended: the one that the tests of old runs keep."""
-    shutil.copytree(Path(__file__).parent / "run" / "kept_run" / "points", tmp_path / "runs" / "first")
+    """`runs/first/`, with the metrics of a run."""
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    rows = ({"step": 10, "time": 1.0, "loss": 2.5}, {"step": 10, "time": 1.5, "eval_loss": 2.75})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "runs" / "first" / "metrics.jsonl").write_text(text, encoding="utf-8")
     return {}

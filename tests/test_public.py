@@ -41,7 +41,7 @@ SIGNATURES = {
     "scan_layers": "(block, stacked, x, *, remat=None)",
     "shard_batches": "(loader, plan, *, prefetch=2)",
     "process_rows": "(plan, batch_size)",
-    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min', keep_in_memory=0)",
+    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min', keep_in_memory=0, mirror=None)",
     "save": "(path, state, *, overwrite=False)",
     "restore": "(path, target)",
     "restore_params": "(path, target, *, missing=(), ignore=())",

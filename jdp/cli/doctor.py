@@ -219,9 +219,6 @@ def _verified(folder: Path) -> "list[Finding]":
         if each.status == "damaged":
             mend = f"jdp train takes the newest that is whole, and sets this one aside; or: rm -r {place}"
             findings.append(Finding(name, "wrong", each.problem, mend))
-        elif each.status == "unverified":
-            mend = "go on with jdp train: what it saves has them"
-            findings.append(Finding(name, "note", "saved without checksums, by an older jdp", mend))
         else:
             findings.append(Finding(name, "ok", "every file is as it was saved"))
     if not checkpoints:

@@ -34,8 +34,8 @@ class Options:
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run or its address (s3://…), or the name of a run in --run-dir. Or an export, or a model of
-    Hugging Face: a folder with config.json, model.safetensors and tokenizer.json."""
+    """The folder of a run, or the name of a run in --run-dir. Or an export, or a model of Hugging Face: a folder with
+    config.json, model.safetensors and tokenizer.json."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """Text to continue; "-" reads it from stdin. May be given several times. Default: a line break."""
     length: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -53,7 +53,7 @@ class Options:
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """Where the tokenizer of a run is now. Default: where it was when the run began."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs, or its address."""
+    """Folder that holds the runs."""
     plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
     """The plug-in of a run that has one."""
     json: bool = False
@@ -62,7 +62,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Find the model, check the prompts, read the weights, and write. Raises UsageError."""
-    options = parse(Options, "generate", arguments, addresses=("run_dir",))
+    options = parse(Options, "generate", arguments)
     if not 0 <= options.seed < 2**32:
         raise UsageError(f"--seed is 0 to 2^32 - 1; given {options.seed}: choose another")
     prompts = _prompts(options.prompt or ("\n",))

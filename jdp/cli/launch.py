@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jdp.base.user_path import address_of
 from jdp.cli import train_options
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 
@@ -77,7 +76,7 @@ def run(arguments: list[str]) -> int:
     if not command and not {"-h", "--help"} & set(own):
         given = "nothing after --" if "--" in arguments else "no --"
         raise UsageError(f"what to launch comes after --; given {given}: write jdp launch -n 2 -- FILE …")
-    return _launch(parse(Options, "launch", own, addresses=("run_dir",)), command)
+    return _launch(parse(Options, "launch", own), command)
 
 
 def _launch(options: Options, command: list[str]) -> int:
@@ -108,8 +107,7 @@ def _launch(options: Options, command: list[str]) -> int:
         experiment = _check_before_launch([*command, *added], options.processes * (nodes.count if nodes else 1))
         if experiment.devices is not None:
             environment["JAX_PLATFORMS"] = "cpu"
-        own = Path("runs") if address_of(given.run_dir) else given.run_dir
-        log_dir = log_dir or own / experiment.name / LOGS
+        log_dir = log_dir or given.run_dir / experiment.name / LOGS
         started = [sys.executable, "-m", "jdp", "train", *command, *added]
     return start(
         started,
@@ -201,7 +199,7 @@ def _expand_home(word: str) -> str:
 
 
 def _train_options(arguments: list[str]) -> tuple[train_options.Options, dict[str, str]]:
-    return parse_with_overrides(train_options.Options, "train", arguments, addresses=("run_dir",))
+    return parse_with_overrides(train_options.Options, "train", arguments)
 
 
 def _check_before_launch(arguments: list[str], processes: int) -> "Experiment":

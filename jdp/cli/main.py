@@ -7,7 +7,7 @@
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; a step did not end in time; or, in  |
-|           | mid-run, a disk stayed full, or storage was away, for minutes; or processes did not come            |
+|           | mid-run, a disk stayed full for minutes; or processes did not come                                  |
 | 78        | the processes of the run do not match; each reports how: fix this before you run again              |
 |           | or a device computed wrong results: leave its host out before you run again                         |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
@@ -32,7 +32,6 @@ from pathlib import Path
 import jdp
 from jdp.base.hints import nearest
 from jdp.base.lasting_output import lasting
-from jdp.base.notices import shown
 from jdp.base.shorten import cut
 from jdp.cli import help_text
 from jdp.cli.options import UsageError, wrapped
@@ -157,7 +156,7 @@ def _printable(error: Exception) -> str:
     def escaped(letter: str) -> str:
         return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
 
-    lines = shown(str(error)).split("\n")
+    lines = str(error).split("\n")
     kept = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
     more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
     return "\n".join([*kept, *more])

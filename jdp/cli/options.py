@@ -10,17 +10,16 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.base.bucket import Remote
 from jdp.base.hints import nearest
 from jdp.base.shorten import brief
-from jdp.base.user_path import address_of, user_path
+from jdp.base.user_path import user_path
 
 
 class UsageError(ValueError):
     """A mistake on the command line itself."""
 
 
-def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()) -> Any:
+def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2."""
     import tyro  # late, as it takes a tenth of a second
 
@@ -30,26 +29,21 @@ def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Seq
         value = getattr(parsed, field.name)
         if isinstance(value, Path):
             try:
-                if field.name in addresses and address_of(value):
-                    Remote.at(value)  # its package is there
-                else:
-                    paths[field.name] = user_path(value)
+                paths[field.name] = user_path(value)
             except ValueError as error:
                 flag = "FILE" if field.name == "file" else flag_of(field.name)
                 raise UsageError(f"{flag}: {error}") from None
     return dataclasses.replace(parsed, **paths)
 
 
-def parse_with_overrides(
-    options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()
-) -> tuple[Any, dict[str, str]]:
+def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
     if {"-h", "--help"} & set(arguments):
         _help_with_keys(options, name)
         raise SystemExit(0)
     flags = flags_of(options)
     own, overrides = split_overrides(arguments, flags)
-    return parse(options, name, own, addresses=addresses), overrides
+    return parse(options, name, own), overrides
 
 
 def flags_of(options: type[Any]) -> list[str]:

@@ -10,7 +10,7 @@ import tyro
 
 from jdp.base.shorten import cut
 from jdp.base.toml import toml_value
-from jdp.base.user_path import PathError, address_of
+from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
 
 if TYPE_CHECKING:
@@ -35,10 +35,9 @@ class Options:
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN…")] = ()
-    """Folders of runs or their addresses (s3://…), or names of runs in --run-dir."""
+    """Folders of runs, or names of runs in --run-dir."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PAGE", aliases=["-o"])] = None
-    """The page. Default: report.html in the run's folder; for several runs, or one in a bucket, in the current
-    folder."""
+    """The page. Default: report.html in the run's folder; for several runs, in the current folder."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs that are named without a folder."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
@@ -55,14 +54,13 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Read the runs, compile their steps, write the page, and print where it is."""
-    options = parse(Options, "report", arguments, addresses=("run_dir",))
+    options = parse(Options, "report", arguments)
     with stdout_to_stderr(options.json):
         from jdp.report.run_page import run_page
         from jdp.run.read_folder import read_run
 
         folders = _folders(options.runs, options.run_dir)
-        behind = any(address_of(each) for each in (*options.runs, options.run_dir))
-        path = options.output or (Path(PAGE) if behind or len(folders) > 1 else folders[0] / PAGE)
+        path = options.output or (Path(PAGE) if len(folders) > 1 else folders[0] / PAGE)
         check_writable(path)
         names = _names(folders)
         recorded = dict(zip(names, map(read_run, folders), strict=True))

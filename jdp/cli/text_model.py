@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jdp.base.notices import shown
 from jdp.base.read_toml import parse
-from jdp.base.user_path import address_of, user_path
+from jdp.base.user_path import user_path
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
@@ -67,8 +66,8 @@ def find_model(
     """Return the model of a run, or of an export, without its weights.
 
     Args:
-        given: the folder of a run or of an export, or its address; or the name of a run in `runs`.
-        runs: the folder of runs, or its address.
+        given: the folder of a run or of an export; or the name of a run in `runs`.
+        runs: the folder of runs.
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
         plugin: the plug-in of a run that has one.
         tokenizer: of a run, where its tokenizer is now; None: where it was.
@@ -87,14 +86,12 @@ def find_model(
             f"text needs the model's tokenizer; {folder} has no {TOKENIZER}: copy it there from the original model"
         )
     config = _on_any_device(gpt_config_from_hf(folder))
-    name, opened = shown(str(folder)), open_tokenizer(str(folder))
+    name, opened = str(folder), open_tokenizer(str(folder))
     return TextModel(config, opened, name, lambda device: _imported(folder, config, device))
 
 
 def _export(given: str) -> Path | None:
     """Return the folder of an export; None if it is a run, or nothing."""
-    if address_of(given):
-        return None
     folder = user_path(given)
     return folder if (folder / CONFIG).is_file() and not (folder / FILE).exists() else None
 
@@ -115,19 +112,18 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 
 
 def _of_run(given: str, runs: Path, step: str | None, changed: Mapping[str, str]) -> TextModel:
-    folder, bucket = find_run(given, runs), address_of(runs)
-    place = address_of(given) or (f"{bucket}/{given}" if bucket and len(Path(given).parts) == 1 else str(folder))
-    experiment = _experiment(folder, place, changed)
+    folder = find_run(given, runs)
+    experiment = _experiment(folder, changed)
     config = _on_any_device(experiment.model.config)
     saved = sorted(int(path.name) for path in (folder / CHECKPOINTS).glob("*") if path.name.isdecimal())
     there = ", ".join(map(str, saved))
     if not saved:
-        raise ExperimentError(f"a model is read from a checkpoint; {place} has none yet: wait for one, or train on")
-    chosen = _best(experiment, f"{place}/{CHECKPOINTS}", there) if step == BEST else step
+        raise ExperimentError(f"a model is read from a checkpoint; {folder} has none yet: wait for one, or train on")
+    chosen = _best(experiment, folder / CHECKPOINTS, there) if step == BEST else step
     if chosen is not None and chosen not in map(str, saved):
-        raise ExperimentError(f'--step must be a checkpoint of {place}, {there}, or "{BEST}"; given {chosen}')
-    path = place if chosen is None else f"{place}/{CHECKPOINTS}/{chosen}"
-    name = f"{place}, step {chosen or saved[-1]}"
+        raise ExperimentError(f'--step must be a checkpoint of {folder}, {there}, or "{BEST}"; given {chosen}')
+    path = folder if chosen is None else folder / CHECKPOINTS / chosen
+    name = f"{folder}, step {chosen or saved[-1]}"
     tokenizer = _opened(experiment.data.tokenizer)
     return TextModel(config, tokenizer, name, lambda device: _restored(path, experiment, config, device))
 
@@ -139,9 +135,9 @@ def _opened(name: str) -> Tokenizer:
         raise ExperimentError(f"{error}; if it was moved, give its folder (--tokenizer FOLDER)") from error
 
 
-def _experiment(folder: Path, name: str, changed: Mapping[str, str]) -> Experiment:
+def _experiment(folder: Path, changed: Mapping[str, str]) -> Experiment:
     """Return a run's experiment. Raises ExperimentError unless a GPT of jdp's learns text in it."""
-    rule = f"text is written by a GPT that learned text; {name} has"
+    rule = f"text is written by a GPT that learned text; {folder} has"
     try:
         table = parse((folder / FILE).read_text("utf-8"))
         made = table["model"].get("make", NONE)
@@ -163,7 +159,7 @@ def _experiment(folder: Path, name: str, changed: Mapping[str, str]) -> Experime
     return experiment
 
 
-def _best(experiment: Experiment, checkpoints: str, there: str) -> str:
+def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
     """Return the step of the best checkpoint."""
     metric = experiment.train.best_metric
     if metric is None:
@@ -178,7 +174,7 @@ def _best(experiment: Experiment, checkpoints: str, there: str) -> str:
     return str(best)
 
 
-def _restored(path: str, experiment: Experiment, config: GPTConfig, device: Device) -> GPT:
+def _restored(path: Path, experiment: Experiment, config: GPTConfig, device: Device) -> GPT:
     """Read the parameters of a checkpoint; where they are averaged the complete state, which has the average."""
     if experiment.optimizer.ema_decay is None:
         return restore_params(path, _abstract(config, device)).model

@@ -4,7 +4,6 @@ import json as as_json
 import os
 from typing import Any
 
-from jdp.base.bucket import place_of
 from jdp.base.notices import in_few_lines
 from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 from jdp.cli.train_options import Options
@@ -12,7 +11,7 @@ from jdp.cli.train_options import Options
 
 def run(arguments: list[str]) -> int:
     """Validate and run; with --json, stdout has only the summary, printed by process 0. Raises Stopped."""
-    options, overrides = parse_with_overrides(Options, "train", arguments, addresses=("run_dir",))
+    options, overrides = parse_with_overrides(Options, "train", arguments)
     from jdp.run.signals import Stopped
 
     stopped: Stopped | None = None
@@ -63,4 +62,4 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     if not options.no_cache:
         keep_programs()
     settings = [line for line in (kept, limit) if line is not None]
-    return loop.run(experiment, root=place_of(options.run_dir), quiet=options.json, profile=steps, settings=settings)
+    return loop.run(experiment, root=options.run_dir, quiet=options.json, profile=steps, settings=settings)

@@ -22,7 +22,7 @@ class Options:
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs, each in a folder of its name; or its address, such as s3://bucket/runs."""
+    """Folder that holds the runs, each in a folder of its name."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Trace the steps from FIRST to LAST, both included, into RUN_DIR/NAME/profile (process 0's)."""
     fresh_memory: bool = False

@@ -40,7 +40,7 @@ def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
 def copied(start: str, name: str) -> str:
     """Return the text of a shipped experiment under another name, with paths that start at the working directory."""
     text = shipped()[start].read_text(encoding="utf-8").replace(f"experiments/{start}.toml", f"{name}.toml")
-    text = re.sub(r'"([^"\n]*)"', lambda match: f'"{_UP.sub(r"\1", match[1])}"', text)
+    text = re.sub(r'(?<=")[^"\n]*(?=")', lambda quoted: _UP.sub(r"\1", quoted[0]), text)
     return re.sub(r'^name = ".*"$', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
 
 

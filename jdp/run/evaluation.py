@@ -176,4 +176,4 @@ class Best:
         """Return what `dataclasses.asdict` recorded; a new one if the record is of another metric."""
         if not record or record["metric"] != metric:
             return Best(metric)
-        return Best(**{"to_beat": record["value"], **record})
+        return Best(**record)

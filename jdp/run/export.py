@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from jdp.base.notices import shown
 from jdp.base.user_path import user_path
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import on_first_process
@@ -61,7 +60,7 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
         step = progress.kept.step
     target, fresh = folder / EXPORT, folder / f".{EXPORT}.new"
     if from_every_process("the step that was exported", str(exported_step(target)))[0] == str(step):
-        return f"{shown(str(target))} has the model of step {step}"
+        return f"{target} has the model of step {step}"
     if step != progress.done:
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # two states may not fit
@@ -75,7 +74,7 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
     is_best = progress.kept is not None and progress.kept.step == step
     best = f", the best by {experiment.train.best_metric}" if is_best else ""
     without = "" if (target / TOKENIZER).exists() else f"; it has no tokenizer, as the run has none: add a {TOKENIZER}"
-    return f"exported the model of step {step}{best}, to {shown(str(target))}{without}"
+    return f"exported the model of step {step}{best}, to {target}{without}"
 
 
 def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from jdp.base.notices import warn
 from jdp.base.user_path import address_of
 from jdp.checkpoint.errors import is_passing
 from jdp.core.cluster.barrier import meet
-from jdp.experiment.file import ExperimentError, from_table, to_toml
+from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
 from jdp.guard.diagnosis import LOGS
@@ -218,7 +218,7 @@ def writing(folder: Path) -> Generator[None]:
 
 
 class RunAgain(ValueError):
-    """Trouble of the disk or the storage that may pass, and that was tried again in vain."""
+    """Trouble of the disk that may pass, and that was tried again in vain."""
 
     exit_code = TRY_AGAIN
 
@@ -292,8 +292,6 @@ def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
         raise ExperimentError(
             f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
-    with contextlib.suppress(ExperimentError):  # keys that came after it have their defaults; else it is compared as is
-        before = tomllib.loads(to_toml(from_table(before, plugin=current["plugin"])))
     before, now = _flat(before), _flat(current)
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
     return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jdp.base.bucket import Remote
 from jdp.base.notices import notice, warn
-from jdp.checkpoint import CheckpointError, Checkpoints, RemoteCheckpoints
-from jdp.checkpoint.format.content import COMMITTED
+from jdp.checkpoint import CheckpointError, Checkpoints
+from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
@@ -30,7 +29,6 @@ from jdp.guard.watch import watching
 from jdp.run.evaluation import Best
 from jdp.run.export import check_free
 from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, passing_trouble, writing
-from jdp.run.in_bucket import RemoteRun, at_hand
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of
 from jdp.run.progress import Progress, check_record
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 def run(
     experiment: Experiment,
     *,
-    root: Path | Remote,
+    root: Path,
     quiet: bool = False,
     profile: range | None = None,
     settings: Sequence[str] = (),
@@ -58,9 +56,9 @@ def run(
         weights = _initial_weights(experiment.train)
         if weights is not None and not _has_checkpoints(root, experiment.name):  # afterwards they may be moved
             weights.check(assembly.config)
+        folder = root / experiment.name
         with (
             passing_trouble(lambda: stop.began),
-            at_hand(root, experiment.name) as (folder, bucket),
             claimed(folder, assembly.toml) as claim,
             writing(folder),
         ):
@@ -68,12 +66,10 @@ def run(
                 check_free(folder)
             for line in settings:
                 notice(line)
-            return _visit(assembly, weights, stop, claim, bucket, quiet=quiet, profile=profile)
+            return _visit(assembly, weights, stop, claim, quiet=quiet, profile=profile)
 
 
-def _has_checkpoints(root: Path | Remote, name: str) -> bool:
-    if isinstance(root, Remote):
-        return bool(root.matching(f"{name}/{CHECKPOINTS}/*/{COMMITTED}"))
+def _has_checkpoints(root: Path, name: str) -> bool:
     return any((root / name / CHECKPOINTS).glob(f"*/{COMMITTED}"))
 
 
@@ -90,7 +86,6 @@ def _visit(
     weights: InitialWeights | None,
     stop: StopRequest,
     claim: Claim,
-    bucket: RemoteRun | None,
     *,
     quiet: bool,
     profile: range | None,
@@ -100,7 +95,7 @@ def _visit(
     limits = Deadline(guard.deadline_seconds, guard.first_deadline_seconds)
     with watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch:
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
-        with _open_checkpoints(assembly.experiment, folder, bucket) as saved:
+        with _open_checkpoints(assembly.experiment, folder) as saved:
             with watch.during("restore"):
                 state, progress, weights_read = _start(assembly, saved, weights)
             visit = Visit(assembly, progress, claim, saved, stop, watch, quiet=quiet)
@@ -112,17 +107,13 @@ def _visit(
             return visit.finish(state)
 
 
-def _open_checkpoints(experiment: Experiment, folder: Path, bucket: RemoteRun | None) -> Checkpoints:
+def _open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     """Open the run's checkpoints; [train] sets which of them are kept."""
     train, best = experiment.train, experiment.train.best_metric
     by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
     by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
-    by |= {"keep_in_memory": experiment.guard.keep_in_memory}
-    if bucket is None:
-        return Checkpoints(folder / CHECKPOINTS, **by)
-    saved = RemoteCheckpoints(f"{bucket.remote.address}/{CHECKPOINTS}", **by)
-    saved.before_commit = bucket.before_commit
-    return saved
+    by |= {"keep_in_memory": experiment.guard.keep_in_memory, "mirror": train.mirror}
+    return Checkpoints(folder / CHECKPOINTS, **by)
 
 
 def _start(

@@ -90,7 +90,8 @@ class Progress:
 
 _NUMBER, _COUNT = (int, float), (int,)
 _KINDS = {"done": _COUNT, "skipped": _COUNT, "evaluated": _COUNT, "loss": (*_NUMBER, type(None)), "fingerprint": (str,)}
-_BEST = {"metric": (str,), "value": (*_NUMBER, type(None)), "step": _COUNT, "waiting": _COUNT}
+_MEASURED = (*_NUMBER, type(None))
+_BEST = {"metric": (str,), "value": _MEASURED, "step": _COUNT, "waiting": _COUNT, "to_beat": _MEASURED}
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:
@@ -101,10 +102,9 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
     if not problem and not numbers:
         problem = f"evals is {evals!r}"
     for name, best in bests.items():
-        known = {**_BEST, "to_beat": _BEST["value"]} if isinstance(best, dict) and "to_beat" in best else _BEST
         if not problem and best is not None:
-            fits = isinstance(best, dict) and best.keys() <= known.keys()
-            problem = _first_problem(best, known, f"{name}.") if fits else f"{name} is {best!r}"
+            fits = isinstance(best, dict) and best.keys() <= _BEST.keys()
+            problem = _first_problem(best, _BEST, f"{name}.") if fits else f"{name} is {best!r}"
     if not problem and record["done"] != int(folder.name):
         problem = f"done is {record['done']}"
     if problem:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from jdp.base.formatting import finite_or_none
-from jdp.base.notices import shown
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.make import folder_of
@@ -55,7 +54,7 @@ def _scaled_rate(experiment: Experiment) -> str | None:
 
 def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
     """Return the last lines of a run: how long this visit took, where the run is, and the next commands."""
-    experiment, place = assembly.experiment, shlex.quote(shown(str(folder)))
+    experiment, place = assembly.experiment, shlex.quote(str(folder))
     taken = progress.done - progress.resumed_from
     steps = f"{taken:,} step{'s' * (taken != 1)} in {clock(progress.seconds)}; the" if taken else "the"
     plugin = "" if experiment.plugin is None else f" --plugin {experiment.plugin}"
@@ -100,5 +99,5 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "skipped": progress.skipped,
         "resumed_from": progress.resumed_from,
         "goodput": account(read(folder / FLIGHT / "rank-00000.jsonl")).as_summary(),
-        "folder": shown(str(folder)),
+        "folder": str(folder),
     }

@@ -209,7 +209,6 @@ class Visit:
         self.health.check_all(state, ended=ended)
         with self.watch.during("save"):
             self._claim.check()
-            self.metrics.check()
             self._save_patiently(state)
         self.health.restart()
 

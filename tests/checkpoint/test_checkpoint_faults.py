@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damaged_files import cut, without_checksums
+from damaged_files import cut, vouch
 from full_disk import files_of_at_most, small_disk
 
 import jdp
@@ -216,10 +216,10 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_named_with_those_that_are_no
 
 
 def test_the_reason_is_short(two, tmp_path):
-    """TensorStore's own account of it is a page; it is asked where there are no checksums."""
+    """TensorStore's own account of it is a page; it is asked where checksums vouch for the file."""
     directory = shutil.copytree(two, tmp_path / "copy")
-    without_checksums(directory / "2")
     DAMAGES["array file cut"](directory / "2")
+    vouch(directory / "2")
     with pytest.raises(jdp.CheckpointError) as error:
         jdp.restore(directory / "2", target())
     assert len(str(error.value)) < len(str(directory)) + 250 and "\n" not in str(error.value)
@@ -266,8 +266,8 @@ def test_another_generator_is_not_taken_for_the_same(two):
 
 def test_another_versions_checkpoint_is_refused_by_its_format(two, tmp_path):
     directory = shutil.copytree(two, tmp_path / "copy")
-    without_checksums(directory / "2")
     (directory / "2" / "leaves" / "metadata").write_text(json.dumps({"format": 99, "leaves": {}}))
+    vouch(directory / "2")
     with pytest.raises(
         jdp.CheckpointError, match=r"another version of jdp, in format 99; this one reads formats 1 and 2"
     ):

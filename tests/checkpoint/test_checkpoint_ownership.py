@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damaged_files import without_checksums
+from damaged_files import vouch
 
 import jdp
 from jdp.base import notices
@@ -246,7 +246,8 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 
 
 ADDRESSES = {
-    "file:///tmp/x": r"file:// is (on this one; write the folder|taken for runs, checkpoints and data only; mount it)",
+    "file:///tmp/x": "must be on a disk of this machine, .*: mount it",
+    "s3://bucket/run": r"must be on a disk of this machine, .*: mount it .*outside\.md.*train\.mirror",
     "~nosuchuser/run": "~nosuchuser has none; write the folder",
     "a\0b": "must have no NUL character",
     f"{'long' * 64}/run": "File name too long; fix it",
@@ -316,18 +317,21 @@ DAMAGES = [b"garbage", b"\0" * 64, b"\xff\xfe{}", b"", b"[1]", b"null", b'{"loss
 def test_damaged_records_tables_and_metrics_are_said(tmp_path, base, damage):
     with jdp.Checkpoints(tmp_path) as saved:
         saved.save(at(base, 1), {"n": 1}, {"loss": 1.0})
-    without_checksums(tmp_path / "1")
     for item in ("record", "leaves") if damage != DAMAGES[-1] else ():
         file = tmp_path / "1" / item / "metadata"
         whole = file.read_bytes()
         file.write_bytes(damage)
+        vouch(tmp_path / "1")
         with jdp.Checkpoints(tmp_path) as saved, pytest.raises(jdp.CheckpointError, match="damaged"):
             saved.restore(target())
         file.write_bytes(whole)
+        vouch(tmp_path / "1")
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(damage)
+    vouch(tmp_path / "1")
     with pytest.raises(jdp.CheckpointError, match=r"1/metrics/metrics is damaged.*Remove that file"):
         jdp.Checkpoints(tmp_path, best="loss")
     (tmp_path / "1" / "metrics" / "metrics").unlink()
+    vouch(tmp_path / "1")
     with jdp.Checkpoints(tmp_path, best="loss") as saved:
         assert saved.best is None and saved.restore(target())[1] == {"n": 1}
 

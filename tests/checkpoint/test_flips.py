@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damaged_files import cut, flip, without_checksums, zero_page
+from damaged_files import cut, flip, zero_page
 
 import jdp
 from jdp.base import notices
@@ -223,18 +223,6 @@ def test_what_others_put_beside_and_inside_changes_nothing(own, base, capsys):
         checkpoints.save(at(base, 3))
     assert capsys.readouterr().err == ""
     assert names(own) == ["1", "2", "3", "3.orbax-checkpoint-tmp-7", "notes.txt"]
-
-
-def test_a_checkpoint_from_before_there_were_checksums_is_restored_and_that_is_said_once(own, capsys):
-    without_checksums(own / "2")
-    assert [found.status for found in check(own)] == ["whole", "unverified"]
-    for _ in range(2):
-        assert int(jdp.restore(own, target()).step) == 2
-    assert capsys.readouterr().err.count("2 has no checksums, as a version of jdp before these saved it") == 1
-    cut(arrays_of(own / "2"))  # what Orbax cannot read is damaged all the same
-    with jdp.Checkpoints(own) as checkpoints:
-        assert checkpoints.restore(target())[1] == {"n": 1}
-    assert names(own) == ["1", "damaged-2"]
 
 
 def test_a_run_is_checked_by_its_folder_and_a_single_checkpoint_by_its_own(own, base, tmp_path):

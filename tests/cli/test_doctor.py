@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 import two_hosts
-from damaged_files import flip, without_checksums
+from damaged_files import flip
 
 import jdp
 from jdp.cli import main as cli
@@ -225,10 +225,9 @@ def test_the_checkpoints_of_a_run_are_verified(tmp_path: Path, capfd: pytest.Cap
     assert [before[f"checkpoint {step}"][0] for step in (1, 2, 3)] == ["ok"] * 3
     assert "; a checkpoint takes 3" in before["next checkpoint"][1], "some 350 KiB"
     flip(max((folder / "checkpoints" / "3").rglob("*"), key=lambda path: path.stat().st_size), 1000)
-    without_checksums(folder / "checkpoints" / "1")
     assert cli.main(["doctor", str(folder)]) == 1
     out = capfd.readouterr().out
-    assert "\nWRONG  checkpoint 3 " in out and "\nok     checkpoint 2 " in out and "\nnote   checkpoint 1 " in out
+    assert "\nWRONG  checkpoint 3 " in out and "\nok     checkpoint 2 " in out
     assert f"rm -r {folder / 'checkpoints' / '3'}" in out and out.endswith("1 thing is wrong.\n")
 
 

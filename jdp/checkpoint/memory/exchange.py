@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.checkpoint.format.chunk_table import Chunks, Range
+from jdp.checkpoint.errors import DamagedError
 from jdp.checkpoint.memory.generation import Index, Part
+from jdp.checkpoint.memory.parts import assembled, part_numbers
 from jdp.core.cluster.barrier import from_every_process
 
 _AT_ONCE = 2**26
 """Bytes that the devices add up at once."""
 _THREADS = 4
-_HERE = "part "
 
 
 @dataclass
 class Generation:
-    """A generation that is complete on all hosts together, read by all processes together.
+    """A generation that is complete on all hosts together, as a `content.Source`.
 
     Attributes:
         index: the index of one process, for what all have alike.
@@ -49,48 +48,26 @@ class Generation:
     fetched: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
     from_others: int = 0  # bytes
 
-    @property
-    def table(self) -> Mapping[str, Any]:
-        """The leaves, as a checkpoint's table has them."""
-        return self.index.table
+    def table(self) -> dict[str, Any]:
+        """Return the table of leaves, as a checkpoint has it."""
+        return dict(self.index.table)
 
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """What was saved beside the state."""
-        return self.index.record
+    def record(self) -> dict[str, Any]:
+        """Return the JSON object that was saved beside the state."""
+        return dict(self.index.record)
 
-    @property
-    def chunks(self) -> Mapping[str, Chunks]:
-        """The arrays as those of a checkpoint: each chunk is a range of the part with its number."""
-        return self._chunks
+    def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Fetch the parts of these arrays, and read them onto the leaves. Raises DamagedError on every process."""
+        grids = self.index.grids
+        needed = {number for path, leaf in wanted.items() for number in part_numbers(grids[path], leaf)}
+        if problem := self._fetch(sorted(needed - self.fetched.keys())):
+            raise DamagedError(f"The state in memory is damaged: {problem}.", problem)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            read = pool.map(lambda path: assembled(grids[path], wanted[path], self.fetched), wanted)
+            return dict(zip(wanted, read, strict=True))
 
-    @cached_property
-    def _chunks(self) -> dict[str, Chunks]:
-        return {
-            path: Chunks(
-                grid.shape,
-                np.dtype(grid.dtype),
-                grid.chunk,
-                {name: Range(f"{_HERE}{grid.first + i}", 0, grid.part_bytes) for i, name in enumerate(grid.names())},
-            )
-            for path, grid in self.index.grids.items()
-        }
-
-    @property
-    def at_hand(self) -> Mapping[str, Chunks]:
-        """The same, with the bytes of the parts that were fetched."""
-        return {
-            path: Chunks(each.shape, each.dtype, each.chunk, {name: self._known(r) for name, r in each.ranges.items()})
-            for path, each in self.chunks.items()
-        }
-
-    def _known(self, found: Range) -> Range:
-        content = self.fetched.get(_number(found))
-        return found if content is None else Range("", 0, found.size, content.data)
-
-    def fetch(self, wanted: Iterable[Range]) -> str:
-        """Fetch the parts of these ranges; return "", or which part is damaged. Every process calls this."""
-        needed = sorted({_number(each) for each in wanted} - self.fetched.keys())
+    def _fetch(self, needed: Sequence[int]) -> str:
+        """Fetch these parts; return "", or which part is damaged. Every process calls this."""
         problem = self._verify([number for number in needed if number in self.parts])
         lacking = [number for number in needed if number not in self.parts]
         for said in from_every_process(
@@ -147,10 +124,6 @@ def decoded(text: str, total: int) -> np.ndarray:
     """Return which parts a text of `encoded` has: bool [total]."""
     bits = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8)
     return np.unpackbits(bits)[:total].astype(bool)
-
-
-def _number(found: Range) -> int:
-    return int(found.file.removeprefix(_HERE))
 
 
 def _sizes(index: Index, numbers: Sequence[int]) -> dict[int, int]:

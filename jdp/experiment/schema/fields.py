@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from jdp.base.bucket import place_of
 from jdp.base.hub_source import HubSource
 from jdp.base.shorten import cut
-from jdp.base.user_path import address_of, user_path
+from jdp.base.user_path import bucket_address, user_path
 from jdp.base.words import CompilerPreset
 from jdp.core.compiling.options import Compiler
 
@@ -53,8 +52,8 @@ def package_name(name: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Return a possible path (a word such as "stdlib" too) or address. Raises PathError."""
-    place_of(path)
+    """Return a possible path (a word such as "stdlib" too). Raises PathError."""
+    user_path(path)
     return path
 
 
@@ -88,8 +87,6 @@ def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
     for word in (source,) if isinstance(source, str) else source or ():
         hub = HubSource.of(word)
-        if hub is None and address_of(word):
-            raise ValueError(f'must be on this machine, or read by `datasets`: write "hf:parquet:{word}" and its like')
         if hub is None or hub.is_path:
             user_path(word if hub is None else hub.path)
     return source
@@ -151,6 +148,7 @@ Fraction = Annotated[float, Field(ge=0, le=1), Single]
 Part = Annotated[float, Field(gt=0, lt=1), Single]
 Decay = Annotated[float, Field(ge=0, lt=1), Single]
 PathText = Annotated[str, AfterValidator(_path)]
+Address = Annotated[str, AfterValidator(bucket_address)]
 PackageName = Annotated[str, AfterValidator(package_name)]
 RunName = Annotated[str, AfterValidator(run_name)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]

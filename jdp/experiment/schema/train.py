@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jdp.experiment.schema.fields import (
+    Address,
     Batches,
     Best,
     Count,
@@ -34,7 +35,7 @@ class Train(Section):
     the others are frozen, without gradients and optimizer state. none = all."""
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
-    folder with model.safetensors; or an address of these. LoRA parameters that it lacks start fresh. Relative as
+    folder with model.safetensors. LoRA parameters that it lacks start fresh. Relative as
     data.source; none = random."""
     init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
     """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
@@ -54,6 +55,9 @@ class Train(Section):
     """How much better counts as an improvement, for stop_after."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 = only at the end."""
+    mirror: Address | None = None
+    """Where committed checkpoints are copied in the background: s3://bucket/run, gs://bucket/run, or another storage
+    that fsspec has. A start whose newest checkpoint is older fetches the mirror's; none = no mirror."""
     keep_checkpoints: Positive = 3
     """How many of the newest checkpoints stay."""
     keep_every: Positive | None = None
