@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import xla_bridge
+from jax._src import cloud_tpu_init, xla_bridge
 from jax._src.core import AxisEnv, trace_ctx, trace_state_clean
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
@@ -72,6 +72,10 @@ def test_custom_staging_rules_have_one_for_jit_which_is_looked_up_at_each_call(m
     inner = jax.jit(lambda x: x + 1)
     jax.make_jaxpr(lambda x: inner(x))(1.0)
     assert {*seen} == {()}
+
+
+def test_cloud_tpu_init_says_whether_this_is_a_tpu_vm():
+    assert cloud_tpu_init.running_in_cloud_tpu_vm is False
 
 
 def test_axisenv_holds_sizes_and_grows_and_shrinks():
