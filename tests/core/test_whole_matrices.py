@@ -187,8 +187,9 @@ def test_a_gradient_that_is_no_number_changes_nothing():
     [
         ("zero3", {"mesh": {"replica": 2, "data": 4}}),
         ("zero1", {"mesh": {"replica": 4, "data": 2}}),
+        ("zero3", {"offload": "optimizer"}),
     ],
-    ids=["replica=2", "replica=4"],
+    ids=["replica=2", "replica=4", "offload"],
 )
 def test_on_other_meshes(strategy, settings):
     assert_trains_as_one_device(FEW, few(), plan_of(strategy, **settings), {"u", "one", "two", "odd"})
@@ -264,14 +265,13 @@ def coupled():
         (lambda: optax.apply_if_finite(few(), 3), {}, "it computes several parameters at once"),
         (lambda: optax.MultiSteps(few(), 2), {}, "it computes several parameters at once"),
         (placed, {}, "it places arrays by itself"),
-        (few, {"offload": "optimizer"}, "its optimizer state is in host memory"),
         (
             few,
             {"mesh": {"data": 4, "model": 2}, "rules": [("*", P(None, ("model", "data")))]},
             "an axis of the model's shards the dimension that data shards",
         ),
     ],
-    ids=["apply_if_finite", "MultiSteps", "placed", "offload", "model"],
+    ids=["apply_if_finite", "MultiSteps", "placed", "model"],
 )
 def test_what_cannot_be_whole_is_reported(make, settings, words, capfd, monkeypatch):
     monkeypatch.setattr(notices, "_said", set())
