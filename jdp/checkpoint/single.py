@@ -43,8 +43,8 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
         CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed. Or a
             bucket cannot be reached.
     """
-    check_values(Content.of(state).leaves)
     place = bucket_copies.parsed(path)
+    check_values(Content.of(state).leaves)
     if isinstance(place, Path):
         _save_here(place, state, overwrite=overwrite)
     else:

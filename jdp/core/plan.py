@@ -23,7 +23,7 @@ from jdp.base.formatting import listed
 from jdp.base.notebook import Drawn
 from jdp.base.notices import notice
 from jdp.base.numbers import is_integer
-from jdp.base.shorten import cut
+from jdp.base.shorten import described
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.words import Offload, StrategyName
 from jdp.core.sharding import user_mesh as homes
@@ -93,10 +93,10 @@ class Plan(Drawn):
         home: not for users: `dataclasses.replace` passes on the mesh that was given.
 
     Raises:
-        ValueError: the strategy or `offload` is unknown, or `offload` needs memory that the devices do not have. The
-            mesh has no axis called `data`, or one of type Manual. `data` and `replica` are the same, or name no axis of
-            the mesh. A rule is no pair of a pattern and a spec, or names the replicas' axis or an unknown one.
-            `min_shard_size` is no whole number, `pad` or `whole_matrices` no truth value.
+        ValueError: `mesh` is no mesh. The strategy or `offload` is unknown, or `offload` needs memory that the devices
+            do not have. The mesh has no axis called `data`, or one of type Manual. `data` and `replica` are the same,
+            or name no axis of the mesh. A rule is no pair of a pattern and a spec, or names the replicas' axis or an
+            unknown one. `min_shard_size` is no whole number, `pad` or `whole_matrices` no truth value.
     """
 
     mesh: Mesh
@@ -111,6 +111,9 @@ class Plan(Drawn):
     home: Mesh = field(default=cast(Any, None), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(cast("object", self.mesh), Mesh):
+            fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
+            raise ValueError(f"A plan's mesh is a jax.sharding.Mesh; given {described(self.mesh)}. {fix}")
         strategy(self.strategy)
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
             rule = "min_shard_size is a whole number of elements, 0 or more"
@@ -394,10 +397,19 @@ class Plan(Drawn):
         return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
 
 
-def check_plan(plan: object) -> None:
-    """Check that a plan is one: the name of a strategy is often given in its place. Raises ValueError."""
+def check_plan(plan: object, call: str, *others: object) -> None:
+    """Check that a plan is one: the name of a strategy, a mesh, or another argument is often given in its place.
+
+    Args:
+        plan: the argument.
+        call: how the function is called.
+        others: its other arguments.
+
+    Raises:
+        ValueError: it is no plan.
+    """
     if not isinstance(plan, Plan):
-        raise ValueError(
-            f"A plan is a jdp.Plan, of a mesh and a strategy; given {cut(repr(plan), 100)}. Write "
-            'jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
-        )
+        fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
+        if any(isinstance(other, Plan) for other in others):
+            fix = f"Write the arguments in this order: {call}."
+        raise ValueError(f"A plan is a jdp.Plan, of a mesh and a strategy; given {described(plan)}. {fix}")

@@ -81,7 +81,7 @@ class TrainState(Drawn, Generic[Model]):
         model_state: nested dict of NNX variables that are not parameters (BatchNorm statistics), replicated; `{}` if
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
-        skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
+        skipped: int32 scalar: steps that changed nothing because a gradient or a part of the new state was not finite.
         sync: name -> what the synchronisation of gradients keeps between steps; {} if it keeps nothing. A step that
             needs it adds it (`Step.complete`). "mean_error": the error of encoding the mean gradient, [D, ...] for the
             D shards of the batch, sharded over them. "factor": PowerSGD's, replicated. "noise": averages of the noise

@@ -1,10 +1,10 @@
-"""Bad steps: those with a gradient that is not finite, or a loss that jumps; when to go back, and which to leave out.
+"""Bad steps: steps that are not finite, or whose loss jumps; when to go back, and which to leave out.
 
-A step without a finite gradient changes nothing. If many follow one another, the weights or the data are at fault, and
-going on does not help. So the run can go back to a checkpoint from before them and leave out the batches of the bad
-steps. It also leaves out some before these, one of which may have spoilt the weights. PaLM did so by hand (Chowdhery et
-al. 2022, arXiv:2204.02311, section 5.1). It went back some 100 steps and left out 200 to 500 batches; the spike did not
-come again, though the same batches did no harm elsewhere.
+A step whose gradient or update is not finite changes nothing. If many follow one another, the weights or the data are
+at fault, and going on does not help. So the run can go back to a checkpoint from before them and leave out the batches
+of the bad steps. It also leaves out some before these, one of which may have spoilt the weights. PaLM did so by hand
+(Chowdhery et al. 2022, arXiv:2204.02311, section 5.1). It went back some 100 steps and left out 200 to 500 batches; the
+spike did not come again, though the same batches did no harm elsewhere.
 
 The decisions are a function of the losses in their order. So all processes decide alike, and a run that was stopped and
 resumed decides as one that was not.
@@ -155,7 +155,7 @@ class Rules:
 
     def _why(self, level: Level, loss: float, *, skipped: bool) -> str | None:
         if skipped:
-            return "its gradient was not finite"
+            return "its gradient or update was not finite"
         above = level.deviations(loss, self.spike_window) if self.spike_deviations else 0.0
         if not self.spike_deviations or not above > self.spike_deviations:
             return None

@@ -66,7 +66,7 @@ def test_bad_steps_in_a_row_roll_back_and_are_left_out(before, out):
     losses = [*NOISE[:100], 9.0, NOISE[0], math.nan, 9.0, math.nan]
     why, back = judged(rules, losses)
     assert list(why) == [101, 103, 104] and back.left_out == out and back.before == out[0]
-    assert str(back) == "3 bad steps in a row, the last one step 105: its gradient was not finite"
+    assert str(back) == "3 bad steps in a row, the last one step 105: its gradient or update was not finite"
 
 
 def test_a_good_step_ends_the_row():

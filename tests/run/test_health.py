@@ -102,7 +102,7 @@ def test_a_skipped_step_is_inspected_and_its_batch_kept(file, monkeypatch, capsy
     assert sorted(file.name for file in (folder / "flight").glob("*.npz")) == ["batch-4.npz", "batch-9.npz"]
     for step in (4, 9):  # the first one of each row
         sentences = (
-            f"Step {step} is bad: its gradient was not finite.",
+            f"Step {step} is bad: its gradient or update was not finite.",
             f"The batch of step {step} has NaN or infinities: features.",
             f"The loss of step {step} is nan: the forward pass broke.",
             "Of 4 gradients 3 are not finite, in the order of the backward pass first layers/1/bias, layers/1/kernel, "
@@ -135,9 +135,8 @@ def test_a_run_that_goes_back_has_the_bits_of_one_that_never_took_those_steps(fi
     state, record = final(file, folder)
     assert_equal_bits(state, expected)
     assert losses(folder) == seen and record["bad"]["left_out"] == [6, 7, 8]
-    said = (
-        "2 bad steps in a row, the last one step 8: its gradient was not finite: back to step 3; of the steps after it"
-    )
+    why = "its gradient or update was not finite"
+    said = f"2 bad steps in a row, the last one step 8: {why}: back to step 3; of the steps after it"
     assert f"{said} 6 to 8 are left out" in capsys.readouterr().out
     assert saved_steps(folder) == [3, 6, 9, 12]
     history = [json.loads(line)["event"] for line in (folder / "history.jsonl").read_text().splitlines()]
