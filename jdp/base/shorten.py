@@ -27,6 +27,22 @@ def brief(value: Any) -> str:
             return cut(toml_value(value))
 
 
+def described(value: Any) -> str:
+    """Return what a Python value is, in a few words: a number or a text itself, of anything larger its kind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return cut(repr(value))
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if hasattr(value, "__code__"):
+        return f"the function {value.__name__}"
+    if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if type(value) is tuple:
+        return f"a tuple ({_joined((type(entry).__name__ for entry in _first(value)), len(value))})"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def shown_key(key: str) -> str:
     """Return a key for a message: as it is if it is short and printable, else in quotes and cut."""
     return key if len(key) <= LONGEST and key.isprintable() and key.strip() else brief(key)

@@ -1,4 +1,4 @@
-"""Paths of leaves in a tree, patterns that match them, and the folder of jdp's own source."""
+"""Paths and keys of a tree, patterns that match paths, and the folder of jdp's own source."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from jdp.base.shorten import cut
 
 PACKAGE = Path(__file__).parents[1]
 """The folder of the package itself. A folder *called* jdp may be a clone, or a user's."""
@@ -25,3 +27,18 @@ def matches(path: str, patterns: str | Iterable[str]) -> bool:
     """Return True if one of the patterns matches the path; `*` matches any characters, slashes too."""
     patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def check_keys(tree: Any) -> None:
+    """Check that JAX can order the keys of each dict of a tree."""
+    if isinstance(tree, dict):
+        try:
+            sorted(tree)
+        except TypeError as error:
+            raise ValueError(
+                f"The keys of a dict in a tree must have an order, as JAX sorts them; given {cut(repr([*tree]), 100)}. "
+                "Write all of them as text."
+            ) from error
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    for child in children:
+        check_keys(child)

@@ -11,7 +11,7 @@ import re
 import stat
 from pathlib import Path
 
-from jdp.base.shorten import brief
+from jdp.base.shorten import brief, described
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")
@@ -33,7 +33,7 @@ class PathError(ValueError):
 def user_path(given: str | os.PathLike[str]) -> Path:
     """Return the path with `~` and `~user` expanded. Nothing need exist there."""
     if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PathError(f'a path must be text or a pathlib.Path, given {str(given)[:100]!r}: write one, such as "runs"')
+        raise PathError(f'a path must be text or a pathlib.Path, given {described(given)}: write one, such as "runs"')
     text = os.fspath(given)
     _check_text(text)
     try:

@@ -1,17 +1,19 @@
 """Check and copy the arguments of a step: the batch's rows, arrays that nobody else writes into, a live state."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
 
-from jdp.base.shorten import cut
-from jdp.base.tree_paths import path_of
+from jdp.base.shorten import cut, described
+from jdp.base.tree_paths import check_keys, path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.plan import Plan
-from jdp.core.state import AnyState
+from jdp.core.state import AnyState, TrainState
 from jdp.core.types import Batch
 
 
@@ -21,7 +23,7 @@ def batch_rows(batch: Batch) -> int:
     for path, leaf in jax.tree.leaves_with_path(batch):
         dtype: Any = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if getattr(dtype, "kind", None) in tuple("OSUMm"):
-            given = f"{dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else cut(repr(leaf), 40)
+            given = f"{dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else cut(described(leaf), 40)
             raise ValueError(
                 f"A batch holds arrays of numbers; given batch{jax.tree_util.keystr(path)} = {given}. Leave it out, or "
                 "make numbers of it, as a tokenizer does of text."
@@ -68,6 +70,68 @@ def owned_batch(batch: Batch) -> Batch:
     if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
         return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
     return batch
+
+
+def check_state(state: Any, call: str, batch: Any = None) -> None:
+    """Check that the state of a call is a `TrainState`: often it is a step's whole result, or in another place.
+
+    Args:
+        state: the argument.
+        call: how the function is called.
+        batch: its argument for a batch.
+
+    Raises:
+        ValueError: it is no state.
+    """
+    if isinstance(state, TrainState):
+        return
+    fix = "Make one: state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))"
+    if isinstance(state, tuple) and any(isinstance(entry, TrainState) for entry in state):
+        fix = "A train step returns a pair: write `state, metrics = step(state, batch)`"
+    elif isinstance(batch, TrainState):
+        fix = "Write the arguments in this order"
+    raise ValueError(f"A state is a jdp.TrainState, as in {call}; given {described(state)}. {fix}.")
+
+
+def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
+    """Check that a batch is one, and that all arrays of a call are on the devices of its mesh. Raises ValueError.
+
+    Args:
+        mesh: of the call.
+        batch: its batch.
+        trees: its other operands, by the names that a message calls them.
+    """
+    if isinstance(batch, Iterator):
+        raise ValueError(f"A batch is a pytree of arrays; given {described(batch)}. Take batches from it by a loop.")
+    check_keys(batch)
+    batch_rows(batch)
+    for name, tree in {**trees, "batch": batch}.items():
+        _check_devices(name, tree, mesh)
+
+
+def _check_devices(name: str, tree: Any, mesh: Mesh) -> None:
+    """Check that arrays that were put on devices are on all devices of the mesh."""
+    devices = set(mesh.devices.flat)
+    if jax.process_count() > 1:  # then `check_global` did
+        return
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
+            continue
+        if leaf.sharding.device_set != devices:
+            fix = f"Move it: {name} = jdp.place({name}, plan)"
+            if name == "batch":
+                fix = "Give NumPy arrays, or batches of jdp.shard_batches(loader, plan), by the step's own plan"
+            raise ValueError(
+                f"Arrays of a call are on the devices of its plan, {_listed(devices)}; given {name}"
+                f"{jax.tree_util.keystr(path)} on {_listed(leaf.sharding.device_set)}. {fix}."
+            )
+
+
+def _listed(devices: Collection[Any]) -> str:
+    """Return "8 cpu devices (0, 1, 2, 3, …)"."""
+    numbers = [str(number) for number in sorted(device.id for device in devices)]
+    kind = f"{next(iter(devices)).platform} device{'s' * (len(numbers) > 1)}"
+    return f"{len(numbers)} {kind} ({', '.join(numbers[:8])}{', …' * (len(numbers) > 8)})"
 
 
 def check_alive(state: Any) -> None:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 
+from jdp.base.shorten import described
 from jdp.core.sharding.traced_mesh import manual_batch_axes
 
 _SEEN: ContextVar[list[bool] | None] = ContextVar("jdp_gathered_rows", default=None)
@@ -36,9 +37,14 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Returns:
         ([all rows, ...], int32 [rows]: the place of each row of `x` among them).
+
+    Raises:
+        ValueError: `x` is no array, or a scalar.
     """
     if (seen := _SEEN.get()) is not None:
         seen.append(True)
+    if not getattr(x, "shape", ()):
+        raise ValueError(f"gather_rows takes an array of rows; given {described(x)}. Gather each array by itself.")
     numbers = jnp.arange(x.shape[0], dtype=jnp.int32)
     if not (axes := manual_batch_axes()):
         return x, numbers

@@ -18,7 +18,11 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from jdp.base.notices import notice
+from jdp.base.public import public
+from jdp.base.shorten import described
+from jdp.base.tree_paths import path_of
 from jdp.base.words import Rematerialise
+from jdp.core import flax_nnx
 from jdp.core.flax_nnx import changes
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes
@@ -67,6 +71,7 @@ def gathering(gathers: GatherTable) -> Generator[None]:
         _CURRENT.reset(token)
 
 
+@public()
 def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat = None) -> Activations:
     """Run `x = block(layer, x)` over all layers.
 
@@ -106,9 +111,9 @@ def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat =
         The activations that leave the last layer, like `x`.
 
     Raises:
-        ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers. `remat` is
-            unknown, or "dots_except_mlp" for a block without marks. The block changes a module that is neither among
-            the layers nor in its closure.
+        ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers. The block
+            returns activations of another form, or changes a module that is neither among the layers nor in its
+            closure. `remat` is unknown, or "dots_except_mlp" for a block without marks.
     """
     return looped(block, stacked, x, remat=remat)
 
@@ -118,6 +123,7 @@ def looped(
 ) -> Activations:
     """Run `scan_layers`; stacked layers are a loop if `scan` is True. "auto" chooses as None does, and reports it."""
     gathers = _CURRENT.get()
+    _check_call(block, x)
     if isinstance(stacked, list | MutableSequence):
         for layer in stacked:
             x = _unrolled(block, layer, x, gathers, remat)
@@ -126,7 +132,7 @@ def looped(
     body = _Body(block, changes.flatten(stacked), gathers, leading=1, remat=remat, is_loop=scan is True)
     if scan == "auto" and traced_device().platform == "gpu":
         notice(f'scan = "auto": {body.chosen}')
-    return _scanned(body, x)
+    return _scanned(body, stacked, x)
 
 
 def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
@@ -142,7 +148,7 @@ def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | Non
     return x
 
 
-def _scanned(body: _Body, x: PyTree) -> PyTree:
+def _scanned(body: _Body, stacked: PyTree, x: PyTree) -> PyTree:
     """Scan over stacked layers. Changes in a layer leave the scan stacked; changes outside are carried along."""
     body.check_marks(x)
     if body.outside:  # only variables that the block changes are carried
@@ -151,8 +157,9 @@ def _scanned(body: _Body, x: PyTree) -> PyTree:
 
     def layer(carry: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
         x, outside = carry
-        x, own, outside = body.checkpointed(x, operands, outside)
-        return (x, outside), own
+        new, own, outside = body.checkpointed(x, operands, outside)
+        _check_alike(x, new, stacked)
+        return (new, outside), own
 
     (x, outside), own = jax.lax.scan(layer, (x, changes.values(body.outside)), body.operands, unroll=body.unrolls)
     body.layer.write(body.record, own)
@@ -362,16 +369,47 @@ def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
     return prim.name == "name" and params["name"] in names
 
 
+def _check_call(block: Any, x: Any) -> None:
+    """Check that a block is a function and activations are arrays: the arguments are easily exchanged."""
+    rule = "scan_layers(block, stacked, x) takes a function block(layer, x), the layers, and the activations x"
+    if not callable(block) or flax_nnx.is_module(block):
+        raise ValueError(f"{rule}; given {described(block)} as the block. Write lambda layer, x: layer(x).")
+    if flax_nnx.is_module(x) or flax_nnx.module_inside(x) is not None:
+        raise ValueError(f"{rule}; given {described(x)} as the activations. Exchange it with the layers.")
+
+
+_STACK = "Stack the layers, as nnx.vmap does of their constructor (jdp/core/scan_layers.md), or give a list of layers"
+
+
 def _check_stacked(stacked: PyTree) -> None:
     """Check that every leaf is [layers, ...] with one number of layers."""
-    counts: dict[int, str] = {}
-    for path, leaf in jax.tree.leaves_with_path(stacked):
-        name = jax.tree_util.keystr(path)
-        if not hasattr(leaf, "shape"):
-            continue
-        if not leaf.shape:
-            raise ValueError(f"scan_layers: every leaf needs a leading layer dimension; {name} is a scalar.")
-        counts.setdefault(leaf.shape[0], name)
-    if len(counts) != 1:
-        given = ", ".join(f"{name} has {count}" for count, name in counts.items()) or "there are no leaves"
-        raise ValueError(f"scan_layers: every leaf has one leading layer dimension, the same for all; {given}.")
+    counts: dict[int | None, str] = {}
+    for name, shape in _shapes(stacked).items():
+        counts.setdefault(shape[0] if shape else None, f"{name} is {list(shape)}")
+    if len(counts) != 1 or None in counts:
+        given = ", ".join(counts.values()) or f"{described(stacked)} without arrays"
+        raise ValueError(f"scan_layers takes leaves [layers, ...], as many layers in each; given {given}. {_STACK}.")
+
+
+def _check_alike(x: PyTree, new: PyTree, stacked: PyTree) -> None:
+    """Check that a block returned activations like those that it got; not if it got one layer's weights in part."""
+    (before, tree), (after, other) = jax.tree.flatten(x), jax.tree.flatten(new)
+    pairs = zip(before, after, strict=False)
+    differing = [(a, b) for a, b in pairs if _text(a) != _text(b) and not getattr(a, "weak_type", False)]
+    if tree == other and not differing:
+        return
+    old, got = map(_text, differing[0] if tree == other else (x, new))
+    layers = ", ".join(f"{name} {list(shape)}" for name, shape in [*_shapes(stacked).items()][:2])
+    raise ValueError(
+        f"A block returns activations like those that it gets; given {old}, it returned {got}. Cast or reshape the "
+        f"result; or, if the leaves of `stacked` ({layers}) are one layer's, s{_STACK[1:]}."
+    )
+
+
+def _shapes(stacked: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree.leaves_with_path(stacked)
+    return {path_of(path): leaf.shape for path, leaf in leaves if hasattr(leaf, "shape")}
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else described(leaf)

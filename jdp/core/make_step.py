@@ -93,7 +93,7 @@ def make_train_step(
             state, and a loss that has to be a sum over examples and is none. With several processes it also raises it
             for a batch of this process alone, and if processes differ in shapes, plan, key or program.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.make_train_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
     check_settings(accumulate, partitioning)
     check_training_settings(clip_norm, overlap, donate)
@@ -144,7 +144,7 @@ def make_eval_step(
         ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, and for
             the faults of a loss and of several processes that `make_train_step` lists.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.make_eval_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
     check_settings(accumulate, partitioning)
     settings = StepSettings(

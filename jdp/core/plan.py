@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,7 +22,7 @@ from jdp.base.formatting import listed
 from jdp.base.notebook import html_table
 from jdp.base.notices import notice
 from jdp.base.numbers import is_integer
-from jdp.base.shorten import cut
+from jdp.base.shorten import described
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.words import Offload, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, factors
@@ -86,10 +86,10 @@ class Plan:
             activations do not fit beside it under zero3 either. None: everything is on the devices.
 
     Raises:
-        ValueError: the strategy or `offload` is unknown, or `offload` needs memory that the devices do not have. The
-            mesh has no axis called `data`, or one of another type than Auto. A rule is no pair of a pattern and a spec,
-            or names the replicas' axis or an unknown one.
-            `min_shard_size` is no whole number, `pad` or `whole_matrices` no truth value.
+        ValueError: `mesh` is no mesh, has no axis called `data`, or has an axis of another type than Auto. The strategy
+            or `offload` is unknown, or `offload` needs memory that the devices do not have. A rule is no pair of a
+            pattern and a spec, or names the replicas' axis or an unknown one. `min_shard_size` is no whole number,
+            `pad` or `whole_matrices` no truth value.
     """
 
     mesh: Mesh
@@ -101,6 +101,9 @@ class Plan:
     offload: Offload | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(cast("object", self.mesh), Mesh):
+            fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
+            raise ValueError(f"A plan's mesh is a jax.sharding.Mesh; given {described(self.mesh)}. {fix}")
         strategy(self.strategy)
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
             rule = "min_shard_size is a whole number of elements, 0 or more"
@@ -339,10 +342,19 @@ class Plan:
         return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
 
 
-def check_plan(plan: object) -> None:
-    """Check that a plan is one: the name of a strategy is often given in its place. Raises ValueError."""
+def check_plan(plan: object, call: str, *others: object) -> None:
+    """Check that a plan is one: the name of a strategy, a mesh, or another argument is often given in its place.
+
+    Args:
+        plan: the argument.
+        call: how the function is called.
+        others: its other arguments.
+
+    Raises:
+        ValueError: it is no plan.
+    """
     if not isinstance(plan, Plan):
-        raise ValueError(
-            f"A plan is a jdp.Plan, of a mesh and a strategy; given {cut(repr(plan), 100)}. Write "
-            'jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
-        )
+        fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
+        if any(isinstance(other, Plan) for other in others):
+            fix = f"Write the arguments in this order: {call}."
+        raise ValueError(f"A plan is a jdp.Plan, of a mesh and a strategy; given {described(plan)}. {fix}")

@@ -64,7 +64,7 @@ class TrainState(Generic[Model]):
         model_state: nested dict of NNX variables that are not parameters (BatchNorm statistics), replicated; `{}` if
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
-        skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
+        skipped: int32 scalar: steps that changed nothing because a gradient or a part of the new state was not finite.
         static: the optimizer and everything else that is no array; see `Static`.
     """
 

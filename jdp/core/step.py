@@ -6,8 +6,7 @@ A step, traced once for each shape of batch and compiled:
 2. compute the gradient: Σ∇total and Σweight over all devices and microbatches (`jdp.core.gradients`), divided once;
 3. clip by the global norm (`update/guarded.py`, as the rest);
 4. update the sharded master weights;
-5. the finite guard: if the gradient or the new model state is not finite, keep everything as it was and increment
-   `skipped`.
+5. the finite guard: if the gradient or the new state is not finite, keep everything as it was and increment `skipped`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from jax._src.core import trace_state_clean  # nothing public says that another 
 from jax.sharding import Mesh
 
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.base.words import Encoding, Partitioning
-from jdp.core.batch import check_alive, owned_batch, signature
+from jdp.core.batch import check_alive, check_operands, check_state, owned_batch, signature
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.plan import Plan
@@ -38,6 +38,17 @@ from jdp.core.update.offloaded import at_rest, fetched
 
 Kind = TypeVar("Kind")
 _CHANGEABLE = ("accumulate", "overlap", "check_loss", "compiler")
+
+
+def _check_call(step: Step[Any], state: TrainState, batch: Batch) -> None:
+    """Check the operands of a call that failed: JAX's own errors would name jdp's internals."""
+    check_state(state, "step(state, batch)", batch)
+    check_operands(step.plan.mesh, batch, state=state)
+
+
+def _check_lowering(step: Step[Any], state: TrainState, batch: Batch) -> None:
+    check_state(state, "step.lower(state, batch)", batch)
+    check_operands(mesh_of(state) or step.plan.mesh, batch, state=state)
 
 
 class Step(Generic[Kind]):
@@ -106,6 +117,7 @@ class Step(Generic[Kind]):
     ) -> tuple[TrainState[Model], Metrics]: ...
     @overload
     def __call__(self: Step[Literal["eval"]], state: TrainState, batch: Batch) -> Metrics: ...
+    @public(_check_call)
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
         loss = self.loss
@@ -179,6 +191,7 @@ class Step(Generic[Kind]):
         )
         return batch
 
+    @public(_check_lowering)
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """Trace and lower the step, for real or abstract values, on the mesh of `state`.
 
@@ -209,6 +222,7 @@ class Step(Generic[Kind]):
             mark_host_leaves(lowered)
         return lowered
 
+    @public()
     def compile(self, state: TrainState, batch: Batch, **compiler_options: Any) -> jax.stages.Compiled:
         """Lower the step for these values and compile it.
 

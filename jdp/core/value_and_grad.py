@@ -18,10 +18,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jdp.base.notices import notice
+from jdp.base.public import public
+from jdp.base.shorten import described
 from jdp.base.tree_paths import path_in_model
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
-from jdp.core.batch import owned_batch, signature
+from jdp.core.batch import check_operands, owned_batch, signature
 from jdp.core.gradients import manual
 from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.loss_signature import check_loss_takes
@@ -35,7 +37,7 @@ from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.mesh import followed, tracing_on
-from jdp.core.state import AnyState, Models, Static, trained_part
+from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
 from jdp.core.step_settings import (
     StepSettings,
     check_settings,
@@ -115,7 +117,7 @@ def value_and_grad(
             `jax.shard_map` over the plan's axes. Outside of jit also for models that are sharded otherwise or were
             donated.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
     check_settings(accumulate, partitioning)
     check_training_settings(None, overlap, True)
@@ -146,6 +148,22 @@ def _unpacked(loss_fn: Any) -> LossFn:
         return loss_fn(*models, batch, rng)
 
     return loss_of_models
+
+
+def _check_call(gradient: ValueAndGrad[Any], *arguments: Any) -> None:
+    """Check the arguments of a call that failed: other errors would name jdp's internals."""
+    if len(arguments) < 3:
+        return
+    *models, batch, rng = arguments
+    wrong = [model for model in models if isinstance(model, TrainState) or flax_nnx.is_optimizer(model)]
+    if wrong or flax_nnx.is_module(batch):
+        given = f"{described(wrong[0])} as a model" if wrong else f"{described(batch)} as the batch"
+        raise ValueError(
+            f"A gradient takes models, a batch and a key, in this order; given {given}. Write gradient(model, batch, "
+            "rng), with the model alone."
+        )
+    typed_key(rng)
+    check_operands(gradient.plan.mesh, batch)
 
 
 class ValueAndGrad(Generic[*Arguments]):
@@ -199,6 +217,7 @@ class ValueAndGrad(Generic[*Arguments]):
     def __repr__(self) -> str:
         return f"ValueAndGrad({self.loss.loss_fn!r}, {self.plan!r}, {self.settings!r}, argnums={self.argnums!r})"
 
+    @public(_check_call)
     def __call__(self, *arguments: *Arguments) -> tuple[Any, Any]:
         loss, plan = self.loss, self.loss.plan
         if (mesh := followed(plan.mesh)) is not plan.mesh:
@@ -228,6 +247,7 @@ class ValueAndGrad(Generic[*Arguments]):
                 self._report_same_draws("one key twice")
         return values, self._taken_apart(models, state, grads, model_state)
 
+    @public(_check_call)
     def check(self, *arguments: *Arguments) -> None:
         """Try a loss on a few rows, outside of jit, if its program does not prove that it is a sum over examples.
 

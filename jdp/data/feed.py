@@ -13,12 +13,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdp.base.numbers import is_integer
+from jdp.base.shorten import described
 from jdp.core.batch import batch_rows, owned
 from jdp.core.cluster.service import THREAD_SECONDS
 from jdp.core.plan import Plan, check_plan
@@ -39,7 +41,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
     Raises:
         ValueError: `batch_size` does not divide by the plan's batch shards; or `plan` is no `jdp.Plan`.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.process_rows(plan, batch_size)", batch_size)
     batch_unit(plan.mesh.shape).check(batch_size)
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
@@ -65,12 +67,14 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
 
     Returns:
         An iterator of batches, with `wait_seconds`: how long its user has waited so far, in seconds. It raises the
-        loader's errors, and ValueError for a batch whose rows do not divide by this process' batch shards.
+        loader's errors, and ValueError for a batch whose rows do not divide by this process' batch shards. So it does
+        for a loader that yields no batch, and for a second pass.
 
     Raises:
-        ValueError: `prefetch` is less than 1; or `plan` is no `jdp.Plan`.
+        ValueError: `loader` is no iterable of batches; `prefetch` is less than 1; or `plan` is no `jdp.Plan`.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.shard_batches(loader, plan)", loader)
+    _check_loader(loader)
     return Feed(loader, plan, prefetch)
 
 
@@ -93,8 +97,8 @@ class Feed(Iterator[Batch]):
     """
 
     def __init__(self, loader: Iterable[Batch], plan: Plan, prefetch: int) -> None:
-        if prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1 batch; given {prefetch}: give for example 2")
+        if not is_integer(prefetch) or prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1 batch; given {prefetch!r}: give for example 2")
         self.wait_seconds = 0.0
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
@@ -106,6 +110,14 @@ class Feed(Iterator[Batch]):
         self._stop = weakref.finalize(self, _halt, stop, self._slots)
         self._thread.start()
         _stops[self._thread] = self._stop
+
+    def __iter__(self) -> Feed:
+        if self._done:
+            raise ValueError(
+                "A feed is read once; given one that was read to its end, or closed. Make it anew for each pass: "
+                "jdp.shard_batches(loader, plan)."
+            )
+        return self
 
     def __next__(self) -> Batch:
         if self._done:
@@ -135,6 +147,10 @@ class Feed(Iterator[Batch]):
 
 
 _END = object()
+_NONE = (
+    "A loader yields batches; given one that yielded none. It has no data, or it is a generator that was read before: "
+    "make it anew for each pass."
+)
 _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
@@ -148,17 +164,26 @@ def _end_threads() -> None:
 
 def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slots: Any, stop: threading.Event) -> None:
     """Run the thread: take a slot, read a batch, repeat; an error is handed to the loop, which raises it."""
-    blocks = _local_blocks(plan)
+    blocks, first = _local_blocks(plan), True
     try:
         while slots.acquire() and not stop.is_set():
             batch = next(batches, _END)
             if batch is _END:
-                return out.put(("end", None))
+                return out.put(("error", ValueError(_NONE)) if first else ("end", None))
+            first = False
             arrays = jax.tree.map(np.asarray, jax.tree.map(owned, batch))
             batch_rows(arrays)  # raises where they differ
             out.put(("batch", jax.tree.map(lambda x: _global_array(x, plan, blocks), arrays)))
     except BaseException as error:
         out.put(("error", error))
+
+
+def _check_loader(loader: Any) -> None:
+    """Check that a loader yields batches: a batch itself, or a function that makes one, is often given in its place."""
+    is_batch = isinstance(loader, Mapping | str) or hasattr(loader, "dtype")
+    if is_batch or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
+        fix = "Call it" if callable(loader) else "Write [batch] for a single batch"
+        raise ValueError(f"A loader is an iterable of batches; given {described(loader)}. {fix}.")
 
 
 def _halt(stop: threading.Event, slots: threading.Semaphore) -> None:

@@ -20,6 +20,7 @@ import jax
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes
+from jdp.core.batch import check_state
 from jdp.core.sharding.axes import factors
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
@@ -32,7 +33,7 @@ from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.this_machine import check_target, target_of
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.gathering import Gathering, gathering
@@ -126,7 +127,10 @@ def operands(
             f"jdp.{name} takes a step of jdp.make_train_step with its state and batch; given {words}. Call "
             f"jdp.{name}(step, state, batch, target)."
         )
-    return given["state"], given["batch"], given.get("target", target)
+    target = given.get("target", target)
+    check_state(given["state"], f"jdp.{name}(step, state, batch)", given["batch"])
+    check_target(target)
+    return given["state"], given["batch"], target
 
 
 def report(

@@ -1,8 +1,9 @@
-"""A gradient that is not finite: in which leaf it began, and on which batch.
+"""A step that is not finite: in which leaf it began, and on which batch.
 
-The step itself only skips: it keeps everything as it was, and counts. `Inspection` computes the same gradient again,
-checks every leaf, and names the first that broke in the order of computation: the batch, the parameters, the loss, the
-gradients from the last layer to the first. `save_batch` keeps the batch, to look at or to repeat the step.
+The step itself only skips: it keeps everything as it was, and counts. `Inspection` computes the same gradient and
+update again, and checks every leaf. It names the first that broke in the order of computation: the batch, the
+parameters, the loss, the gradients from the last layer to the first, the update. `save_batch` keeps the batch, to look
+at or to repeat the step.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients import auto
+from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.partitioned_loss import VIEWS
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
@@ -29,6 +32,8 @@ from jdp.core.state import TrainState, own_shaped, trained_part
 from jdp.core.step import Step
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
+from jdp.core.update.guarded import broken, clipped_update
+from jdp.core.update.offloaded import fetched
 
 SHOWN = 4  # leaves, and rows, that a sentence names
 
@@ -55,7 +60,7 @@ class Bad:
 
 @dataclass(frozen=True)
 class Finding:
-    """The leaves in which a step's gradient broke; each group is in the order of computation."""
+    """The leaves in which a step broke; each group is in the order of computation."""
 
     step: int  # number of the step
     batch: tuple[Bad, ...]  # leaves of the batch
@@ -64,6 +69,7 @@ class Finding:
     loss: float  # the mean loss of the batch
     gradients: tuple[Bad, ...]  # the gradients, from the last layer to the first
     leaves: int  # number of gradients
+    updated: tuple[Bad, ...] = ()  # new parameters and optimizer state, if the gradients are finite
 
     @property
     def sentences(self) -> list[str]:
@@ -81,6 +87,11 @@ class Finding:
         if self.gradients:
             first = f"in the order of the backward pass first {_listed(self.gradients)}"
             said.append(f"Of {self.leaves} gradients {len(self.gradients)} are not finite, {first}.")
+        elif self.updated:
+            said.append(
+                f"The gradient of step {self.step} is finite; the optimizer's update is not. It would leave NaN or "
+                f"infinities in {_listed(self.updated)}. Look at the learning rate (optimizer.lr)."
+            )
         elif np.isfinite(self.loss):
             said.append(
                 f"The gradient of step {self.step} is finite when it is computed again, on the weights of some steps "
@@ -90,14 +101,14 @@ class Finding:
 
 
 class Inspection:
-    """Computes a step's gradient again and finds leaves that are not finite. The first call compiles."""
+    """Computes a step's gradient and update again and finds leaves that are not finite. The first call compiles."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._order: list[str] = []
 
     def of(self, state: TrainState, batch: Batch, done: int) -> Finding:
-        """Compute the gradient of step `done` on `state`. With several processes all of them must call it."""
+        """Compute the gradient and the update of step `done` on `state`. Of several processes all must call it."""
         self._order = self._order or self._backward_order(state, batch)
         with tracing_on(self._step.plan.mesh):
             flags = jax.device_get(self._flags(state, batch, jnp.int32(done - 1)))
@@ -111,6 +122,7 @@ class Inspection:
             float(flags["loss"]),
             gradients,
             len(self._order),
+            () if gradients else _bad(flags["updated"]),
         )
 
     @cached_property
@@ -126,9 +138,22 @@ class Inspection:
             grads, sums, _ = gradients(params, state.model_state, batch, key)
             own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
             trees = {"batch": batch, "params": own[0], "gradients": own[1]}
-            return {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
+            found = {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
+            return found | {"updated": self._updated(state, grads, sums)}
 
         return jax.jit(flags, out_shardings=NamedSharding(step.plan.mesh, PartitionSpec()))
+
+    def _updated(self, state: TrainState, grads: PyTree, sums: Sums) -> dict[str, jax.Array]:
+        """Return path -> bool [n]: where along its first dimension the update breaks a leaf of the state."""
+        step, fields = self._step, ("params", "opt_state")
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
+        state, grads = fetched(step.plan, state, grads)
+        norm, loss = optax.tree.norm(grads), sums.total / sums.weight
+        new = clipped_update(step.clip_norm, step.plan, state, grads, norm, loss)
+        before = tuple(getattr(state, name) for name in fields)
+        trees = zip(fields, broken(before, new), strict=True)
+        flags = {name: own_shaped(tree, name, state.static) for name, tree in trees}
+        return {path_of(path): _by_place(x) for path, x in jax.tree.leaves_with_path(flags) if x.size}
 
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
         """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
@@ -148,12 +173,12 @@ class Inspection:
 
 def _flagged(tree: PyTree) -> dict[str, jax.Array]:
     """Return path -> bool [n]: where along its first dimension a floating-point leaf is not finite."""
+    leaves = [(path_of(path), x) for path, x in jax.tree.leaves_with_path(tree)]
+    return {path: _by_place(~jnp.isfinite(x)) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
 
-    def flags(x: jax.Array) -> jax.Array:
-        return jnp.logical_not(jnp.isfinite(x)).reshape(x.shape[0] if x.ndim else 1, -1).any(axis=1)
 
-    leaves = jax.tree.leaves_with_path(tree)
-    return {path_of(path): flags(x) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
+def _by_place(flags: jax.Array) -> jax.Array:
+    return flags.reshape(flags.shape[0] if flags.ndim else 1, -1).any(axis=1)
 
 
 def _bad(flags: dict[str, NDArray[Any]], order: Sequence[str] | None = None) -> tuple[Bad, ...]:

@@ -107,7 +107,7 @@ def _skips(rows: Sequence[Row]) -> Iterator[Happened]:
             count, first, last = end["skipped"] - start["skipped"], start["step"] + 1, end["step"]
             were = "was" if count == 1 else "were"
             which = f"step {last:,.0f}" if first == last else f"{count:,.0f} of the steps {first:,.0f} to {last:,.0f}"
-            yield Happened(end.get("time"), last, f"{which} {were} skipped: the gradients were not finite", True)
+            yield Happened(end.get("time"), last, f"{which} {were} skipped: gradients or updates were not finite", True)
             streak = []
 
 

@@ -11,11 +11,13 @@ Every process decides from values that all have, so all decide the same at the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.state import TrainState
@@ -31,6 +33,8 @@ from jdp.run.wrong_devices import check_devices
 
 AHEAD = 2
 """Steps that may be queued on the devices before the loop waits."""
+_LARGEST_NORM = float(np.sqrt(np.finfo(np.float32).max))
+"""A gradient of a larger norm is skipped where it is not clipped: its square is infinite."""
 INSPECTED = 3
 """Most skipped steps of a visit that are inspected, and whose batches are kept."""
 
@@ -69,7 +73,7 @@ class Health:
         """Queue a step's metrics."""
         self._values = values
         keeps = self._guard.inspect_bad_steps and self._inspected < INSPECTED
-        kept = {name: values[name] for name in ("skipped", "loss", "weight")}
+        kept = {name: values[name] for name in ("skipped", "loss", "weight", "grad_norm")}
         self._queued.append(Queued(step, kept, batch if keeps else None))
 
     def after(self, state: TrainState, step: int) -> None:
@@ -138,7 +142,7 @@ class Health:
 
     def _report(self, queued: Queued, state: TrainState) -> None:
         """Report the first skipped step of a row, keep its batch, and find where its gradient broke."""
-        sentences = [f"Step {queued.step} is skipped: its gradient was not finite."]
+        sentences = [f"Step {queued.step} is skipped: its gradient or update was not finite."]
         if queued.batch is not None:
             self._inspected += 1
             sentences += self._found(state, queued.batch, queued.step)
@@ -165,13 +169,17 @@ class Health:
 def _why_skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:
     """Return the error of `steps` skipped steps in a row: the `last` ones, or as many as the limit allows."""
     which = "and the run ended with them" if last else "train.max_skips_in_a_row"
-    loss, weight = (float(value) for value in jax.device_get((values["loss"], values["weight"])))
+    names = ("loss", "weight", "grad_norm")
+    loss, weight, norm = (float(value) for value in jax.device_get([values[name] for name in names]))
     if weight == 0:
         return (
             f"a step's examples must have weights; those of the last of {steps} step{'s in a row' * (steps > 1)} that "
             f"changed nothing ({which}) sum to 0: look at the data's weights, masks and padding"
         )
-    problem = f"the gradients of {steps} step{'s in a row' * (steps > 1)} were not finite ({which}), loss {loss:.4g}"
+    row = f"{steps} step{'s in a row' * (steps > 1)} were not finite ({which}), loss {loss:.4g}"
+    if math.isfinite(loss) and norm < _LARGEST_NORM:
+        return f"the gradients were finite, and the updates of {row}: lower optimizer.lr; checkpoints stay as they are"
+    problem = f"the gradients of {row}"
     if from_the_first:
         return (
             f"{problem}: from the first step on, before any update, so it is not the learning rate. Look for NaN, "

@@ -22,7 +22,7 @@ class Progress:
 
     Attributes:
         done: batches consumed.
-        skipped: of these, steps skipped because of gradients that were not finite.
+        skipped: of these, steps skipped because of gradients or updates that were not finite.
         loss: at the last row of metrics, in nats.
         evals: the metrics of the last evaluation.
         evaluated: the step of that evaluation.

@@ -196,15 +196,35 @@ def test_a_policy_for_marks_is_refused_where_a_block_has_none(layers):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ({"w": jnp.ones((3, 4)), "b": jnp.ones(4)}, r"one leading layer dimension.*'b'\] has 4.*'w'\] has 3"),
-        ({"w": jnp.ones((3, 4)), "scale": jnp.ones(())}, r"leading layer dimension; \['scale'\] is a scalar"),
-        ((jnp.ones((3, 4)), jnp.arange(2)), r"one leading layer dimension.*\[0\] has 3, \[1\] has 2"),
-        ({}, "there are no leaves"),
+        (
+            {"w": jnp.ones((3, 4)), "b": jnp.ones(4)},
+            r"leaves \[layers, \.\.\.\].*; given b is \[4\], w is \[3, 4\]\. Stack the layers",
+        ),
+        ({"w": jnp.ones((3, 4)), "scale": jnp.ones(())}, r"given scale is \[\], w is \[3, 4\]\. Stack"),
+        ((jnp.ones((3, 4)), jnp.arange(2)), r"given 0 is \[3, 4\], 1 is \[2\]\. Stack"),
+        ({}, "given a dict without arrays. Stack the layers"),
     ],
 )
 def test_layers_that_cannot_be_scanned_are_refused(layers, message):
     with pytest.raises(ValueError, match=message):
         jdp.scan_layers(lambda layer, x: x, layers, jnp.ones(4))
+
+
+def test_a_block_that_changes_the_form_of_the_activations_is_refused():
+    """One layer's weights of equal sizes look like a stack."""
+    linear, x = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((4, 8))
+    said = r"given float32\[4, 8\], it returned float32\[4\]\. .*\(bias/value \[8\], kernel/value \[8, 8\]\) are one"
+    with pytest.raises(ValueError, match=said):
+        jdp.scan_layers(lambda layer, x: layer(x), linear, x)
+    weights = {"w": jnp.ones((2, 8, 8))}
+    with pytest.raises(ValueError, match=r"given float32\[4, 8\], it returned bfloat16\[4, 8\]\. Cast or reshape"):
+        jdp.scan_layers(lambda layer, x: (x @ layer["w"]).astype(jnp.bfloat16), weights, x)
+    with pytest.raises(ValueError, match="it returned None"):
+        jdp.scan_layers(lambda layer, x: None, weights, x)
+    with pytest.raises(ValueError, match="given a List as the block"):
+        jdp.scan_layers(nnx.List([linear]), lambda layer, x: layer(x), x)
+    with pytest.raises(ValueError, match="given a List as the activations"):
+        jdp.scan_layers(lambda layer, x: layer(x), x, nnx.List([linear]))
 
 
 @pytest.mark.parametrize("layers", [stacked(), unstacked(stacked())])

@@ -152,16 +152,20 @@ def test_the_batch_is_sharded_over_replica_and_data_only(axes, expected):
         (
             {"replica": 2, "data": 3},
             "multiply to the number of devices: replica=2 × data=3 = 6, but there are 8 devices. "
-            "Take data=4, or change an axis, or run on 6 devices (on CPU: --devices 6).",
+            "Take data=4, or change an axis, or run on 6 devices (devices=jax.devices()[:6]).",
         ),
         ({"data": 4, "model": 3}, "data=4 × model=3 = 12, but there are 8 devices. Change an axis, or run on 12"),
         (
             {"data": -1, "model": 3},
             "data=-1 × model=3 (the others make 3), but there are 8 devices. "
-            "Change an axis, or run on 3 devices (on CPU: --devices 3) or a multiple of them.",
+            "Change an axis, or run on 3 devices or a multiple of them (devices=jax.devices()[:3]).",
         ),
         ({"data": -1, "model": 16}, "data=-1 × model=16 (the others make 16), but there are 8 devices."),
-        ({"data": 16}, "devices: data=16, but there are 8 devices. Take data=8, or change an axis"),
+        (
+            {"data": 16},
+            "devices: data=16, but there are 8 devices. Take data=8, or change an axis, or run on 16 devices, by "
+            'jax.config.update("jax_num_cpu_devices", 16) before the first use of jax.',
+        ),
         ({"replica": 8, "data": 8, "model": 8}, "replica=8 × data=8 × model=8 = 512, but there are 8 devices."),
     ],
 )

@@ -214,6 +214,34 @@ def test_a_step_that_is_not_finite_changes_nothing_but_a_counter(strategy, parti
     assert (int(state.step), int(state.opt_state[0].count), int(metrics["skipped"])) == (2, 2, 2)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_an_update_that_is_not_finite_changes_nothing_though_the_gradient_is(strategy):
+    """The rate of the second step is NaN or infinite, or the optimizer's state alone breaks; infinities may stay."""
+
+    def rate(bad):
+        return lambda count: jnp.where(count == 1, bad, 0.1)
+
+    def moments(updates, state, params=None):
+        broken = state["sum"] + rate(jnp.nan)(state["count"])
+        return updates, {"count": state["count"] + 1, "sum": broken, "best": jnp.minimum(state["best"], jnp.inf)}
+
+    first = {"count": jnp.int32(0), "sum": jnp.ones(8), "best": jnp.float32(jnp.inf)}
+    state_alone = optax.chain(optax.GradientTransformation(lambda params: first, moments), optax.sgd(0.1))
+
+    def loss_fn(params, batch, rng):
+        return jdp.Loss(predict(params, batch).sum(), jnp.float32(batch["x"].shape[0]))
+
+    plan = plan_of(strategy)
+    step = jdp.make_train_step(loss_fn, plan)
+    for tx in (optax.adam(rate(jnp.nan)), optax.sgd(rate(jnp.inf)), state_alone):
+        state, metrics = step(state_of(plan, tx), whole_numbers())
+        before = leaves(state)
+        assert int(metrics["skipped"]) == 0
+        state, metrics = step(state, whole_numbers())
+        assert differing(before, leaves(state)) == {".skipped"}
+        assert int(metrics["skipped"]) == 1 and np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
+
+
 def test_schedules_count_optimizer_steps_not_microbatches():
     plan, batch = plan_of("ddp", devices=2), whole_numbers()
     rates = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})

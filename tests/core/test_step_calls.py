@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import numpy as np
 import optax
 import pytest
 from aligned_arrays import aligned
+from flax import nnx
 
 import jdp
+from jdp.base.tree_paths import PACKAGE
 
 GIVEN_AWAY = r"takes its state's memory over .* `state, metrics = train_step\(state, batch\)`, .*donate=False"
 
@@ -51,6 +54,110 @@ def test_a_state_that_was_given_away_is_refused(plan, train_step):
     with pytest.raises(ValueError, match=GIVEN_AWAY):  # "the best weights so far", kept without a copy
         train_step(replace(new, params=old.params), batch())
     train_step(new, batch())
+
+
+def foreign(plan):
+    """A plan on half of the devices."""
+    return replace(plan, mesh=jdp.make_mesh(data=4, devices=jax.devices()[:4]))
+
+
+def sharded(batch, plan):
+    with jdp.shard_batches([batch], plan) as feed:
+        return next(feed)
+
+
+PAIR = r"given a tuple \(TrainState, dict\)\. .*write `state, metrics = step\(state, batch\)`"
+ORDER = r"A state is a jdp\.TrainState, as in step\(state, batch\); given a dict\. Write the arguments in this order"
+ELSEWHERE = r"on the devices of its plan, 8 cpu devices \(0, .*; given {} on 4 cpu devices \(0, 1, 2, 3\)\. {}"
+WRONG = {
+    "the whole result": (lambda plan, state: ((state, {}), batch()), PAIR),
+    "exchanged": (lambda plan, state: (batch(), state), ORDER),
+    "the parameters": (lambda plan, state: (state.params, batch()), r"given a dict\. Make one: .*jdp\.init_state"),
+    "no state": (lambda plan, state: (None, batch()), r"given None\. Make one"),
+    "text": (lambda plan, state: (state, {**batch(), "name": "a"}), r"numbers; given batch\['name'\] = 'a'\. Leave it"),
+    "texts": (lambda plan, state: (state, {**batch(), "t": np.array(["a"] * 8)}), r"given batch\['t'\] = <U1\[8\]"),
+    "objects": (lambda plan, state: (state, {"x": np.array([{}] * 8)}), r"given batch\['x'\] = object\[8\]"),
+    "a loader": (lambda plan, state: (state, iter([batch()])), r"pytree of arrays; given a list_iterator\. Take b"),
+    "nothing": (lambda plan, state: (state, None), "given none"),
+    "keys": (lambda plan, state: (state, {**batch(), 1: np.ones(8)}), r"keys of a dict .* given \['x', 1\]"),
+    "state of another mesh": (
+        lambda plan, state: (fresh(foreign(plan)), batch()),
+        ELSEWHERE.format(r"state\.step", r"Move it: state = jdp\.place\(state, plan\)"),
+    ),
+    "batch of another mesh": (
+        lambda plan, state: (state, sharded(batch(), foreign(plan))),
+        ELSEWHERE.format(r"batch\['x'\]", "Give NumPy arrays"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_step_explains_operands_that_it_cannot_take(plan, train_step, case):
+    make, message = WRONG[case]
+    state, batch = make(plan, fresh(plan))
+    steps = [train_step, jdp.make_eval_step(loss, plan)] if case in ("the whole result", "exchanged") else [train_step]
+    for step in steps:
+        with pytest.raises(ValueError, match=message) as caught:
+            step(state, batch)
+        assert caught.value.__cause__ is None and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_gradient_explains_arguments_that_it_cannot_take(plan):
+    gradient = jdp.value_and_grad(loss, plan)
+    model, key = jdp.init(lambda rng: {"w": jnp.ones(8)}, plan, rng=jax.random.key(0)), jax.random.key(1)
+    elsewhere = sharded(batch(), foreign(plan))
+    wrong = [
+        ((model, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), key), "given a Linear as the batch"),
+        ((fresh(plan), batch(), key), "given a TrainState as a model"),
+        ((model, elsewhere, key), ELSEWHERE.format(r"batch\['x'\]", "Give NumPy arrays")),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            gradient(*arguments)
+
+
+def frames(caught):
+    """The files of a traceback after the test's own, jdp's under its name; not those of JAX."""
+    files = [Path(entry.path) for entry in caught.traceback[1:]]
+    return ["jdp" if PACKAGE in file.parents else file.name for file in files if "site-packages" not in file.parts]
+
+
+def failing(*_):
+    raise KeyError("mine")
+
+
+def test_a_users_own_exception_shows_their_frames_and_one_of_jdps(plan):
+    """Also through `scan_layers`, which the loss calls; with `JAX_TRACEBACK_FILTERING=off` all are there."""
+    layers = {"w": jnp.ones((2, 8))}
+    state, here = fresh(plan), Path(__file__).name
+    gradient, model = jdp.value_and_grad(failing, plan), jdp.init(lambda rng: {"w": jnp.ones(8)}, plan, rng=state.rng)
+    in_layers = lambda params, batch, rng: jdp.scan_layers(failing, layers, batch["x"])  # noqa: E731
+    calls = [
+        (lambda: jdp.init_state(failing, ADAM, plan, rng=state.rng), ["jdp", here]),
+        (lambda: jdp.init(failing, plan, rng=state.rng), ["jdp", here]),
+        (lambda: jdp.make_train_step(failing, plan)(state, batch()), ["jdp", here]),
+        (lambda: jdp.make_train_step(failing, plan).lower(state, batch()), ["jdp", here]),
+        (lambda: jdp.make_eval_step(in_layers, plan)(state, batch()), ["jdp", here, "jdp", here]),
+        (lambda: gradient(model, batch(), state.rng), ["jdp", here]),
+    ]
+    for call, expected in calls:
+        with pytest.raises(KeyError, match="mine") as caught:
+            call()
+        assert frames(caught)[1:] == expected
+    filtering = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(KeyError) as caught:
+            calls[2][0]()
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
+    assert frames(caught)[1:].count("jdp") > 3
+
+
+def test_an_error_of_jdps_own_keeps_its_frames(plan):
+    with pytest.raises(ValueError, match=r"Loss\.total must be a scalar") as caught:
+        jdp.make_train_step(lambda params, batch, rng: jdp.Loss(batch["x"], 8.0), plan)(fresh(plan), batch())
+    assert frames(caught).count("jdp") > 3
 
 
 def moved_in_place(state):

@@ -209,9 +209,37 @@ def test_only_waiting_is_counted(monkeypatch):
 def test_it_ends_with_the_loader_and_stays_ended():
     feed = jdp.shard_batches(batches(2), plan_of())
     assert len(list(feed)) == 2
-    assert list(feed) == []
     with pytest.raises(StopIteration):
         next(feed)
+
+
+def test_nothing_to_read_is_an_error_in_words():
+    generator = batches(2)
+    feed = jdp.shard_batches(generator, plan_of())
+    assert len(list(feed)) == 2
+    with pytest.raises(ValueError, match=r"A feed is read once; .* jdp\.shard_batches\(loader, plan\)"):
+        iter(feed)
+    for loader in ([], generator):
+        with pytest.raises(
+            ValueError, match=r"yielded none\. It has no data, or it is a generator that was read before"
+        ):
+            list(jdp.shard_batches(loader, plan_of()))
+
+
+NO_LOADERS = {
+    "a batch": ({"x": np.ones(8)}, r"given a dict\. Write \[batch\]"),
+    "an array": (np.ones((8, 2)), r"given an array float64\[8, 2\]\. Write \[batch\]"),
+    "a function": (batches, r"given the function batches\. Call it"),
+    "nothing": (None, "given None"),
+}
+
+
+@pytest.mark.parametrize("loader", NO_LOADERS.values(), ids=NO_LOADERS)
+def test_a_loader_is_an_iterable_of_batches(loader):
+    with pytest.raises(ValueError, match=f"A loader is an iterable of batches; {loader[1]}"):
+        jdp.shard_batches(loader[0], plan_of())
+    with pytest.raises(ValueError, match="prefetch must be at least 1 batch; given '2'"):
+        jdp.shard_batches([], plan_of(), prefetch="2")
 
 
 def test_an_error_of_the_loader_is_raised_in_the_loop_after_the_batches_before_it():
@@ -246,14 +274,14 @@ def test_closing_midway_stops_reading_and_ends_the_thread(taken):
     so_far = len(read)
     assert closed.wait(PATIENCE)  # the loader was let go as well
     assert so_far == len(read) <= taken + 3
-    assert list(feed) == []
+    assert next(feed, None) is None
     feed.close()  # twice is no mistake
 
 
 def test_leaving_a_with_closes():
     with jdp.shard_batches(batches(10**9), plan_of()) as feed:
         next(feed)
-    assert list(feed) == []
+    assert next(feed, None) is None
 
 
 def test_a_feed_that_is_left_behind_stops_its_thread():

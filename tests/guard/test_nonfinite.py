@@ -85,6 +85,19 @@ def test_a_finite_gradient_is_said_to_be_one(trainer):
     assert not finding.gradients and "is finite when it is computed again" in finding.sentences[-1]
 
 
+def test_an_update_that_is_not_finite_is_named_with_its_leaves(trainer):
+    """A learning rate of NaN, after a gradient that is finite."""
+    trainer.state = jdp.init_state(init, optax.sgd(jnp.nan, momentum=0.9), trainer.step.plan, rng=jax.random.key(0))
+    finding = trainer.finding()
+    names = ["in/a", "middle/b", "middle/bias", "out/c"]
+    assert [str(bad) for bad in finding.updated] == [f"params/{name}" for name in names]
+    (first,) = finding.sentences
+    assert first == (
+        "The gradient of step 1 is finite; the optimizer's update is not. It would leave NaN or infinities in "
+        f"{', '.join(f'params/{name}' for name in names)}. Look at the learning rate (optimizer.lr)."
+    )
+
+
 def test_the_gradients_are_in_the_order_of_the_backward_pass_also_in_bf16():
     plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))

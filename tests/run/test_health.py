@@ -77,7 +77,7 @@ def test_a_skipped_step_is_inspected_and_its_batch_kept(file, monkeypatch, capsy
     assert sorted(file.name for file in (folder / "flight").glob("*.npz")) == ["batch-4.npz", "batch-9.npz"]
     for step in (4, 9):  # the first one of each row
         sentences = (
-            f"Step {step} is skipped: its gradient was not finite.",
+            f"Step {step} is skipped: its gradient or update was not finite.",
             f"The batch of step {step} has NaN or infinities: features.",
             f"The loss of step {step} is nan: the forward pass broke.",
             "Of 4 gradients 3 are not finite, in the order of the backward pass first layers/1/bias, layers/1/kernel, "

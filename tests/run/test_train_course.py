@@ -21,6 +21,7 @@ from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
+from jdp.guard.diagnosis import diagnose
 from jdp.guard.watch import Watch
 from jdp.run.folder import LOCK, locked
 from jdp.run.outputs.metrics import read
@@ -181,6 +182,16 @@ def test_numbers_too_large_from_the_first_step_end_the_run_with_one_error(file, 
     error = refusal(capsys, file)
     assert "gradients of 6 steps in a row were not finite" in error and "from the first step on" in error
     assert not saved_steps(file.parent / "runs" / "points"), "nothing worth keeping was written"
+
+
+def test_updates_that_overflow_end_the_run_with_one_error_that_names_the_rate(file, capsys):
+    with np.load(file.parent / "points.npz") as points:
+        np.savez(file.parent / "points.npz", features=points["features"] * np.float32(1e3), labels=points["labels"])
+    error = refusal(capsys, file, "--optimizer.lr", "3e38")
+    assert "the gradients were finite, and the updates of 6 steps in a row were not finite" in error
+    assert "lower optimizer.lr" in error
+    said = diagnose(file.parent / "runs" / "points").words
+    assert any("The gradient of step 1 is finite; the optimizer's update is not." in words for words in said)
 
 
 @pytest.mark.parametrize("count", [2, 5])

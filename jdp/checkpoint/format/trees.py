@@ -13,10 +13,10 @@ import numpy as np
 
 from jdp.base.notices import warn
 from jdp.base.numbers import is_integer
-from jdp.base.tree_paths import matches, path_of
+from jdp.base.tree_paths import check_keys, matches, path_of
 from jdp.checkpoint.errors import CheckpointError
 from jdp.core import flax_nnx
-from jdp.core.init.trees import check_keys
+from jdp.core.batch import check_state
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
@@ -99,6 +99,8 @@ def number_of(state: Any, step: Any) -> int:
                 "Leave step out."
             )
         return own
+    if isinstance(state, tuple) and any(isinstance(entry, TrainState) for entry in state):
+        check_state(state, "checkpoints.save(state)")
     if not is_integer(step) or step < 0:
         raise ValueError(
             f"A tree is saved under a number of its own, 0 or more; given step={step!r}. Write "

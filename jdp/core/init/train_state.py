@@ -17,12 +17,14 @@ import numpy as np
 import optax
 
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.init.sharding_report import report_placements
 from jdp.core.init.trainable import resolve
+from jdp.core.init.trees import check_init
 from jdp.core.plan import Plan, check_plan
 from jdp.core.random.user_keys import key_of_init, typed_key
 from jdp.core.state import Static, TrainState, trained_part
@@ -33,6 +35,7 @@ from jdp.core.update.optimizer_checks import check_optimizer, check_update, firs
 LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 
 
+@public()
 def init_state(
     init: InitFn[Model], tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
 ) -> TrainState[Model]:
@@ -61,14 +64,14 @@ def init_state(
         A `TrainState` at step 0 on the plan's devices.
 
     Raises:
-        ValueError: `tx` is no optimizer or `rng` no key. `init` returns something that is no array, or a trained
-            parameter that is not floating point or belongs to another collection of linen. `wrt` matches nothing. The
-            optimizer's state holds something that is no array or changes shape, or its update needs arguments that a
-            step does not have. A rule of the plan matches nothing or does not divide. Processes differ in the plan, the
-            key or the program of `init`.
+        ValueError: `tx` is no optimizer, `rng` no key, or `init` no function of one. `init` returns something that is
+            no array, or a trained parameter that is not floating point or belongs to another collection of linen. `wrt`
+            matches nothing. The optimizer's state holds something that is no array or changes shape, or its update
+            needs arguments that a step does not have. A rule of the plan matches nothing or does not divide. Processes
+            differ in the plan, the key or the program of `init`.
         RuntimeError: another process did not come to this call.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.init_state(init, tx, plan, rng=...)", init, tx)
     rng = typed_key(rng)
     make, abstract = _prepare(init, tx, plan, rng, wrt)
     notice(str(plan))
@@ -83,6 +86,7 @@ def init_state(
     return TrainState(**make_sharded(rng), static=abstract.static)
 
 
+@public()
 def abstract_state(
     init: InitFn[Model], tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
 ) -> TrainState[Model]:
@@ -105,7 +109,7 @@ def abstract_state(
     Raises:
         ValueError: an argument does not fit, for the reasons that `init_state` lists.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.abstract_state(init, tx, plan, rng=...)", init, tx)
     _, abstract = _prepare(init, tx, plan, typed_key(rng), wrt)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -116,6 +120,7 @@ def abstract_state(
 
 def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
     """Return what makes the fields of the state, in their shapes at rest, and the abstract state."""
+    check_init(init)
     check_optimizer(tx)
     statics: list[Static] = []  # one for each trace
 

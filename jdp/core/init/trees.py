@@ -8,6 +8,7 @@ a train state may be flat and padded (`Plan.pad`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,8 +16,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jdp.base.shorten import cut
-from jdp.base.tree_paths import path_of
+from jdp.base.public import public
+from jdp.base.shorten import cut, described
+from jdp.base.tree_paths import check_keys, path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
@@ -27,10 +29,12 @@ from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState, changed
 from jdp.core.types import PyTree
 from jdp.core.update.optimized import at_rest, flattened
+from jdp.core.update.optimizer_checks import is_optimizer
 
 Tree = TypeVar("Tree")
 
 
+@public()
 def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Tree:
     """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
 
@@ -61,7 +65,8 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
             `nnx.Optimizer` without `of`. Processes differ in plan, key or program.
         RuntimeError: another process did not come to this call.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.init(init, plan, rng=...)", init)
+    check_init(init, of=of is not None)
     if (rng is None) == (of is None):
         given = "neither" if rng is None else "both"
         raise ValueError(
@@ -110,7 +115,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
         ValueError: a rule or the metadata shards a dimension that does not divide. The tree holds something that is no
             array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
-    check_plan(plan)
+    check_plan(plan, "jdp.place(tree, plan)", tree)
     if isinstance(tree, TrainState):
         return _placed_state(tree, plan)
     check_tree(tree, of)
@@ -163,6 +168,35 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
     return flax_nnx.map_parameters(opened, sharded, lambda leaf: plan.replicated)
 
 
+def check_init(init: Any, *, of: bool = False) -> None:
+    """Check that `init` can be called with a key, or with parameters if `of`. Raises ValueError."""
+    rule = f"`init` is a function of ({'params' if of else 'rng'}), which makes {'their tree' if of else 'the model'}"
+    if flax_nnx.is_module(init) or not callable(init) or _is_model(init):
+        fix = "Write lambda rng: Model(rngs=nnx.Rngs(rng)), or lambda rng: params for weights that exist"
+        if of:
+            fix = "Write jdp.init(tx.init, plan, of=params)"
+        elif is_optimizer(init):
+            fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
+        raise ValueError(f"{rule}; given {described(init)}. {fix}.")
+    is_class = isinstance(init, type)  # those of flax are made by a function of any arguments
+    try:
+        signature = inspect.signature(init.__init__ if is_class else init)
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return
+    try:
+        signature.bind(*(None,) * (2 if is_class else 1))
+    except TypeError as error:
+        given = getattr(init, "__name__", type(init).__name__) + cut(str(signature))
+        raise ValueError(f"{rule}; given {given}. Write a function of one argument.") from error
+
+
+def _is_model(init: Any) -> bool:
+    """Return whether a callable is a model: an equinox module is a tree of arrays, one of linen has `apply`."""
+    if isinstance(init, jax.tree_util.Partial):
+        return False
+    return hasattr(init, "apply") or any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(init))
+
+
 def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
     """Check that a tree is one module or optimizer, or a pytree of arrays."""
     check_keys(tree)
@@ -182,21 +216,6 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
                 f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
                 "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )
-
-
-def check_keys(tree: Any) -> None:
-    """Check that JAX can order the keys of each dict of a tree."""
-    if isinstance(tree, dict):
-        try:
-            sorted(tree)
-        except TypeError as error:
-            raise ValueError(
-                f"The keys of a dict in a tree must have an order, as JAX sorts them; given {cut(repr([*tree]), 100)}. "
-                "Write all of them as text."
-            ) from error
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    for child in children:
-        check_keys(child)
 
 
 def refuse_offload(plan: Plan) -> None:

@@ -16,14 +16,17 @@ REPLICA = "replica"
 """The axis over slow links: it carries the batch too, and the state is replicated over it (HSDP)."""
 
 
-def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given."""
+def axis_sizes(axes: Mapping[str, int], count: int, how: str = " (on CPU: --devices {0})") -> dict[str, int]:
+    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given.
+
+    `how` tells in the error how to run on {0} devices.
+    """
     check_axes(axes)
     known = math.prod(size for size in axes.values() if size != -1)
     sizes = {name: count // known if size == -1 else size for name, size in axes.items()}
     if math.prod(sizes.values()) == count:
         return sizes
-    run = f"run on {known} devices (on CPU: --devices {known})"
+    run = f"run on {known} devices"
     if -1 in axes.values():
         product, fits, run = f"{factors(axes)} (the others make {known})", "", f"{run} or a multiple of them"
     else:
@@ -32,7 +35,7 @@ def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
         fits = f"Take data={count // others}, or c" if count % others == 0 else ""
     raise ValueError(
         f"The mesh must multiply to the number of devices: {product}, but there are {count} devices. "
-        f"{fits or 'C'}hange an axis, or {run}."
+        f"{fits or 'C'}hange an axis, or {run}{how.format(known)}."
     )
 
 
@@ -90,6 +93,8 @@ class BatchUnit:
 
     def check(self, rows: int, subject: str = "a batch's rows") -> None:
         """Check a number of rows."""
+        if not is_integer(rows):
+            raise ValueError(f"{subject} are an integer; given {rows!r}. Give a multiple of {self.rows}.")
         if rows < 1 or rows % self.rows:
             below = max(rows, 0) // self.rows * self.rows
             near = f"{below} or {below + self.rows}" if below else f"{self.rows}"

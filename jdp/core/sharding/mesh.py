@@ -20,9 +20,9 @@ therefore stay on a host's fast links if they fit. `replica` varies slowest, whe
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -30,8 +30,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jdp.base.machine import choose_platform, provide_threads
 from jdp.base.notices import notice
+from jdp.base.shorten import cut
 from jdp.core.cluster.handshake import check_device_counts
-from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes
+from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes, check_axes
 from jdp.core.sharding.traced_mesh import tracing_for
 from jdp.core.types import Device, PyTree
 
@@ -59,18 +60,30 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
         A `jax.sharding.Mesh` whose axes have type Auto.
 
     Raises:
-        ValueError: there are no devices or no `data` axis, a size is not positive, or the sizes do not multiply to the
-            number of devices. As `Mismatch`: `devices` is None and a process has more devices than another.
+        ValueError: `devices` are no devices. There are none or no `data` axis, a size is not positive, or the sizes do
+            not multiply to the number of devices. As `Mismatch`: `devices` is None and a process has more devices than
+            another.
     """
     if devices is None:
         choose_platform()
         check_device_counts()
+    elif not isinstance(cast("object", devices), Collection) or not all(
+        hasattr(device, "platform") for device in devices
+    ):
+        raise ValueError(
+            f"`devices` are devices of JAX, in a list; given {cut(repr(devices))}. Write devices=jax.devices()[:4], or "
+            "leave it out for all."
+        )
     else:
         provide_threads()
     chosen = _host_by_host(jax.devices() if devices is None else devices)
     if not chosen:
         raise ValueError("A mesh needs at least one device; there are 0 devices. Leave `devices` out for all.")
-    sizes = axis_sizes(axes or {DATA: -1}, len(chosen))
+    axes = axes or {DATA: -1}
+    check_axes(axes)
+    fewer = abs(math.prod(axes.values())) < len(chosen)
+    how = " (devices=jax.devices()[:{0}])" if fewer else _MORE_DEVICES.get(chosen[0].platform, "")
+    sizes = axis_sizes(axes, len(chosen), "" if devices is not None else how)
     slowest_first = sorted(sizes, key=lambda name: name != REPLICA)
     shape = tuple(sizes[name] for name in slowest_first)
     if chosen[0].platform == "tpu":  # a torus: let JAX lay the axes along its links
@@ -97,6 +110,13 @@ def check_mesh(mesh: Mesh) -> None:
         f"jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(names)}), where the batch's axes are "
         "called `data` and, over slow links, `replica`."
     )
+
+
+_MORE_DEVICES = {
+    "cpu": ', by jax.config.update("jax_num_cpu_devices", {0}) before the first use of jax',
+    "gpu": ": this program sees those of jax.devices()",
+}
+"""Platform -> how a program has {0} devices, which are more than it has."""
 
 
 def mesh_of(tree: PyTree) -> Mesh | None:

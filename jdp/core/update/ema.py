@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jdp.base.numbers import is_number
+from jdp.core.batch import check_state
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.types import Model, PyTree
@@ -96,8 +97,9 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
         A `TrainState` like `state`; the averages have the parameters' dtypes and shardings, and are in device memory.
 
     Raises:
-        ValueError: the optimizer keeps no average.
+        ValueError: it is no state, or the optimizer keeps no average.
     """
+    check_state(state, "jdp.ema_params(state)")
     averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
     if not averages:
         raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")

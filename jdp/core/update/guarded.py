@@ -1,4 +1,9 @@
-"""The end of a step: clip the gradient, update the optimizer, and keep the old state where a value is not finite."""
+"""The end of a step: clip the gradient, update the optimizer, and keep the old state if a value is not finite.
+
+A gradient can be finite and its update not: a learning rate is NaN, or a weight overflows. So the new parameters and
+the new optimizer state are checked too, in the pass that writes them; the devices exchange one byte for each leaf, in
+one collective.
+"""
 
 from __future__ import annotations
 
@@ -26,34 +31,48 @@ def guarded_update(
     model_state: PyTree,
 ) -> tuple[TrainState, jax.Array]:
     """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
-    trained = state.static.trained
-    params = trained_part(state.params, trained)
     # Padding counts as zero: divided by a weight of zero it would be NaN where the gradient itself is infinite.
     norm, square = _norm(map_flat(lambda g, flat: flat.masked(g), grads, "params", state.static), state.step)
     finite = jnp.isfinite(norm if clip_norm is not None else square) & jnp.isfinite(total)
     finite &= _stays_finite(state.model_state, model_state)
-    if clip_norm is not None:
-        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
-    with update_scope():
-        params, opt_state = optimized(plan, state, grads, total / weight)
-    params = with_trained(state.params, params, trained)
+    params, opt_state = clipped_update(clip_norm, plan, state, grads, norm, total / weight)
+    finite &= _stays_finite((state.params, state.opt_state), (params, opt_state))
     updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
     kept = replace(state, skipped=state.skipped + 1)
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept), norm
 
 
-def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
-    """Return a boolean scalar: True if no number turned into NaN or infinity.
+def clipped_update(
+    clip_norm: float | None, plan: Plan, state: TrainState, grads: PyTree, norm: jax.Array, loss: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """Return parameters and optimizer state after the update by float32 gradients of this norm."""
+    params = trained_part(state.params, state.static.trained)
+    if clip_norm is not None:
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    with update_scope():
+        params, opt_state = optimized(plan, state, grads, loss)
+    return with_trained(state.params, params, state.static.trained), opt_state
+
+
+def broken(before: PyTree, after: PyTree) -> PyTree:
+    """Return a tree of booleans: where numbers turned into NaN or infinity; None for leaves that cannot.
 
     What was infinite may stay so: a running maximum begins at -inf.
     """
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    changed = [(old, new) for old, new in pairs if old is not new and jnp.issubdtype(new.dtype, jnp.inexact)]
-    broken = [(jnp.isfinite(old) & ~jnp.isfinite(new)) | (jnp.isnan(new) & ~jnp.isnan(old)) for old, new in changed]
-    return jnp.logical_not(reduce(jnp.logical_or, map(jnp.any, broken), jnp.bool_(False)))
+
+    def of_leaf(old: jax.Array, new: jax.Array) -> jax.Array | None:
+        if old is new or not jnp.issubdtype(old.dtype, jnp.inexact):
+            return None
+        return (jnp.isfinite(old) & ~jnp.isfinite(new)) | (jnp.isnan(new) & ~jnp.isnan(old))
+
+    return jax.tree.map(of_leaf, before, after)
+
+
+def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
+    found = (leaf.any() for leaf in jax.tree.leaves(broken(before, after)))
+    return jnp.logical_not(reduce(jnp.logical_or, found, jnp.bool_(False)))
 
 
 def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:

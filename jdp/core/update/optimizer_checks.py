@@ -17,6 +17,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from jdp.base.formatting import listed
+from jdp.base.shorten import described
 from jdp.base.tree_paths import path_of
 from jdp.core.tracing.inner_products import takes_inner_products, with_sums
 from jdp.core.types import PyTree
@@ -25,11 +26,17 @@ GIVEN = "value"
 """An optimizer's argument besides gradients, state and parameters: the loss, under optax's name."""
 
 
+def is_optimizer(tx: Any) -> bool:
+    """Return whether `tx` has what a step needs of an optax optimizer."""
+    return not isinstance(tx, type) and all(callable(getattr(tx, name, None)) for name in ("init", "update"))
+
+
 def check_optimizer(tx: Any) -> None:
     """Check that `tx` is an optax optimizer."""
-    if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        call = " Call it first, with its settings." if callable(tx) else ""
-        raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {tx!r}.{call}")
+    if not is_optimizer(tx):
+        fix = " Call it first, with its settings." if callable(tx) else ""
+        fix = " Pass the optax transformation that it was made of." if hasattr(tx, "opt_state") else fix
+        raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {described(tx)}.{fix}")
 
 
 def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:

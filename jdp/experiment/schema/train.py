@@ -69,7 +69,7 @@ class Train(Section):
     the best checkpoint with keep_best, else the last; averaged weights if there are, LoRA's updates added. none = no
     export."""
     max_skips_in_a_row: Positive = 10
-    """Stop after so many consecutive steps skipped because their gradients were not finite."""
+    """Stop after so many consecutive steps skipped because gradients or updates were not finite."""
 
     @property
     def best_metric(self) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds, listed
+from jdp.base.shorten import described
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
@@ -21,7 +22,7 @@ from jdp.foresight.any_step.relocate import move
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.this_machine import check_target, target_of
 from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.foresight.traffic.contract import TOLERANCE
 
@@ -37,6 +38,12 @@ def forecast(
     cache: bool = True,
 ) -> StepForecast:
     """Compile any jitted step for a target, and report what it holds, sends and waits for. Nothing runs."""
+    check_target(target)
+    if not callable(function):
+        raise ValueError(
+            f"The first argument is a step, jdp.verify(step, state, batch); given {described(function)}. Write the "
+            "arguments in this order."
+        )
     devices = named(target) if isinstance(target, str) else target
     moved = move(function, arguments, devices, mesh)
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])

@@ -3,9 +3,16 @@
 import jax
 
 from jdp.base.chips import GPUS
+from jdp.base.shorten import described
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.types import Device, PyTree
 from jdp.foresight.targets.resolve import Target, target
+
+
+def check_target(named: object) -> None:
+    """Check that a target is a name or a `Target`. Raises ValueError."""
+    if named is not None and not isinstance(named, str | Target):
+        raise ValueError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Name devices so.')
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:

@@ -1,0 +1,96 @@
+"""A public function, as a user sees it when an error passes through it.
+
+An exception of the user's own function, such as a loss, passes some ten functions of jdp on its way. Its traceback
+keeps the first of them, the public function, and leaves out the others. An error that jdp raises itself, by design or
+by a fault, keeps all. `JAX_TRACEBACK_FILTERING=off` keeps all frames, JAX's too.
+"""
+
+import os
+import sysconfig
+from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+import jax
+
+from jdp.base.tree_paths import PACKAGE
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_JDP = f"{PACKAGE}{os.sep}"
+_PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+
+
+def public(check: Callable[..., None] | None = None) -> Callable[[Function], Function]:
+    """Decorate a public function that calls functions of the user: shorten the traceback of an exception.
+
+    Args:
+        check: called with the function's own arguments after an exception, it raises the ValueError that takes the
+            place of that exception, if an argument is at fault. So a call that goes well does not wait for it.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            try:
+                return function(*arguments, **keywords)
+            except Exception as error:
+                inner = None if error.__traceback__ is None else error.__traceback__.tb_next
+                if inner is not None and (mistake := _mistake(check, arguments, keywords)) is not None:
+                    raise mistake from None
+                if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
+                    error.__traceback__ = shortened(inner)
+                raise
+
+        return called  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def _mistake(check: Any, arguments: Any, keywords: Any) -> ValueError | None:
+    if check is not None:
+        try:
+            check(*arguments, **keywords)
+        except ValueError as error:
+            return error
+    return None
+
+
+def shortened(first: TracebackType | None) -> TracebackType | None:
+    """Return a traceback with one frame for each row of jdp's frames that leads to a frame of the user's."""
+    entry: TracebackType | None = None  # the first frame of such a row
+    row: list[TracebackType] = []  # the frames since then
+    frame = first
+    while frame is not None:
+        if _is_users(frame.tb_frame):
+            if entry is not None:
+                _link([entry, *(other for other in row if not _is_jdps(other.tb_frame)), frame])
+            entry, row = None, []
+        elif entry is not None:
+            row.append(frame)
+        elif _is_jdps(frame.tb_frame):
+            entry = frame
+        frame = frame.tb_next
+    return first
+
+
+def _link(frames: list[TracebackType]) -> None:
+    for frame, following in pairwise(frames):
+        frame.tb_next = following
+
+
+def _is_jdps(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_JDP)
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Return whether a frame is neither jdp's, nor Python's, nor an installed package's."""
+    name = frame.f_code.co_filename
+    if name == "<string>":  # `python -c`, or what a dataclass generates
+        return frame.f_globals.get("__name__") == "__main__"
+    if name.startswith("<"):  # notebooks and doctests; Python's own modules
+        return not name.startswith("<frozen")
+    return not _is_jdps(frame) and not name.startswith(_PYTHON) and not any(part in name for part in _INSTALLED)
