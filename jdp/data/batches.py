@@ -128,6 +128,7 @@ def global_batches(
     seed: int,
     rows: Sequence[int] | slice | None = None,
     start: int = 0,
+    samples: int | None = None,
     shuffle: bool = True,
     epochs: int | None = None,
     threads: int = 2,
@@ -146,6 +147,8 @@ def global_batches(
         rows: which rows of each global batch to read, in this order, such as `jdp.process_rows(plan, batch_size)`; all
             of them by default.
         start: the first global batch: to resume, the number of batches consumed so far. Costs nothing: no replay.
+        samples: the number of samples in the batches before `start`, if some of them had another size; `start` ·
+            batch_size by default.
         shuffle: False reads samples in their own order, every epoch.
         epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with
             the samples that would follow, their "weights" set to 0.
@@ -175,6 +178,9 @@ def global_batches(
         raise ValueError(
             f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed so far"
         )
+    before = start * batch_size if samples is None else samples
+    if before < 0:
+        raise ValueError(f"samples must not be negative; given {samples}: give the samples consumed so far")
     own = _own_rows(rows, batch_size)
     padding = sys.maxsize if epochs is None else epochs * len(source)  # from this position on
 
@@ -186,8 +192,8 @@ def global_batches(
         return sample if position < padding else _weightless(sample)
 
     def read(batch: int) -> NumpyBatch:
-        samples = [take(batch * batch_size + row) for row in own]
-        return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+        taken = [take(before + (batch - start) * batch_size + row) for row in own]
+        return {key: np.stack([sample[key] for sample in taken]) for key in taken[0]}
 
     ahead = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_AHEAD, threads))
     return grain.MapDataset.range(start, end).map(read).to_iter_dataset(ahead)

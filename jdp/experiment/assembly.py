@@ -145,8 +145,13 @@ class Assembly:
         """The data sets that are evaluated, by the prefix of their metrics: "eval", "eval_NAME"."""
         return open_eval_sets(self.experiment, self.data)
 
-    def train_batches(self, start: int, rows: Sequence[int] | None = None) -> Iterable[NumpyBatch]:
-        """Return these rows of the batches to train on, from the one of step `start` on; None: all rows."""
+    def train_batches(
+        self, start: int, rows: Sequence[int] | None = None, *, samples: int | None = None
+    ) -> Iterable[NumpyBatch]:
+        """Return these rows of the batches to train on, from the one of step `start` on; None: all rows.
+
+        `samples` is the number of samples consumed before, if earlier batches had another size.
+        """
         given = self.experiment
         return global_batches(
             self.data.train,
@@ -154,14 +159,15 @@ class Assembly:
             seed=given.seed,
             rows=rows,
             start=start,
+            samples=samples,
             shuffle=given.data.shuffle,
             threads=self._threads,
         )
 
-    def train_feed(self, start: int) -> Feed:
-        """Return the global batches to train on, from the one of step `start` on, on the devices, read ahead."""
+    def train_feed(self, start: int, samples: int) -> Feed:
+        """Return the batches to train on, after `start` steps and `samples` samples, on the devices, read ahead."""
         rows = process_rows(self.plan, self.experiment.train.batch_size)
-        return shard_batches(self.train_batches(start, rows), self.plan)
+        return shard_batches(self.train_batches(start, rows, samples=samples), self.plan)
 
     def feed(
         self,

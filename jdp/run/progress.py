@@ -13,15 +13,16 @@ from jdp.checkpoint import CheckpointError
 from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.run.evaluation import Best, Row
 
-_SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint", "experiment")
+_SAVED = ("done", "samples", "skipped", "loss", "evals", "evaluated", "fingerprint", "experiment")
 
 
 @dataclass
 class Progress:
-    """How far a run is. A checkpoint records the first nine attributes.
+    """How far a run is. A checkpoint records the first ten attributes.
 
     Attributes:
         done: batches consumed.
+        samples: the samples in them; visits may have batches of different sizes.
         skipped: of these, steps skipped because of gradients or updates that were not finite.
         loss: at the last row of metrics, in nats.
         evals: the metrics of the last evaluation.
@@ -39,6 +40,7 @@ class Progress:
     """
 
     done: int = 0
+    samples: int = 0
     skipped: int = 0
     loss: float | None = None
     evals: Row = field(default_factory=dict[str, float])
@@ -89,7 +91,14 @@ class Progress:
 
 
 _NUMBER, _COUNT = (int, float), (int,)
-_KINDS = {"done": _COUNT, "skipped": _COUNT, "evaluated": _COUNT, "loss": (*_NUMBER, type(None)), "fingerprint": (str,)}
+_KINDS = {
+    "done": _COUNT,
+    "samples": _COUNT,
+    "skipped": _COUNT,
+    "evaluated": _COUNT,
+    "loss": (*_NUMBER, type(None)),
+    "fingerprint": (str,),
+}
 _MEASURED = (*_NUMBER, type(None))
 _BEST = {"metric": (str,), "value": _MEASURED, "step": _COUNT, "waiting": _COUNT, "to_beat": _MEASURED}
 

@@ -109,7 +109,7 @@ class Visit:
             yield
             return
         done = self.progress.done
-        with self.assembly.train_feed(done) as self._feed:
+        with self.assembly.train_feed(done, self.progress.samples) as self._feed:
             self.watch.resumed(done)
             self._clock.restart(done, self._feed)
             yield
@@ -158,7 +158,7 @@ class Visit:
         self.stop.under_way()
         self.watch.mark("dispatch")
         self.health.after(state, step)
-        progress.done = step
+        progress.done, progress.samples = step, progress.samples + train.batch_size
         self.display.step(step)
         end_of_start()
         last = self.stop.at_step(step) or step == train.steps

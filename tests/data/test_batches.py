@@ -89,6 +89,14 @@ def test_a_late_start_costs_nothing():
     assert len(source.reads) <= 4 * 6  # this batch and those read ahead
 
 
+def test_batches_of_another_size_go_on_after_the_samples_before():
+    small = first(4, global_batches(Counted(20), batch_size=3, seed=1))
+    wide = first(2, global_batches(Counted(20), batch_size=5, seed=1, start=1, samples=3))
+    assert np.concatenate(indices(wide))[:9].tolist() == np.concatenate(indices(small))[3:].tolist()
+    with pytest.raises(ValueError, match="samples must not be negative; given -1"):
+        global_batches(Counted(20), batch_size=3, seed=1, samples=-1)
+
+
 def test_each_iteration_begins_at_the_start():
     batches = global_batches(Counted(9), batch_size=4, seed=0, start=1, epochs=2)
     assert np.array_equal(indices(batches), indices(batches))

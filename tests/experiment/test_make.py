@@ -219,7 +219,7 @@ def test_each_goes_with_jdps_own(tmp_path):
         experiment = load(file, {"plugin": "mine", "loss.make": "mine:squares"})
         assert (experiment.kind, experiment.eval_metrics) == ("features", ("eval_loss",))
         assembly = Assembly.on_devices(experiment)
-        batch = next(iter(assembly.train_feed(0)))
+        batch = next(iter(assembly.train_feed(0, 0)))
         assert np.isfinite(float(assembly.train_step(assembly.state(), batch)[1]["loss"]))
 
 

@@ -156,6 +156,25 @@ def test_weights_start_from_another_run_and_the_optimizer_anew(file, capsys):
     assert "layers/0/bias" in refusal(capsys, file, *small)
 
 
+def test_a_resumed_run_may_have_another_batch_size(file):
+    """Three steps of 16 rows, then three of 8: the samples go on where they were, and steps count on."""
+    assert train(file, "--train.steps", "3")[0] == 0
+    code, folder = train(file, "--train.batch_size", "8")
+    large, small = Assembly.on_devices(load(file, {})), Assembly.on_devices(load(file, {"train.batch_size": "8"}))
+    state, losses = large.state(), {}
+    with large.train_feed(0, 0) as feed:
+        for step in (1, 2, 3):
+            state, metrics = large.train_step(state, next(feed))
+            losses[step] = float(metrics["loss"])
+    with small.train_feed(6, 48) as feed:  # the seventh batch of 8, had all had 8
+        for step in (4, 5, 6):
+            state, metrics = small.train_step(state, next(feed))
+            losses[step] = float(metrics["loss"])
+    assert code == 0 and rows(folder, "loss") == losses and set(rows(folder, "weight").values()) == {16, 8}
+    with Checkpoints(folder / "checkpoints") as saved:
+        assert saved.restore(small.abstract_state())[1]["samples"] == 72
+
+
 def test_only_what_wrt_names_is_trained(file):
     _, folder = train(file, "--train.wrt", '"layers/1/*"', "--optimizer.name", "adamw")
     experiment = load(file, {"train.wrt": '"layers/1/*"', "optimizer.name": "adamw"})

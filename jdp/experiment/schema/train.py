@@ -27,7 +27,8 @@ class Train(Section):
     steps: Positive
     """Optimizer steps in the whole run."""
     batch_size: Positive
-    """Samples a step, over all devices and microbatches."""
+    """Samples a step, over all devices and microbatches. A resumed run may have another: samples, steps and the
+    learning rate go on where they were."""
     accumulate: Positive = 1
     """Microbatches a step."""
     wrt: Patterns = None
