@@ -42,8 +42,8 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     Raises:
         CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
     """
-    check_values(Content.of(state).leaves)
     path = user_path(path).absolute()
+    check_values(Content.of(state).leaves)
     step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = path.resolve() if path.is_symlink() else path
     _check_free(path, overwrite)

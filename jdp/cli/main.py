@@ -48,7 +48,7 @@ _PACKAGES = {
 }
 """Packages of which --version shows those that are installed, with their names there."""
 COMMANDS = {
-    "new": "Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.",
+    "new": "Writes NAME.toml, a copy of an experiment that jdp ships, under its own name.",
     "train": "Runs an experiment.",
     "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
     "verify": "Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.",

@@ -16,7 +16,6 @@ from jdp.experiment.optimizer import peak_rate
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
-from jdp.models.configs.gpt import GPTConfig
 from jdp.run.evaluation import coverage
 from jdp.run.outputs.terminal import clock
 from jdp.run.progress import Progress
@@ -59,7 +58,7 @@ def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
     steps = f"{taken:,} step{'s' * (taken != 1)} in {clock(progress.seconds)}; the" if taken else "the"
     plugin = "" if experiment.plugin is None else f" --plugin {experiment.plugin}"
     lines = [f"{steps} run is in {place}", f"next: jdp report {place}"]
-    writes = experiment.kind == "text" and isinstance(experiment.model.config, GPTConfig) and experiment.data.knows_text
+    writes = experiment.kind == "text" and experiment.model.make is None and experiment.data.knows_text
     return [*lines, f'or:   jdp generate {place} --prompt "…"{plugin}'] if writes else lines
 
 

@@ -52,9 +52,9 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
         devices: the devices to arrange; None: all devices of all processes. Give them to use a part of a machine, or
             described devices that this machine does not have.
         axes: axis=size in devices, in the order that the mesh has them. No axes at all means `data=-1`. `data` is
-            required. Add `replica` for sharding within groups of devices that have fast links (HSDP), and for local
-            steps. Any other name is an axis of the model's own, such as `model` for tensor parallelism. One size may be
-            -1: it takes the devices that are left.
+            required. Add `replica` for sharding within groups of devices that have fast links (HSDP). Any other name is
+            an axis of the model's own, such as `model` for tensor parallelism. One size may be -1: it takes the devices
+            that are left.
 
     Returns:
         A `jax.sharding.Mesh` whose axes have type Auto.
