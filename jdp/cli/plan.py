@@ -99,7 +99,7 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     names, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate") or [1]
     if len(accumulate) > 1:
         raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
-    from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
+    from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
     k = accumulate[0]
     rows: dict[str, dict[str, dict[str, int]]] = {"paper": {}, "jdp": {}}

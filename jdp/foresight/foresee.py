@@ -29,7 +29,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory.peak import memory
+from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.step_report import CPU_PROGRAM
 from jdp.foresight.targets.relocate import Candidate, abstract_on

@@ -29,7 +29,7 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     sections = [
         Section("answer", "What to launch", answer(forecast)),
         Section("candidates", "The candidates compared", tables(forecast)),
-        Section("memory", "What a device holds", memory_bars(estimates, chosen)),
+        Section("memory", "What a device holds", memory_bars(estimates)),
         Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
     ]

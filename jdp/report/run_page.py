@@ -248,7 +248,7 @@ def _memory(runs: Sequence[Run]) -> Markup:
     several = len(runs) > 1
     parts = [_why_not(runs)]
     if held:
-        parts.append(memory_bars(held, None))
+        parts.append(memory_bars(held))
         parts += [
             element("p", _compiled_for(name if several else "", step), class_="note") for name, _, step in compiled
         ]

@@ -122,8 +122,7 @@ class StepForecast(StepReport):
 
     def paragraphs(self) -> list[list[str]]:
         """Return the verdict, and tables of what is held and sent."""
-        largest = [f"  {each}" for each in self.memory.largest[:3]]
-        paragraphs = [[self.heading, self.verdict, *self.schedule], [*align_columns(self.held_table()), *largest]]
+        paragraphs = [[self.heading, self.verdict, *self.schedule], align_columns(self.held_table())]
         return [*paragraphs, align_columns(self.sent_table())] if self.sent else paragraphs
 
     @property
@@ -162,8 +161,8 @@ class StepForecast(StepReport):
         rows = [(each.path, format_bytes(each.bytes), _given_up(each)) for each in largest[:_LISTED]]
         rows += [(f"{len(largest) - _LISTED} other arguments", format_bytes(rest), "")] if rest else []
         rows += [("results in memory of their own", format_bytes(memory.results), "")]
-        peak = f"most of them at {memory.at}" if memory.at else ""
-        rows += [("temporaries", format_bytes(memory.temporaries), peak)]
+        rows += [("temporaries", format_bytes(memory.temporaries), "")]
+        rows += [("compiled code", format_bytes(memory.code), "")]
         rows += [("in the host's memory", format_bytes(memory.host), "")] if memory.host else []
         fits = memory.headroom.words if memory.headroom is not None else ""
         rows += [("total a device", format_bytes(memory.total), fits)]
