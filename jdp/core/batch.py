@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.compiling.options import CompilerValue

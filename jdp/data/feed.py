@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jdp.core.batch import batch_rows, owned
-from jdp.core.cluster.service import THREAD_SECONDS
+from jdp.core.cluster.barrier import THREAD_SECONDS
 from jdp.core.plan import Plan, check_plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.types import Batch

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.base.hints import nearest
 from jdp.base.machine import jax_has_started
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
+from jdp.base.words import nearest
 
 _MOST_LINES, _MOST_FRAMES = 14, 3
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import IO, Self
 
 from jdp.launch.output import Outputs, Stream
-from jdp.launch.parent_death import ending_with_parent
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died): for the peer that caused it to end by itself
@@ -217,3 +217,22 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return "unknown"
+
+
+# Runs in each process before the program: it asks the kernel to kill the process when the parent dies. The parent may
+# have died before that call, so its number is compared. It is a separate program: code between fork and exec in a
+# process with threads (JAX has many) may deadlock.
+_PRELUDE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this one is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` and ends with this process; start it from the main thread."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid()), *command]

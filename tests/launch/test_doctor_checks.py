@@ -6,9 +6,9 @@ import time
 import pytest
 from full_disk import small_disk
 
+from jdp.launch.doctor.devices import cure
 from jdp.launch.doctor.disk import examine_disk, existing
 from jdp.launch.doctor.findings import Examined, Finding
-from jdp.launch.doctor.nccl import cure
 from jdp.launch.doctor.versions import examine_versions
 
 

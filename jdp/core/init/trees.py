@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.base.numbers import is_integer, is_number
+from jdp.base.words import is_integer, is_number
 from jdp.data.batches import Source
 from jdp.data.images.decode import Box
 from jdp.data.images.samples import ImageSamples

@@ -19,9 +19,8 @@ from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
 from jdp.foresight.any_step.relocate import move
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
-from jdp.foresight.targets.resolve import Target
+from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.targets.resolve import target as named
-from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.foresight.traffic.contract import TOLERANCE
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import brief, cut
+from jdp.base.toml import brief, cut
+from jdp.base.words import nearest
 from jdp.core.types import Device
 from jdp.foresight.traffic.origin import is_own_line
 

@@ -23,8 +23,7 @@ from jdp.foresight.memory import Headroom, headroom
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.traffic.contract import TINY, collectives_on
-from jdp.foresight.traffic.origin import Parameters
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.symptoms import symptoms
 
 # Memory.
