@@ -89,7 +89,8 @@ def run(arguments: list[str]) -> int:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
     targets = [None] if options.target is None else words(options.target, "--target")
     if is_program(options.file):
-        return _plan_program(options, overrides, targets)
+        check_only(options, overrides, TAKEN)
+        return _one(options, targets[0]) if len(targets) == 1 else _several(options, targets)
     if len(targets) > 1 and options.html is not None:
         raise UsageError(f"--html writes a page on one target; given {len(targets)}: name one --target, or remove it")
     check_writable(options.html)
@@ -280,12 +281,6 @@ def _number(value: float) -> str:
 
 TAKEN = ("file", "target", "no_cache", "json")
 _HEADINGS = ("target", "holds", "of its memory", "sends", "computes", "waits", "step")
-
-
-def _plan_program(options: Options, overrides: dict[str, str], targets: Sequence[str | None]) -> int:
-    """Compile a program's step for every target, and print a report of one, or a row for each of several."""
-    check_only(options, overrides, TAKEN)
-    return _one(options, targets[0]) if len(targets) == 1 else _several(options, targets)
 
 
 def _one(options: Options, target: str | None) -> int:

@@ -118,11 +118,10 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
 def _own_traceback(error: BaseException) -> str:
     """Return the last lines of a traceback, without the frames of this file and of Python's import system."""
     own = error.__traceback__
-    while own is not None and _is_not_its_own(own.tb_frame.f_code.co_filename):
+    while own is not None:
+        file = own.tb_frame.f_code.co_filename
+        if not file.startswith("<frozen importlib") and file not in (importlib.__file__, __file__):
+            break
         own = own.tb_next
     lines = "".join(traceback.format_exception(type(error), error, own, limit=-_MOST_FRAMES)).splitlines()
     return "\n".join(f"  {line}" for line in lines[-_MOST_LINES:])
-
-
-def _is_not_its_own(file: str) -> bool:
-    return file.startswith("<frozen importlib") or file in (importlib.__file__, __file__)

@@ -188,7 +188,8 @@ def _stop_at(children: list[Child], alive: list[Child]) -> float:
     failed = [child for child in children if child.failed]
     if failed and all(map(_is_stopped, alive)):  # as by SIGSTOP: none will exit by itself
         return 0.0
-    return min((child.ended + _patience(child) for child in failed), default=math.inf)
+    patience = [SETTLE_SECONDS if each.aborted else ORDERLY_SECONDS if each.status in ORDERLY else 0 for each in failed]
+    return min((child.ended + seconds for child, seconds in zip(failed, patience, strict=True)), default=math.inf)
 
 
 def _is_stopped(child: Child) -> bool:
@@ -198,11 +199,6 @@ def _is_stopped(child: Child) -> bool:
     except OSError:
         return False
     return state.rpartition(")")[2].split()[0] == "T"
-
-
-def _patience(child: Child) -> float:
-    """Return how many seconds the others have to exit by themselves after this one failed."""
-    return SETTLE_SECONDS if child.aborted else ORDERLY_SECONDS if child.status in ORDERLY else 0
 
 
 def _send_signal(number: int, children: list[Child]) -> None:

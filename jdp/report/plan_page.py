@@ -123,13 +123,11 @@ def headline(forecast: PlanReport) -> list[Number]:
         speed = shown.tokens_per_second
         each = "" if speed is None else f", {format_rate(speed / forecast.devices)} each"
         waits = f"of communication; a device waits {format_seconds(timeline.exposed_seconds)} a step"
+        span = shown.step_range
+        off = "how far off is not known" if span is None else " to ".join(map(format_seconds, span))
         found += [
-            ("step", format_seconds(timeline.step_seconds), _between(shown.step_range)),
+            ("step", format_seconds(timeline.step_seconds), off),
             (f"{forecast.unit} a second", format_rate(speed or 0), f"of {forecast.devices:,} devices{each}"),
             ("hidden", hidden, waits if timeline.communication_seconds else "nothing is sent"),
         ]
     return found
-
-
-def _between(span: tuple[float, float] | None) -> str:
-    return "how far off is not known" if span is None else f"{format_seconds(span[0])} to {format_seconds(span[1])}"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,7 +165,8 @@ def nccl_cure(
     seconds: float, *, command: Sequence[str] = (sys.executable, "-c", TRY), rdma: Path = _RDMA
 ) -> dict[str, str]:
     """Return the variables with which the all-reduce ends; {} if it hangs with each. A try takes `seconds` at most."""
-    for ways in _ways(rdma.is_dir()):
+    single = (P2P, SHM, *[IB] * rdma.is_dir())
+    for ways in (*((name,) for name in single), single):  # one way, then all
         variables = dict.fromkeys(ways, "1")
         if all(os.environ.get(name) == "1" for name in ways):
             continue
@@ -178,13 +179,6 @@ def nccl_cure(
 def in_shell(variables: Mapping[str, str]) -> str:
     """Return "A=1 B=1", as in front of a command."""
     return " ".join(f"{name}={value}" for name, value in variables.items())
-
-
-def _ways(rdma: bool) -> Iterator[tuple[str, ...]]:
-    """Yield what is left out in each try: one way, then all."""
-    single = (P2P, SHM, *[IB] * rdma)
-    yield from ((name,) for name in single)
-    yield single
 
 
 def _ends_well(command: Sequence[str], variables: Mapping[str, str], seconds: float) -> bool:

@@ -34,8 +34,6 @@ from jdp.run.progress import Progress
 from jdp.run.signals import Stopped
 
 HISTORY = "history.jsonl"
-BEGINNINGS = ("started", "resumed")
-"""Events that begin a visit."""
 _LONGEST_ERROR = 1000
 
 
