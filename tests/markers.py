@@ -38,7 +38,6 @@ FAST = (
     "guard/test_stragglers.py",
     "foresight/test_choice.py",
     "foresight/test_collective_texts.py",
-    "foresight/test_liveness.py",
     "foresight/test_zero_formula.py",
     "checkpoint/test_safetensors_files.py",
     "guard/test_diagnosis.py",

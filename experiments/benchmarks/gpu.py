@@ -51,7 +51,7 @@ from measure import Row, finish, parser, take_turns
 
 import jdp
 from jdp.foresight.program.module import parse
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.resolve import target_of
 from jdp.foresight.timing.timeline import timeline
 from jdp.models import SIZES, GPTConfig, build, parameter_count
 

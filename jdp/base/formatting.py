@@ -1,7 +1,9 @@
-"""Numbers with units as text, three digits each; tables as text; long lists of names; numbers as JSON has them."""
+"""Numbers with units as text, three digits each; tables as text; long lists of names; numbers as JSON has them; a table
+as HTML for a notebook."""
 
 import math
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
 
@@ -51,3 +53,10 @@ def _scaled(value: float, units: tuple[tuple[float, str], ...], small: str) -> s
         if abs(scaled) >= 0.9995:
             return f"{scaled:.0f}{name}" if abs(scaled) >= 999.5 else f"{scaled:.3g}{name}"
     return small
+
+
+def html_table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return HTML without scripts: a title, and a table whose first row has the headings."""
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
+    return f"<p>{escape(title)}</p><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

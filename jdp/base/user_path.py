@@ -11,7 +11,7 @@ import re
 import stat
 from pathlib import Path
 
-from jdp.base.shorten import brief, described
+from jdp.base.toml import brief, described
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
-from jdp.base.timer import call_after
 from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
     from jdp.launch.doctor.findings import Finding
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
 
 UNHEALTHY = 1
 _BEFORE_OTHERS = 5.0  # seconds by which process 0 reports a wait in vain before the others end
@@ -134,7 +138,7 @@ class _Examination:
     def _examine_together(self) -> bool:
         """Examine the devices, and let all of them all-reduce; return False if JAX has no devices."""
         from jdp.launch.doctor.devices import examine_all_reduce, examine_devices
-        from jdp.launch.doctor.together import gather
+        from jdp.launch.doctor.findings import gather
 
         seconds = 0.8 * self.options.timeout  # those waits name who is missing, so they end before `_bounded` does
         with self._bounded("devices"):
@@ -153,7 +157,7 @@ class _Examination:
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Generator[None]:
         """Report and end this process if the code in `with` does not end in time: it may hang in C++."""
-        from jdp.launch.doctor import nccl
+        from jdp.launch.doctor import devices
         from jdp.launch.doctor.findings import Finding
 
         seconds = self.options.timeout + (_BEFORE_OTHERS if self.me else 0)  # process 0 reports first
@@ -161,7 +165,7 @@ class _Examination:
         def give_up() -> None:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
             mend = "examine fewer hosts at a time to find it; jdp doctor --timeout 120 where starting takes longer"
-            if what == "all-reduce" and self.count == 1 and nccl.is_used():
+            if what == "all-reduce" and self.count == 1 and devices.is_nccl_used():
                 found, mend = self._without_a_way(found)
             self.findings.append(Finding(what, "wrong", found, mend))
             self._report()
@@ -172,19 +176,18 @@ class _Examination:
 
     def _without_a_way(self, found: str) -> tuple[str, str]:
         """Try the all-reduce in other processes, without NCCL's ways of sending; return what was found and the fix."""
-        from jdp.launch.doctor import nccl
+        from jdp.launch.doctor import devices
 
-        if variables := nccl.cure(self.options.timeout):
-            line = nccl.in_shell(variables)
-            why = "; look for an IOMMU or PCI ACS in the BIOS" * (nccl.P2P in variables)
+        if variables := devices.nccl_cure(self.options.timeout):
+            line = devices.in_shell(variables)
+            why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
             return f"{found}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
         return f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""
         from jdp.guard.diagnosis import ERRORS
-        from jdp.launch.doctor.findings import Examined
-        from jdp.launch.doctor.together import described
+        from jdp.launch.doctor.findings import Examined, described
 
         if self.me:  # process 0 reports, where the others could tell it what they found
             unwell = [each for each in self.findings if each.status == "wrong"]
@@ -224,3 +227,15 @@ def _verified(folder: Path) -> "list[Finding]":
     if not checkpoints:
         return [Finding("checkpoints", "note", f"there are none in {folder}")]
     return [*findings, examine_room(folder, checkpoints[-1].folder)]
+
+
+@contextmanager
+def call_after(seconds: float, function: Callable[..., Any], *arguments: Any) -> Generator[None]:
+    """Call the function in a thread after some seconds, unless the code in `with` has ended by then."""
+    timer = threading.Timer(seconds, function, arguments)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

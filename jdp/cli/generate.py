@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.base.shorten import brief
-from jdp.base.terminal_text import escaped
+from jdp.base.terminal import escaped
+from jdp.base.toml import brief
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 

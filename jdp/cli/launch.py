@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jdp.cli import train_options
+from jdp.cli import train
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ def _expand_home(word: str) -> str:
         raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}: write the folder") from None
 
 
-def _train_options(arguments: list[str]) -> tuple[train_options.Options, dict[str, str]]:
-    return parse_with_overrides(train_options.Options, "train", arguments)
+def _train_options(arguments: list[str]) -> tuple[train.Options, dict[str, str]]:
+    return parse_with_overrides(train.Options, "train", arguments)
 
 
 def _check_before_launch(arguments: list[str], processes: int) -> "Experiment":

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import brief
+from jdp.base.toml import brief
+from jdp.base.words import nearest
 from jdp.cli.options import UsageError, parse
 
 _GPUS = 8

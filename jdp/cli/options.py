@@ -10,9 +10,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import brief
+from jdp.base.toml import brief
 from jdp.base.user_path import user_path
+from jdp.base.words import nearest
 
 
 class UsageError(ValueError):

@@ -5,7 +5,7 @@ import json as as_json
 import re
 from typing import TYPE_CHECKING
 
-from jdp.base.shorten import brief
+from jdp.base.toml import brief
 from jdp.cli.options import (
     UsageError,
     check_writable,
@@ -16,12 +16,68 @@ from jdp.cli.options import (
     words,
     write_file,
 )
-from jdp.cli.plan_compile import Plans, compile_plans
-from jdp.cli.plan_options import Options
 from jdp.cli.programs import is_program
 
 if TYPE_CHECKING:
     from jdp.foresight.forecast import PlanReport
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from jdp.cli.options import choose_target_platform
+
+if TYPE_CHECKING:
+    from jdp.foresight.forecast import PlanReport
+
+import subprocess
+import sys
+from typing import Any
+
+from jdp.base.formatting import format_bytes, format_percent, format_seconds
+from jdp.cli.programs import check_only, forecast_on
+
+
+@dataclass(frozen=True)
+class Options:
+    """Reports what every device will hold, send and wait for, under every strategy, before you launch.
+
+    The real compiler compiles the experiment's real step for the devices of --target, which this machine need not
+    have: jdp plan FILE --target h100:8x8. The report compares memory by class with the device's, and bytes sent with
+    theory. It has the step time and the share of hidden communication (simulated), and says what fits, what to choose,
+    and why.
+
+    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
+
+    A program of yours, my_train.py:make_step, is compiled as it is: jdp verify --help says what the function returns.
+
+    Without an experiment, jdp plan --table 70e9:8 prints ZeRO's closed form for a size.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
+    """The experiment (TOML), the name of one that jdp ships, such as quickstart, or a program, FILE.py:FUNCTION."""
+    table: Annotated[str | None, tyro.conf.arg(metavar="PARAMETERS:DEVICES")] = None
+    """Print what each device keeps and sends by ZeRO's closed form, such as 70e9:8, and compile nothing. It takes
+    --strategy, --accumulate (one number) and --json."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
+    """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
+    machine's. Several with commas between, such as h100:1x8,h100:8x8,h100:64x8, are compared: a row each."""
+    strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
+    """Strategies to compile, with commas between."""
+    accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
+    """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
+    host_memory: Annotated[float | None, tyro.conf.arg(metavar="GIB")] = None
+    """Memory of each host of --target, in GiB, such as 2048: where [guard] keep_in_memory copies the state into it, a
+    strategy that needs more does not fit. Default: known of this machine only."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
+    """Write a self-contained page on one target: memory, timelines, collectives."""
+    no_cache: bool = False
+    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    json: bool = False
+    """Print one JSON object on stdout, and everything else on stderr."""
 
 
 def run(arguments: list[str]) -> int:
@@ -33,9 +89,8 @@ def run(arguments: list[str]) -> int:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
     targets = [None] if options.target is None else words(options.target, "--target")
     if is_program(options.file):
-        from jdp.cli import plan_program
-
-        return plan_program.run(options, overrides, targets)
+        check_only(options, overrides, TAKEN)
+        return _one(options, targets[0]) if len(targets) == 1 else _several(options, targets)
     if len(targets) > 1 and options.html is not None:
         raise UsageError(f"--html writes a page on one target; given {len(targets)}: name one --target, or remove it")
     check_writable(options.html)
@@ -55,6 +110,48 @@ def run(arguments: list[str]) -> int:
             write_file(options.html, plan_page(report, title=title, described=plans.described[0]))
             print(f"wrote {options.html}")
     return 0
+
+
+@dataclass(frozen=True)
+class Plans:
+    """An experiment's plan for each target."""
+
+    name: str  # the experiment's
+    stem: str  # of its file
+    reports: tuple["PlanReport", ...]  # one a target
+    described: tuple[str, ...]  # the experiment in a sentence, for each target
+
+
+def compile_plans(options: Options, overrides: dict[str, str], targets: Sequence[str | None]) -> Plans:
+    """Compile every candidate for every target."""
+    from jdp.experiment.file import load
+
+    assert options.file is not None
+    strategies = words(options.strategy, "--strategy")
+    experiment = load(options.file, overrides)
+    choose_target_platform(targets, experiment.devices)
+
+    from jdp.cli.terminal import Progress
+    from jdp.experiment.plan import candidates_of, described_batch, with_hosts
+    from jdp.foresight.foresee import make_plan_report
+    from jdp.foresight.targets.resolve import target_of
+
+    accumulate = counts(options.accumulate, "--accumulate") or [experiment.train.accumulate]
+    hosts = None if options.host_memory is None else round(options.host_memory * 2**30)
+    resolved = [target_of(name) for name in targets]
+    candidates = [
+        candidates_of(experiment, target, strategies=strategies, accumulate=accumulate) for target in resolved
+    ]
+    reports = list["PlanReport"]()
+    for target, tried in zip(resolved, candidates, strict=True):
+        with Progress() as progress:
+            report = make_plan_report(tried, target, cache=not options.no_cache, progress=progress.compiling)
+        reports.append(with_hosts(report, experiment, tried, target, hosts))
+    if all(estimate.error is not None for report in reports for estimate in report.estimates):
+        raise UsageError("\n".join(dict.fromkeys(note for report in reports for note in report.notes)))
+    model = f"{experiment.model.name or experiment.model.make}, {experiment.precision}"
+    described = tuple(f"{model}, batches of {described_batch(tried[0].batch)}" for tried in candidates)
+    return Plans(experiment.name, options.file.stem, tuple(reports), described)
 
 
 def _show(plans: Plans) -> None:
@@ -99,7 +196,7 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     names, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate") or [1]
     if len(accumulate) > 1:
         raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
-    from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
+    from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
     k = accumulate[0]
     rows: dict[str, dict[str, dict[str, int]]] = {"paper": {}, "jdp": {}}
@@ -177,3 +274,51 @@ def _size(text: str) -> tuple[int, int]:
 def _number(value: float) -> str:
     """Return a number in three digits, or with all digits before the point."""
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+
+
+# A program of the user's: any step, on one target or several.
+
+
+TAKEN = ("file", "target", "no_cache", "json")
+_HEADINGS = ("target", "holds", "of its memory", "sends", "computes", "waits", "step")
+
+
+def _one(options: Options, target: str | None) -> int:
+    assert options.file is not None
+    with stdout_to_stderr():  # the user's file may print
+        _, report = forecast_on(options.file, target, cache=not options.no_cache)
+    print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
+    return 0
+
+
+def _several(options: Options, targets: Sequence[str | None]) -> int:
+    """Compile for each target in a process of its own, in which `jax.devices()` are as many as the target's."""
+    reports = list[dict[str, Any]]()
+    for target in targets:
+        command = [sys.executable, "-m", "jdp", "plan", str(options.file), f"--target={target}", "--json"]
+        done = subprocess.run(
+            [*command, *(["--no-cache"] if options.no_cache else [])], stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            return done.returncode  # its error is on stderr
+        reports.append(as_json.loads(done.stdout))
+    if options.json:
+        print(as_json.dumps({"targets": reports}, allow_nan=False))
+        return 0
+    from jdp.cli.terminal import show_table
+
+    show_table(f"{options.file} on {len(reports)} targets (simulated)", _HEADINGS, [*map(_program_row, reports)])
+    notes = dict.fromkeys(note for report in reports for note in report["notes"])
+    print("", *(f"Note: {note}" for note in notes), sep="\n")
+    print(f"By argument and source line: jdp plan {options.file} with one --target.")
+    return 0
+
+
+def _program_row(report: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a target: bytes and times per device and step."""
+    memory, schedule = report["memory"], report["schedule"]
+    share = "–" if memory["headroom"] is None else format_percent(memory["total"] / memory["headroom"]["available"])
+    names = ("compute_seconds", "exposed_seconds", "step_seconds")
+    times = ("–",) * 3 if schedule is None else tuple(format_seconds(schedule[name]) for name in names)
+    sends = format_bytes(report["wire_bytes_per_device"])
+    return report["target"], format_bytes(memory["total"]), share, sends, *times

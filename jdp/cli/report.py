@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.base.shorten import cut
-from jdp.base.toml import toml_value
+from jdp.base.toml import cut, toml_value
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
 

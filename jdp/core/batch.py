@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jdp.base.shorten import cut, described
+from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.compiling.options import CompilerValue

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.core.sharding.traced_mesh import manual_batch_axes
 
 _SEEN: ContextVar[list[bool] | None] = ContextVar("jdp_gathered_rows", default=None)

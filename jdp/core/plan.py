@@ -18,15 +18,14 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.base.formatting import listed
-from jdp.base.notebook import html_table
+from jdp.base.formatting import html_table, listed
 from jdp.base.notices import notice
-from jdp.base.numbers import is_integer
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.base.tree_paths import matches, path_of
-from jdp.base.words import Offload, StrategyName
+from jdp.base.words import Offload, StrategyName, is_integer
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.host_memory import check_offload, rest_sharding
+from jdp.core.sharding.leaf_table import Placements
 from jdp.core.sharding.mesh import batch_axes, check_mesh
 from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.padded import Flat
@@ -39,7 +38,6 @@ from jdp.core.sharding.placement import (
     rest_spec,
     shards,
 )
-from jdp.core.sharding.placement_list import Placements
 from jdp.core.sharding.rules import check_fits, checked_rules
 from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
 from jdp.core.state import Static, TrainState, map_flat, own_shapes

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from jdp.base.hints import nearest
-from jdp.base.numbers import is_integer, is_number
-from jdp.base.words import Encoding, Partitioning
+from jdp.base.words import Encoding, Partitioning, is_integer, is_number, nearest
 from jdp.core.compiling.options import DEFAULT, Compiler
 from jdp.core.precision import Precision
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from jdp.base.notices import notice
 from jdp.base.public import public
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.base.tree_paths import path_in_model
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.base.numbers import is_integer
-from jdp.base.shorten import described
+from jdp.base.toml import described
+from jdp.base.words import is_integer
 from jdp.core.batch import batch_rows, owned
-from jdp.core.cluster.service import THREAD_SECONDS
+from jdp.core.cluster.barrier import THREAD_SECONDS
 from jdp.core.plan import Plan, check_plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.types import Batch

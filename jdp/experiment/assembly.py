@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
 from jdp.core.init.train_state import abstract_state, init_state
@@ -40,7 +40,7 @@ from jdp.experiment.losses import features_loss, image_loss, text_loss, text_sco
 from jdp.experiment.make import function_of
 from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.schema.experiment import Experiment
-from jdp.foresight.timing.mfu import seconds_at_peak
+from jdp.foresight.timing.model_flops import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig

@@ -17,9 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from jdp.base.formatting import format_bytes
 from jdp.base.hub_source import HubSource
-from jdp.base.read_toml import check, parse
-from jdp.base.shorten import brief, cut
-from jdp.base.toml import toml_key, toml_value
+from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jdp.core.types import Batch, Loss
 from jdp.models import classification_loss
-from jdp.models.scores import next_token_scores, ranks
+from jdp.models.losses import next_token_scores, ranks
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:

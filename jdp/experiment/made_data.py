@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.data import EpochSource, NumpyBatch, OrderedSource
 from jdp.data.arrays import NOT_CONTENT
 from jdp.data.held_out import content_score, fingerprint, split_samples

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.base.hints import nearest
 from jdp.base.machine import jax_has_started
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
+from jdp.base.words import nearest
 
 _MOST_LINES, _MOST_FRAMES = 14, 3
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -118,11 +118,10 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
 def _own_traceback(error: BaseException) -> str:
     """Return the last lines of a traceback, without the frames of this file and of Python's import system."""
     own = error.__traceback__
-    while own is not None and _is_not_its_own(own.tb_frame.f_code.co_filename):
+    while own is not None:
+        file = own.tb_frame.f_code.co_filename
+        if not file.startswith("<frozen importlib") and file not in (importlib.__file__, __file__):
+            break
         own = own.tb_next
     lines = "".join(traceback.format_exception(type(error), error, own, limit=-_MOST_FRAMES)).splitlines()
     return "\n".join(f"  {line}" for line in lines[-_MOST_LINES:])
-
-
-def _is_not_its_own(file: str) -> bool:
-    return file.startswith("<frozen importlib") or file in (importlib.__file__, __file__)

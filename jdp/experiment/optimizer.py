@@ -1,7 +1,8 @@
 """From [optimizer] to optax: the learning rate over the run, and the update rule.
 
 The rate's peak is `lr`, scaled to the run's batch size if `lr_scaling` asks for it. Warm-up and schedule count global
-steps, so microbatches and devices do not change them. Nothing below the training loop sees the file.
+steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor take a norm of each layer (`by_layer`).
+Nothing below the training loop sees the file.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 import jax
 import optax
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
+from jdp.base.tree_paths import path_of
 from jdp.core.update.ema import with_ema
 from jdp.core.update.schedules import scaled_lr, warmup
-from jdp.experiment.by_layer import by_layer
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.matrices import VECTORS
 from jdp.experiment.muon import muon
@@ -126,3 +127,21 @@ def decay_mask(params: Any) -> Any:
         return jax.tree_util.keystr(path[-1:], simple=True) not in VECTORS
 
     return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def by_layer(rule: optax.GradientTransformation, stacked: bool) -> optax.GradientTransformation:
+    """Return a rule without state, of one leaf at a time, that sees each layer of the leaves below `layers` alone."""
+    if not stacked:
+        return rule
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        def one(update: jax.Array, *param: jax.Array) -> Any:
+            return rule.update(update, state, *param)[0]
+
+        def leaf(path: Any, *arrays: jax.Array) -> Any:
+            return (jax.vmap(one) if path_of(path).startswith("layers/") else one)(*arrays)
+
+        trees = (updates,) if params is None else (updates, params)
+        return jax.tree.map_with_path(leaf, *trees), state
+
+    return optax.GradientTransformation(rule.init, update)

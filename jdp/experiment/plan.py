@@ -18,7 +18,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.forecast import PlanReport
 from jdp.foresight.foresee import candidates
-from jdp.foresight.memory.host import HostMemory
+from jdp.foresight.memory import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
 

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
-from jdp.base.hints import nearest
 from jdp.base.hub_source import BUILDERS
+from jdp.base.words import nearest
 
 _INSTALLED = Path(__file__).parent / "shipped_files"
 _CLONED = Path(__file__).parents[2] / "experiments"

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
-from jdp.foresight.memory.host import HostMemory
-from jdp.foresight.memory.peak import RESERVED_BYTES, Headroom, Memory
-from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.memory import RESERVED_BYTES, Headroom, HostMemory, Memory
 from jdp.foresight.targets.relocate import candidate_name
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report
+from jdp.foresight.zero_formula import zero_bytes
 
 CLOSE = 0.01
 """Step times within 1 % count as equal: the model of time is no more precise. Less memory then decides."""
@@ -161,7 +160,6 @@ class Estimate:
         found: dict[str, Any] = {
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
-            "memory_most": None if memory is None else dict(memory.most),
             "memory_advice": None if self.headroom is None else self.headroom.words,
             "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
             "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
@@ -178,16 +176,13 @@ class Estimate:
 _TIMES = ("exposed_seconds", "host_seconds", "host_wait_seconds")
 _IN_JSON = (
     *("strategy", "accumulate", "partitioning", "fits", "bytes_per_device", "available_bytes"),
-    *("memory", "host_bytes", "memory_most", "memory_advice", "closed_form_bytes", "wire_bytes_per_device"),
+    *("memory", "host_bytes", "memory_advice", "closed_form_bytes", "wire_bytes_per_device"),
     *("theory_wire_bytes_per_device", "keeps_contract", "like_zero2", "exposed_fraction", *_TIMES, "step_seconds"),
     *("step_seconds_range", "compute_parts", "mfu", "tokens_per_second", "efficiency", "compile_seconds", "cached"),
     *("tokens_per_step", "parameters", "partitioning_why", "error"),
 )
 """The keys of an estimate in JSON, in order; most are its attributes."""
-MEMORY = (
-    *("candidate", "fits", "holds", "parameters", "gradients", "optimizer", "working copy", "activations", "other"),
-    "ZeRO's formula",
-)
+MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula")
 """Headings of the table of memory."""
 HOST = "host"
 """One more heading, where a candidate keeps something in host memory."""
@@ -346,7 +341,7 @@ def _memory_row(estimate: Estimate) -> tuple[str, ...]:
     memory = estimate.memory
     if memory is None:
         return (estimate.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
-    classes = (memory.parameters, memory.gradients, memory.optimizer, memory.working, memory.activations)
+    classes = (memory.parameters, memory.optimizer, memory.temporaries)
     formula = estimate.closed_form_bytes or 0
     held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula))
     return (estimate.name, estimate.fits_in_words, *held)

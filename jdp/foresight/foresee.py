@@ -29,12 +29,11 @@ from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory.peak import memory
+from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.step_report import CPU_PROGRAM
 from jdp.foresight.targets.relocate import Candidate, abstract_on
-from jdp.foresight.targets.resolve import Target
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.contract import TOLERANCE

@@ -32,13 +32,11 @@ from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.relocate import abstract_on
-from jdp.foresight.targets.resolve import Target
-from jdp.foresight.targets.this_machine import check_target, target_of
+from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.gathering import Gathering, gathering
-from jdp.foresight.traffic.origin import Parameters
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.cluster.service import coordination_client
+from jdp.core.cluster.barrier import coordination_client
 
 COSTS = 0.05  # of a step, from which there is a warning
 AGAIN = 2  # windows in a row in which it is the same process, before it is named

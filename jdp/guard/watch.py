@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from jdp.base.progress_file import note_progress
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
+from jdp.core.cluster.barrier import joined_as
 from jdp.core.cluster.initialize import is_lost_peer
-from jdp.core.cluster.service import joined_as
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight_recorder import FLIGHT, Flight
 from jdp.guard.who_is_behind import DEVICES

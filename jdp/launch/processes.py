@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import IO, Self
 
 from jdp.launch.output import Outputs, Stream
-from jdp.launch.parent_death import ending_with_parent
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died): for the peer that caused it to end by itself
@@ -188,7 +188,8 @@ def _stop_at(children: list[Child], alive: list[Child]) -> float:
     failed = [child for child in children if child.failed]
     if failed and all(map(_is_stopped, alive)):  # as by SIGSTOP: none will exit by itself
         return 0.0
-    return min((child.ended + _patience(child) for child in failed), default=math.inf)
+    patience = [SETTLE_SECONDS if each.aborted else ORDERLY_SECONDS if each.status in ORDERLY else 0 for each in failed]
+    return min((child.ended + seconds for child, seconds in zip(failed, patience, strict=True)), default=math.inf)
 
 
 def _is_stopped(child: Child) -> bool:
@@ -198,11 +199,6 @@ def _is_stopped(child: Child) -> bool:
     except OSError:
         return False
     return state.rpartition(")")[2].split()[0] == "T"
-
-
-def _patience(child: Child) -> float:
-    """Return how many seconds the others have to exit by themselves after this one failed."""
-    return SETTLE_SECONDS if child.aborted else ORDERLY_SECONDS if child.status in ORDERLY else 0
 
 
 def _send_signal(number: int, children: list[Child]) -> None:
@@ -217,3 +213,22 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return "unknown"
+
+
+# Runs in each process before the program: it asks the kernel to kill the process when the parent dies. The parent may
+# have died before that call, so its number is compared. It is a separate program: code between fork and exec in a
+# process with threads (JAX has many) may deadlock.
+_PRELUDE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this one is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` and ends with this process; start it from the main thread."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid()), *command]

@@ -15,8 +15,10 @@ talk: the processes of the others end because they lost a peer, and all wait for
 """
 
 import contextlib
+import fcntl
 import os
 import signal
+import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -26,7 +28,6 @@ from jdp.launch.output import Outputs, say
 from jdp.launch.process_environment import Nodes, environments, part_of
 from jdp.launch.processes import Child, Processes
 from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
-from jdp.launch.temporary_folder import temporary_folder
 
 END_SECONDS = 60.0
 """How long a node whose processes have all ended with 0 waits for the other nodes to come to their end."""
@@ -149,3 +150,43 @@ def recorded_signals() -> Generator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+PREFIX = "jdp-launch-"
+_LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Generator[Path]:
+    """Make a folder for the files of this launcher, and remove it at the end, with those of killed ones."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
+        _remove_unlocked(lock)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    fresh = folder / f"{_LOCK}.new"
+    with fresh.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fresh.rename(folder / _LOCK)  # it has its name once it is held: nobody takes it for a killed one's
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _remove_unlocked(lock: Path) -> None:
+    with contextlib.suppress(OSError):  # it is held, another user's, or gone
+        if lock.parent.is_symlink() or lock.parent.stat().st_uid != os.geteuid():
+            return
+        handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(lock.parent)
+        finally:
+            os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for pattern in ("*progress.*", JOINED, _LOCK):
+            for file in folder.glob(pattern):
+                file.unlink(missing_ok=True)
+        folder.rmdir()

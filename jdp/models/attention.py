@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec
 from jdp.core.layers import ATTENTION
 from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_device, traced_model_axes, traced_shards
 from jdp.models.blockwise import Sight, attend_in_documents, block_size
-from jdp.models.checks import require
-from jdp.models.configs.choices import Attend
+from jdp.models.checks import Attend, require
 
 MODEL = "model"
 """The mesh axis of tensor parallelism (arXiv:1909.08053), which the heads are sharded over."""

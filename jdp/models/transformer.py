@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jdp.core.layers import ATTENTION, looped
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
-from jdp.models.configs.choices import Activation, Attend, NormKind, Remat, Scan
+from jdp.models.checks import Activation, Attend, NormKind, Remat, Scan
 from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped
 
 

@@ -54,9 +54,10 @@ def run(
         assembly.check_memory()
         _ = assembly.eval_sets  # errors of the data come before anything is written
         weights = _initial_weights(experiment.train)
-        if weights is not None and not _has_checkpoints(root, experiment.name):  # afterwards they may be moved
-            weights.check(assembly.config)
         folder = root / experiment.name
+        has_checkpoints = any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}"))
+        if weights is not None and not has_checkpoints:  # afterwards they may be moved
+            weights.check(assembly.config)
         with (
             passing_trouble(lambda: stop.began),
             claimed(folder, assembly.toml) as claim,
@@ -67,10 +68,6 @@ def run(
             for line in settings:
                 notice(line)
             return _visit(assembly, weights, stop, claim, quiet=quiet, profile=profile)
-
-
-def _has_checkpoints(root: Path, name: str) -> bool:
-    return any((root / name / CHECKPOINTS).glob(f"*/{COMMITTED}"))
 
 
 def _initial_weights(train: Train) -> InitialWeights | None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jdp.base.hints import nearest
-from jdp.base.read_toml import parse
-from jdp.base.toml import toml_key, toml_value
+from jdp.base.toml import parse, toml_key, toml_value
 from jdp.base.user_path import user_path
+from jdp.base.words import nearest
 from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT
 from jdp.guard.flight_recorder import read as read_flight

@@ -27,8 +27,8 @@ from weakref import WeakSet
 
 import jax
 
+from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client
 from jdp.core.cluster.initialize import leave_after_failure
-from jdp.core.cluster.service import THREAD_SECONDS, coordination_client
 
 TRY_AGAIN = 75
 """The exit code of a run that was stopped by another signal than Ctrl-C: run again."""

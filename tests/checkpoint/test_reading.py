@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
+from jdp.checkpoint.memory.exchange import assembled, part_numbers
 from jdp.checkpoint.memory.layout import Grid
-from jdp.checkpoint.memory.parts import assembled, part_numbers
 
 MESH = jdp.make_mesh(data=4, model=2)
 SPECS = [

@@ -118,7 +118,7 @@ if os.environ.get("NCCL_P2P_DISABLE") != "1":
 def test_an_all_reduce_that_hangs_is_tried_without_nccls_ways(tmp_path: Path):
     """A device that never comes to the sum stands for peer-to-peer copies that are lost: here, and in the tries."""
     (tmp_path / "sitecustomize.py").write_text(HANGS)
-    before = "from jdp.launch.doctor import nccl; nccl.is_used = lambda: True"
+    before = "from jdp.launch.doctor import devices; devices.is_nccl_used = lambda: True"
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         doctor(tmp_path, "--timeout", "15", before=before),

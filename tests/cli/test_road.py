@@ -6,7 +6,7 @@ from pathlib import Path
 import jdp
 
 PACKAGE = Path(jdp.__file__).parent
-ROAD = ["cli/main.py", "cli/train.py", "cli/train_options.py", "cli/options.py"]
+ROAD = ["cli/main.py", "cli/train.py", "cli/options.py"]
 PACKAGES = {"base", "cli", "run", "experiment", "guard", "checkpoint", "data", "core"}
 """Models and their FLOPs are behind `jdp.experiment.assembly.Assembly`."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jdp.core.cluster import barrier, service
+from jdp.core.cluster import barrier
 from jdp.core.cluster.barrier import from_first_process, meet, named
 from jdp.launch import launch
 
@@ -116,7 +116,7 @@ def test_a_process_that_left_barriers_by_an_exception_ends_normally(when, tmp_pa
 
 
 def test_alone_nobody_is_waited_for(monkeypatch):
-    monkeypatch.setattr(service, "coordination_client", lambda: 1 / 0)
+    monkeypatch.setattr(barrier, "coordination_client", lambda: 1 / 0)
     meet("nowhere")
     assert from_first_process("a word", "mine") == "mine"
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 import jdp
 from jdp.base import notices
-from jdp.models.batch_norm import BatchNorm
+from jdp.models.resnet import BatchNorm
 
 ROWS, WIDTH = 32, 8
 MESH = jdp.make_mesh(devices=jax.devices()[:4])

@@ -29,8 +29,8 @@ TAKEN = {
     "jax._src.core.AxisEnv": "core/tracing/axis_sizes.py",
     "jax._src.core.trace_ctx": "core/tracing/axis_sizes.py",
     "jax._src.core.trace_state_clean": "core/step.py",
-    "jax._src.cudnn.fused_attention_stablehlo": "foresight/targets/cudnn.py models/attention.py",
-    "jax._src.distributed.global_state": "core/cluster/service.py",
+    "jax._src.cudnn.fused_attention_stablehlo": "foresight/targets/relocate.py models/attention.py",
+    "jax._src.distributed.global_state": "core/cluster/barrier.py",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.xla_bridge": "base/machine.py",
 }

@@ -9,7 +9,7 @@ import pytest
 
 import jdp
 from jdp.core.step_settings import StepSettings
-from jdp.foresight.memory.peak import memory
+from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.traffic.theory import theory

@@ -8,7 +8,7 @@ from tiny_experiment import points_text, write_points
 from jdp.cli.main import main
 from jdp.core.tracing.collectives import Gathered
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory.peak import Headroom, Memory
+from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.gathering import Gathering
 from jdp.foresight.traffic.theory import Theory
@@ -32,7 +32,7 @@ def estimate(strategy, *, gib, step=0.1, kept=True):
         events=(),
         caveats=(),
     )
-    memory = Memory(int(gib * GIB), 0, 0, 0, 0, 0, 0, 0)
+    memory = Memory(int(gib * GIB), 0, 0, 0, 0, 0)
     report = Report(
         kept=kept,
         strategy=strategy,
@@ -97,7 +97,7 @@ def test_what_is_not_known_is_not_compared():
     failed = Estimate("ddp", 1, error="no room")
     assert words(failed) == (None, "No candidate compiled.")
     assert PlanReport("cpu:8", 8, (failed,)).verdict == "No candidate compiled."
-    untimed = Estimate("ddp", 1, memory=Memory(GIB, 0, 0, 0, 0, 0, 0, 0))
+    untimed = Estimate("ddp", 1, memory=Memory(GIB, 0, 0, 0, 0, 0))
     choice, why = words(untimed, failed)
     assert choice is untimed and why.startswith("A device holds: ddp 1 GiB. Its memory is not known here. ddp holds")
     assert "how long a step takes is not known for this target" in why

@@ -7,8 +7,8 @@ from flax import nnx
 
 import jdp
 from jdp.core.step_settings import StepSettings
-from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 from jdp.foresight.traffic.theory import theory
+from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 from jdp.models import MLPConfig, build
 
 # Rajbhandari et al. 2019, Table 1: GB per device of models of 7.5B, 128B and 1T parameters.

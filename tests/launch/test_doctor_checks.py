@@ -6,9 +6,9 @@ import time
 import pytest
 from full_disk import small_disk
 
+from jdp.launch.doctor.devices import nccl_cure
 from jdp.launch.doctor.disk import examine_disk, existing
 from jdp.launch.doctor.findings import Examined, Finding
-from jdp.launch.doctor.nccl import cure
 from jdp.launch.doctor.versions import examine_versions
 
 
@@ -113,7 +113,7 @@ def test_the_way_of_nccl_that_is_at_fault(code, given, found, tmp_path, monkeypa
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     started = time.monotonic()
-    variables = cure(1.0, command=[sys.executable, "-S", "-c", code], rdma=tmp_path)
+    variables = nccl_cure(1.0, command=[sys.executable, "-S", "-c", code], rdma=tmp_path)
     assert variables == dict.fromkeys(found, "1") and time.monotonic() - started < 20
     tried = [line.rpartition(" with ")[2] for line in capsys.readouterr().err.splitlines()]
     together = "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_IB_DISABLE=1"

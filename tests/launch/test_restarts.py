@@ -11,7 +11,7 @@ from own_process import environment, start_python
 from jdp.launch import launch
 from jdp.launch.output import KEPT_LOGS
 from jdp.launch.restarts import Restarts
-from jdp.launch.temporary_folder import temporary_folder
+from jdp.launch.supervisor import temporary_folder
 
 WHO = """import os, signal, sys, time
 rank, restarts = int(os.environ["JDP_PROCESS_ID"]), int(os.environ["JDP_RESTARTS"])
@@ -145,7 +145,7 @@ if rank == 0:
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    hold = "from jdp.launch.temporary_folder import *\nwith temporary_folder() as f: print(f, flush=True); input()"
+    hold = "from jdp.launch.supervisor import *\nwith temporary_folder() as f: print(f, flush=True); input()"
     with start_python("-c", hold, stdin=subprocess.PIPE, TMPDIR=str(tmp_path)) as killed:
         (left := Path(killed.stdout.readline().strip())).joinpath("progress.0").write_text("1\n")
         strange = tmp_path / "jdp-launch-of-somebody"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 import jdp
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.traced_mesh import traced_device
-from jdp.foresight.targets.cudnn import answered_for, version_in
+from jdp.foresight.targets.relocate import answered_for, version_in
 from jdp.foresight.targets.resolve import target
 from jdp.models import GPTConfig
 from jdp.models.attention import attend, cudnn_refuses

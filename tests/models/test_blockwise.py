@@ -14,10 +14,9 @@ from flax import nnx
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
-from jdp.foresight.targets.cudnn import answered_for
+from jdp.foresight.targets.relocate import answered_for
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.parts import ATTENTION
-from jdp.foresight.timing.timeline import timeline
+from jdp.foresight.timing.timeline import ATTENTION, timeline
 from jdp.models import GPTConfig, build
 from jdp.models.attention import attend
 from jdp.models.blockwise import Sight, attend_in_documents, block_size

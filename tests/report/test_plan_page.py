@@ -8,13 +8,13 @@ import pytest
 
 from jdp.base.formatting import format_bytes
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory.peak import Headroom, Held, Memory
-from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
 from jdp.foresight.traffic.contract import MeshCollective, Row
 from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
+from jdp.foresight.zero_formula import zero_bytes
 from jdp.report.bars import Bar, stacked_bars
 from jdp.report.page import CSS, Markup, Section, element, page, table
 from jdp.report.plan_page import plan_page
@@ -89,20 +89,13 @@ def timeline_of(events, *, exposed=0.0):
 
 
 def memory_of(**changed):
-    largest = (Held("activations", 3, 3 * 2**29, "bf16", (16, 1024, 3072), "op", "model.py:11"),)
     plain = Memory(
         parameters=1_234_567_890,
-        gradients=2_000_000_001,
         optimizer=3_000_000_002,
-        working=400_000_003,
-        activations=9_876_543_210,
         batch=65_536,
         other=24,
-        unattributed=1_048_577,
-        saved=5 * 2**30,
-        most={"gradients": 2_345_678_901},
-        at="model.py:12",
-        largest=largest,
+        temporaries=9_876_543_210,
+        code=1_048_577,
     )
     return dataclasses.replace(plain, **changed)
 
@@ -184,7 +177,7 @@ def read(forecast, **named):
 
 
 def test_the_page_holds_the_answer_and_the_numbers():
-    zero3 = outlook_of("zero3", headroom=NO_ROOM, memory=memory_of(activations=88_888_888_888))
+    zero3 = outlook_of("zero3", headroom=NO_ROOM, memory=memory_of(temporaries=88_888_888_888))
     found = read(forecast_of(outlook_of(), zero3, notes=("a note on rows",)), described="GPT, 128 rows.")
     for expected in (
         "gpt on h100:1x4",
@@ -196,9 +189,7 @@ def test_the_page_holds_the_answer_and_the_numbers():
         "9.2 GiB",
         "82.8 GiB",
         "72.4 GiB",  # what there is
-        "2.18 GiB",  # the most that gradients hold
         format_bytes(memory_of().total),
-        "bf16[16,1024,3072]",
         "200 µs",  # the step's seconds
         "54,321",  # kernels
         "7.89 TFLOP",
@@ -245,7 +236,6 @@ def test_hostile_names_stay_text():
         headroom=Headroom(True, 1, 2, 0.9, HOSTILE),
         timeline=timeline_of(events),
         report=report_of(kept=False, breaches=[HOSTILE], source=HOSTILE),
-        memory=memory_of(at=HOSTILE, largest=(Held(HOSTILE, 1, 8, HOSTILE, (1,), HOSTILE, HOSTILE),)),
     )
     broken = outlook_of("ddp", memory=None, report=None, timeline=None, headroom=None, error=HOSTILE)
     forecast = dataclasses.replace(forecast_of(estimate, broken, notes=(HOSTILE,)), target=HOSTILE)
@@ -294,7 +284,7 @@ FAILED = {"memory": None, "report": None, "timeline": None, "headroom": None, "e
         ((outlook_of(headroom=NO_ROOM),), "No candidate fits."),
         ((outlook_of(report=report_of(collectives=0)),), "Nothing is sent."),
         ((outlook_of(timeline=timeline_of(events_of(5, every=1000)[1:])),), "waiting"),
-        ((outlook_of(memory=Memory(0, 0, 0, 0, 0, 0, 0, 0), headroom=None),), "What a device holds"),
+        ((outlook_of(memory=Memory(0, 0, 0, 0, 0, 0), headroom=None),), "What a device holds"),
     ],
 )
 def test_what_is_not_known_is_said(estimates, expected):

@@ -88,7 +88,6 @@ def test_the_page_has_the_numbers_of_the_run():
         "stopped by SIGTERM, after saving",
         "resumed on 4 × cpu",
         "it was killed, or its machine was lost",
-        "Dashed: the batch size",
         "1.15 GiB",  # bytes of parameters: 1,234,567,890
         "params/head/kernel",
         "16,384",

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jdp.base.notices import warn
-from jdp.base.numbers import is_integer
 from jdp.base.tree_paths import check_keys, matches, path_of
+from jdp.base.words import is_integer
 from jdp.checkpoint.errors import CheckpointError
 from jdp.core import flax_nnx
 from jdp.core.batch import check_state

@@ -29,16 +29,15 @@ import numpy as np
 
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import warn
-from jdp.base.numbers import is_integer
 from jdp.base.progress_file import note_progress
+from jdp.base.words import is_integer
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.checkpoint.format.content import Source
 from jdp.checkpoint.memory import host
-from jdp.checkpoint.memory.exchange import Generation, decoded, encoded
+from jdp.checkpoint.memory.exchange import Generation, decoded, encoded, received
 from jdp.checkpoint.memory.generation import Key, Slot, head, of, slots
 from jdp.checkpoint.memory.host import RunFolder
 from jdp.checkpoint.memory.layout import Layout, layout
-from jdp.checkpoint.memory.neighbour import received
 from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.sharding.host_memory import is_on_host, to_host
 

@@ -3,12 +3,17 @@
 1. Each process verifies the parts of this host that it needs, and publishes the numbers of those that it lacks.
 2. For each part that anyone lacks, one process of a host that has it puts the bytes into its buffer.
 3. The devices add up the buffers of all processes: at each byte all but one are zero.
+
+`read_parts` puts parts of any grid onto the shards of any sharding; `received` sends each device's parts to a device of
+the next host.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
+import itertools
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +27,73 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.checkpoint.errors import DamagedError
 from jdp.checkpoint.memory.generation import Index, Part
-from jdp.checkpoint.memory.parts import assembled, part_numbers
+from jdp.checkpoint.memory.layout import Grid
 from jdp.core.cluster.barrier import from_every_process
+from jdp.core.sharding.host_memory import on_device
+from jdp.core.sharding.mesh import tracing_on
+
+_ALIGNED = 64
+"""Arrays that begin at a multiple of this many bytes are not copied by a CPU device."""
+_Box = tuple[tuple[int, int], ...]
+"""Of each dimension the first index, and the one after the last."""
+_Slices = tuple[slice, ...]
+
+
+def part_numbers(grid: Grid, leaf: Any) -> set[int]:
+    """Return the numbers of the parts that the shards of a leaf in this process need."""
+    return {number for box in _boxes(leaf) for number, _, _ in _overlaps(grid, box)}
+
+
+def assembled(grid: Grid, leaf: Any, parts: Mapping[int, np.ndarray]) -> Any:
+    """Return the array of these parts (number -> bytes) with the sharding of a leaf; for a NumPy array, one."""
+    shape, shards = tuple(leaf.shape), _memory(_boxes(leaf), np.dtype(leaf.dtype))
+    for box, shard in shards.items():
+        for number, inside, onto in _overlaps(grid, box):
+            shard[onto] = parts[number].view(leaf.dtype).reshape(grid.chunk)[inside]
+    if isinstance(leaf, np.ndarray):
+        return next(iter(shards.values()))
+    return jax.make_array_from_callback(
+        shape, leaf.sharding, lambda index: shards[_box(index or (), shape)], dtype=leaf.dtype
+    )
+
+
+def _memory(boxes: Sequence[_Box], dtype: np.dtype) -> dict[_Box, np.ndarray]:
+    """Return memory without values for each shard: together, as its pages may then be large; aligned, so not copied."""
+    shapes = [[stop - start for start, stop in box] for box in boxes]
+    ends = list(itertools.accumulate(-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for shape in shapes))
+    raw = np.empty(ends[-1] + _ALIGNED, np.uint8)
+    raw = raw[-raw.ctypes.data % _ALIGNED :]
+    return {
+        box: raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        for box, begin, shape in zip(boxes, [0, *ends], shapes, strict=False)
+    }
+
+
+def _boxes(leaf: Any) -> list[_Box]:
+    """Return the distinct shards of this process; of a NumPy array, all of it."""
+    shape = tuple(leaf.shape)
+    if isinstance(leaf, np.ndarray):
+        return [tuple((0, size) for size in shape)]
+    return sorted({_box(index, shape) for index in leaf.sharding.addressable_devices_indices_map(shape).values()})
+
+
+def _box(index: _Slices, shape: tuple[int, ...]) -> _Box:
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+
+
+def _overlaps(grid: Grid, box: _Box) -> Iterator[tuple[int, _Slices, _Slices]]:
+    """Yield the parts that a box overlaps: their numbers, and where the overlap is in the part and in the box."""
+    steps = [range(start // size, -(-stop // size)) for (start, stop), size in zip(box, grid.chunk, strict=True)]
+    for place in itertools.product(*steps):
+        begins = [i * size for i, size in zip(place, grid.chunk, strict=True)]
+        spans = [
+            (max(start, begin), min(stop, begin + size))
+            for (start, stop), begin, size in zip(box, begins, grid.chunk, strict=True)
+        ]
+        inside = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(spans, begins, strict=True))
+        onto = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, box, strict=True))
+        yield grid.number(tuple(slice(begin, None) for begin in begins)), inside, onto
+
 
 _AT_ONCE = 2**26
 """Bytes that the devices add up at once."""
@@ -170,3 +240,41 @@ def _added(buffer: np.ndarray) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=1)
 def _sum(rows: jax.Array, onto: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(rows.sum(axis=0, dtype=np.uint32), onto)
+
+
+_RECEIVED_AT_ONCE = 2**28
+"""Bytes that a device receives at once; one part may be larger."""
+
+
+def received(
+    arrays: Mapping[str, Any], paths: Sequence[str], route: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield each of these arrays with its parts one host further: a device has what its source in `route` holds."""
+    some, held = list[str](), 0
+    for path in paths:
+        x = arrays[path]
+        size = x.addressable_shards[0].data.nbytes
+        if some and held + size > _RECEIVED_AT_ONCE:
+            yield from zip(some, _sent([arrays[each] for each in some], route), strict=True)
+            some, held = [], 0
+        some.append(path)
+        held += size
+    if some:
+        yield from zip(some, _sent([arrays[each] for each in some], route), strict=True)
+
+
+def _sent(arrays: Sequence[Any], route: tuple[tuple[int, int], ...]) -> Sequence[jax.Array]:
+    mesh = arrays[0].sharding.mesh
+    specs = tuple(x.sharding.spec for x in arrays)
+    with tracing_on(mesh):
+        return _permuted(on_device(tuple(arrays)), mesh, specs, route)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _permuted(
+    arrays: tuple[jax.Array, ...], mesh: Mesh, specs: tuple[PartitionSpec, ...], route: tuple[tuple[int, int], ...]
+) -> tuple[jax.Array, ...]:
+    def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.lax.ppermute(shard, mesh.axis_names, route) for shard in shards)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)(*arrays)

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.base.hints import nearest
 from jdp.base.notices import warn
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
+from jdp.base.words import nearest
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.format.trees import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files

@@ -21,11 +21,10 @@ import jax
 
 from jdp.base.machine import provide_threads
 from jdp.base.progress_file import note_joined
-from jdp.core.cluster.barrier import end_threads
+from jdp.core.cluster.barrier import LostPeer, coordination_client, end_threads, joined_as
 from jdp.core.cluster.handshake import check_environment
 from jdp.core.cluster.roll_call import RollCall, bind_address, wait_for_coordinator
 from jdp.core.cluster.schedulers import Cluster, find_cluster, split_address
-from jdp.core.cluster.service import LostPeer, coordination_client, joined_as
 
 HEARTBEAT_SECONDS = 60  # a process without a heartbeat for half of it or all of it is lost, and JAX aborts all others
 JOIN_SECONDS = 60  # how long JAX's own joining may take once all are here

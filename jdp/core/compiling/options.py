@@ -15,10 +15,8 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jdp.base.hints import nearest
 from jdp.base.notices import notice
-from jdp.base.numbers import is_integer
-from jdp.base.words import CompilerPreset
+from jdp.base.words import CompilerPreset, is_integer, nearest
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -23,10 +23,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jdp.base.disk_cache import default_folder, make_folder, others_may_write, without_home
 from jdp.base.notices import notice, warn
-from jdp.base.numbers import is_integer
 from jdp.base.user_path import user_path
-from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
-from jdp.core.cluster.service import joined_as
+from jdp.base.words import is_integer
+from jdp.core.cluster.barrier import from_every_process, from_first_process, joined_as, meet
 
 LIMIT_BYTES = 2**30
 """Of all kept programs together: some thousand of small models, some dozens of large ones."""

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jdp.base.public import public
-from jdp.base.shorten import cut, described
+from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact

@@ -1,6 +1,6 @@
 """How one array is sharded: the mesh (`mesh`), the table of strategies (`strategy`), placements.
 
-placement        chooses how one array is sharded; `placement_list` and `leaf_table` list them
+placement        chooses how one array is sharded; `leaf_table` lists them
 optimizer_state  finds the parameter that a leaf of the optimizer state belongs to
 padded           how a leaf is stored when no dimension divides
 rules            checks the form of rules; `axes` names mesh axes, and what a batch must divide by

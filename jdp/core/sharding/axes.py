@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jdp.base.numbers import is_integer
-from jdp.base.shorten import LONGEST, cut
+from jdp.base.toml import LONGEST, cut
+from jdp.base.words import is_integer
 
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""

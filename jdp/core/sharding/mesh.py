@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jdp.base.machine import choose_platform, provide_threads
 from jdp.base.notices import notice
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.core.cluster.handshake import check_device_counts
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes, check_axes
 from jdp.core.sharding.traced_mesh import tracing_for

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.base.numbers import is_number
+from jdp.base.words import is_number
 from jdp.core.batch import check_state
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import TrainState, trained_part, with_trained

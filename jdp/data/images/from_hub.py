@@ -12,8 +12,7 @@ from jdp.data.held_out import ends_score
 from jdp.data.images.decode import Pictures
 from jdp.data.labels import labels_of
 from jdp.data.sources.files import unreadable
-from jdp.data.sources.hub import hub_data
-from jdp.data.sources.optional_packages import optional
+from jdp.data.sources.hub import hub_data, optional
 
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "cls")
 

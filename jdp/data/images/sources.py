@@ -1,16 +1,71 @@
-"""Open the pictures of a source, which are split later, or of two that are split already."""
+"""Open the pictures of a source, which are split later, or of two that are split already.
+
+Pictures may be arrays: an .npz of "images" and "labels", or the handwritten digits of scikit-learn. The digits are
+1,797 grey pictures of 8x8 in ten classes, without a download: NIST's, gathered and shrunk by E. Alpaydin and C. Kaynak
+(UCI Machine Learning Repository, 1998).
+"""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jdp.base.hub_source import HF
 from jdp.base.user_path import user_path
+from jdp.data.held_out import content_score
 from jdp.data.images.decode import Pictures
-from jdp.data.images.from_arrays import DIGITS, array_pictures, digits
 from jdp.data.images.from_hub import hub_pictures
+from jdp.data.labels import labels_of
 from jdp.data.sources.array_files import read_arrays
 from jdp.data.sources.files import read_by_datasets
+from jdp.data.sources.hub import optional
+
+DIGITS = "digits"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArrayPictures(Pictures):
+    """Pictures in memory."""
+
+    images: NDArray[np.uint8]  # [pictures, height, width, channels]
+
+    def name_of(self, index: int, /) -> str:
+        return f"image {index} of {self.name}"
+
+    def content(self, index: int, /) -> NDArray[np.uint8]:
+        return self.images[index]
+
+    def score(self, index: int, /) -> float:
+        return content_score(self.images[index].tobytes())
+
+
+def array_pictures(
+    images: NDArray[Any],
+    labels: NDArray[Any],
+    name: str,
+    *,
+    most: float = 255.0,
+    classes: tuple[str, ...] | None = None,
+) -> ArrayPictures:
+    """Return pictures from uint8 [pictures, height, width] or [pictures, height, width, channels]."""
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise ValueError(
+            f"images must be uint8 [images, height, width] or [images, height, width, channels]; given {images.dtype} "
+            f"{list(images.shape)} in {name}: convert them, or give normalised ones to array_data"
+        )
+    images = images if images.ndim == 4 else images[..., None]
+    return ArrayPictures(name=name, images=images, labels=labels_of(labels, name, names=classes), most=most)
+
+
+def digits() -> ArrayPictures:
+    """Return the 1,797 digits of scikit-learn, values 0 to 16. Raises ValueError if it is not installed."""
+    load_digits = optional("sklearn.datasets", f'the data set "{DIGITS}"', extra="test").load_digits
+    images, numbers = load_digits(return_X_y=True)
+    return array_pictures(images.reshape(-1, 8, 8).astype(np.uint8), numbers, DIGITS, most=16.0)
+
 
 PathLike = str | os.PathLike[str]
 Classes = tuple[str, ...] | None

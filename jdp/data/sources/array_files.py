@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import memory_bytes
 from jdp.base.notices import notice
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.base.user_path import check_regular, user_path
 from jdp.data.sources.files import unreadable
 

@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 
 from jdp.base.hub_source import HF, STREAM
-from jdp.data.sources.columns import check_columns
 from jdp.data.sources.files import STDLIB, PathLike, read_file, text_files
-from jdp.data.sources.hub import HubRows, hub_rows
-from jdp.data.sources.optional_packages import optional
+from jdp.data.sources.hub import HubRows, check_columns, hub_rows, optional
 
 _PIECE_ROWS = 1024  # read at a time
 

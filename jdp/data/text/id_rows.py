@@ -17,9 +17,8 @@ from jdp.base.notices import notice
 from jdp.base.user_path import user_path
 from jdp.data.held_out import content_score
 from jdp.data.sources.array_files import load_arrays
-from jdp.data.sources.columns import check_columns
 from jdp.data.sources.files import PathLike, read_by_datasets
-from jdp.data.sources.optional_packages import optional
+from jdp.data.sources.hub import check_columns, optional
 from jdp.data.text.documents import Found, entries, name_of, pieces
 from jdp.data.text.token_array import TokenArray, TokenisedPart, join_spans
 

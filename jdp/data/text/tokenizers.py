@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp.base.user_path import user_path
-from jdp.data.sources.optional_packages import optional
+from jdp.data.sources.hub import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 
 VOCAB_SIZE = 256

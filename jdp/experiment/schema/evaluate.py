@@ -6,8 +6,8 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import PlainValidator
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
+from jdp.base.words import nearest
 from jdp.experiment.schema.data import Data, EvalSet
 from jdp.experiment.schema.fields import Section
 from jdp.experiment.schema.model import Model

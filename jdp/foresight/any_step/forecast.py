@@ -14,15 +14,14 @@ from typing import Any
 
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds, listed
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
 from jdp.foresight.any_step.relocate import move
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
-from jdp.foresight.targets.resolve import Target
+from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.targets.resolve import target as named
-from jdp.foresight.targets.this_machine import check_target, target_of
 from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.foresight.traffic.contract import TOLERANCE
 
@@ -129,8 +128,7 @@ class StepForecast(StepReport):
 
     def paragraphs(self) -> list[list[str]]:
         """Return the verdict, and tables of what is held and sent."""
-        largest = [f"  {each}" for each in self.memory.largest[:3]]
-        paragraphs = [[self.heading, self.verdict, *self.schedule], [*align_columns(self.held_table()), *largest]]
+        paragraphs = [[self.heading, self.verdict, *self.schedule], align_columns(self.held_table())]
         return [*paragraphs, align_columns(self.sent_table())] if self.sent else paragraphs
 
     @property
@@ -169,8 +167,8 @@ class StepForecast(StepReport):
         rows = [(each.path, format_bytes(each.bytes), _given_up(each)) for each in largest[:_LISTED]]
         rows += [(f"{len(largest) - _LISTED} other arguments", format_bytes(rest), "")] if rest else []
         rows += [("results in memory of their own", format_bytes(memory.results), "")]
-        peak = f"most of them at {memory.at}" if memory.at else ""
-        rows += [("temporaries", format_bytes(memory.temporaries), peak)]
+        rows += [("temporaries", format_bytes(memory.temporaries), "")]
+        rows += [("compiled code", format_bytes(memory.code), "")]
         rows += [("in the host's memory", format_bytes(memory.host), "")] if memory.host else []
         fits = memory.headroom.words if memory.headroom is not None else ""
         rows += [("total a device", format_bytes(memory.total), fits)]

@@ -42,11 +42,11 @@ class Compiled:
     output_bytes: int  # its results
     alias_bytes: int  # the part of the results that is written into donated inputs
     temp_bytes: int  # what else it allocates while it runs
-    peak_bytes: int  # XLA's own estimate of the most that is live at once, host memory included
+    code_bytes: int  # the program itself
     warnings: tuple[str, ...]  # lines about resharding and memory that XLA wrote while it compiled
     seconds: float  # how long compiling took
     cached: bool = False  # whether it was read from the cache
-    host_bytes: int = 0  # in host memory, for this device; of the others only `peak_bytes` counts it
+    host_bytes: int = 0  # in host memory, for this device; in none of the others
 
     @cached_property
     def program(self) -> Program:
@@ -60,8 +60,8 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        """What a device must hold: arguments, temporaries, and results that are not written into an argument."""
-        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+        """What a device must hold: arguments, results that are not written into an argument, temporaries, code."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
 
 def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, described: str = "") -> Compiled:
@@ -77,7 +77,7 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
     return compiled
 
 
-_VERSION = "3"  # of an entry's fields
+_VERSION = "4"  # of an entry's fields
 
 
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
@@ -117,7 +117,7 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
         output_bytes=sizes.output_size_in_bytes,
         alias_bytes=sizes.alias_size_in_bytes,
         temp_bytes=sizes.temp_size_in_bytes,
-        peak_bytes=sizes.peak_memory_in_bytes,
+        code_bytes=sizes.generated_code_size_in_bytes,
         host_bytes=sizes.host_argument_size_in_bytes
         + sizes.host_temp_size_in_bytes
         + sizes.host_output_size_in_bytes

@@ -3,8 +3,12 @@
 1. The mesh keeps its axes; `data` takes the devices that are left.
 2. The state's leaves become shapes, dtypes and the shardings that the plan gives them there.
 3. The batch's leaves likewise; rows that the new mesh cannot split are rounded up (`round_up_rows`).
+4. Before jax traces fused attention it looks at the GPU and the cuDNN of this machine, which need not have either
+   (`jax._src.cudnn.fused_attention_stablehlo`): it is answered for GPUs that are described. XLA's compiler does not
+   need cuDNN: the program holds calls of `__cudnn$fmha...`, which are resolved where it runs.
 """
 
+import threading
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as attention
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
@@ -23,7 +28,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch, Device
 from jdp.core.update.optimized import flattened
 from jdp.foresight.program.compiled import Compiled, compile_step
-from jdp.foresight.targets.cudnn import answered_for, version_in
+from jdp.foresight.targets.gpu_config import fields
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
 
@@ -165,3 +170,42 @@ def dtype_on_device(dtype: Any) -> Any:
     """Return the dtype that jax gives an array of this one: float32 of NumPy's float64; a key's own."""
     is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
     return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+
+
+ASSUMED = 91_000
+"""cuDNN 9.10, as `gpu_config.written` has it, for a description that names none."""
+_LOCK = threading.RLock()
+
+
+def version_in(config: str) -> int:
+    """Return the version of cuDNN that a GPU's description names, as cuDNN itself counts: 91000 is 9.10.0."""
+    scalars = fields(config)
+    major, minor, patch = (int(scalars.get(f"dnn_version_info.{part}", "0")) for part in ("major", "minor", "patch"))
+    return 10_000 * major + 100 * minor + patch or ASSUMED
+
+
+@contextmanager
+def answered_for(device: Device, version: int) -> Generator[None]:
+    """Answer jax's questions for a described GPU while the context lasts, in which a program for it is traced."""
+    if device.platform != "gpu":
+        yield
+        return
+    capability = _parts(device.compute_capability)
+    answers = {
+        "check_cudnn_version": lambda: version,
+        "check_compute_capability": lambda least: capability >= _parts(least),
+        "is_cuda_compute_capability_equal": lambda other: capability == _parts(other),
+    }
+    with _LOCK:
+        asked = {name: getattr(attention, name) for name in answers if hasattr(attention, name)}
+        for name in asked:
+            setattr(attention, name, answers[name])
+        try:
+            yield
+        finally:
+            for name, function in asked.items():
+                setattr(attention, name, function)
+
+
+def _parts(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))

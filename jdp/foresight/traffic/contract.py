@@ -2,7 +2,7 @@
 
 1. `collectives_on` places each collective of the program: the mesh axes it runs along, in or out of the loop over the
    microbatches. Collectives along the model's own axes only are counted apart. So are the statistics of batch norms and
-   metrics (`batch_statistics.py`), up to what they take.
+   metrics (`origin.BatchStatistics`), up to what they take.
 2. `compare` decides. It is kept when a device sends at most 1.02 times the theory's bytes along the batch axes. Each
    kind of collective that the row does not name may send at most 1% of them, and so may what belongs to no parameter
    (`breaches.strays`). zero3's gathers by themselves may send at most 1.02 times those of the trace. Gradients of
@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
 from jdp.foresight.program.collectives import Collective
-from jdp.foresight.traffic.batch_statistics import BatchStatistics
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import BatchStatistics, Reading
 from jdp.foresight.traffic.theory import Theory
 
 TOLERANCE = 1.02

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from jdp.base.formatting import format_bytes, listed
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
-from jdp.foresight.traffic.origin import Parameters, line_of
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import Parameters, Reading, line_of
 
 AS_PLANNED = "it is not placed where the plan has it. Place the state as the plan does (jdp.init_state, jdp.restore)."
 """Why a leaf of a training step's state is not updated in place, and what to do."""

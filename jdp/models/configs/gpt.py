@@ -4,8 +4,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
-from jdp.models.configs.choices import REMATS, SCANS, Activation, Attend, NormKind, Remat, Scan
+from jdp.models.checks import (
+    REMATS,
+    SCANS,
+    Activation,
+    Attend,
+    NormKind,
+    Remat,
+    Scan,
+    require,
+    require_choice,
+    require_heads,
+    require_positive,
+    require_rates,
+)
 
 Positions = Literal["rotary", "learned"]
 LoRATarget = Literal["query", "key", "value", "output", "gate", "up", "down"]

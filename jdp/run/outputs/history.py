@@ -28,14 +28,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.experiment.schema.experiment import Experiment
 from jdp.run.progress import Progress
 from jdp.run.signals import Stopped
 
 HISTORY = "history.jsonl"
-BEGINNINGS = ("started", "resumed")
-"""Events that begin a visit."""
 _LONGEST_ERROR = 1000
 
 

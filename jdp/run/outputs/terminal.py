@@ -12,7 +12,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
 from jdp.base.formatting import format_rate
-from jdp.base.terminal_text import escaped, wrapped
+from jdp.base.terminal import escaped, wrapped
 
 _BETWEEN = "  "
 _SHORTEST_BAR, _LONGEST_BAR = 8, 40

@@ -10,7 +10,7 @@ The 16-bit weights are a working copy that lives within a step, and gradients ar
 Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes. It is 140 + (140 +
 560) / 8 = 227.5 GB: 210 leaves out the gradients' eighth.
 
-This is model state only: activations, temporaries and the batch come on top (`peak.memory` has them).
+This is model state only: activations, temporaries and the batch come on top (`memory.py` has them).
 """
 
 from dataclasses import dataclass

@@ -1,17 +1,19 @@
-"""Output that ends no run: a stream that can no longer be written is dropped, and the program goes on.
+"""Output for a terminal: without control characters, in lines of its width; and output that ends no run.
 
 A terminal is closed, the reader of a pipe exits, the disk of a log file is full. Then a write to stdout or stderr
 fails, anywhere in the program: in a progress bar, a notice, a library. The stream itself catches the error, and leads
-to /dev/null from then on.
+to /dev/null from then on: the program goes on.
 """
 
 import contextlib
 import io
 import os
+import re
 import select
 import sys
+import textwrap
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TextIO
 
 _NUMBERS = {"stdout": 1, "stderr": 2}
 
@@ -64,3 +66,35 @@ def lasting(name: str) -> Generator[None]:
     finally:
         lasts.flush()
         setattr(sys, name, stream)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""C0 and C1 without the tab and the line break; a terminal obeys most of them."""
+
+
+def escaped(text: str) -> str:
+    r"""Return text with control characters, other than tabs and line breaks, as Python writes them: "\x1b"."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def for_stream(text: str, stream: TextIO) -> str:
+    """Return lines as a stream, such as sys.stderr, shows them: on a terminal `escaped` and wrapped to its width.
+
+    Words longer than a line, such as paths, are left whole.
+    """
+    if not stream.isatty():
+        return text
+    return wrapped(escaped(text), os.get_terminal_size(stream.fileno()).columns or 80)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return each line of a text wrapped between words; what follows a break is indented."""
+    return "\n".join(_wrapped(line, width) for line in text.split("\n"))
+
+
+def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    wrapper = textwrap.TextWrapper(max(width, 20), subsequent_indent="    ", expand_tabs=False)
+    wrapper.replace_whitespace = wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.fill(line)
