@@ -23,7 +23,6 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.watch import Watch
 from jdp.run.folder import LOCK, locked
-from jdp.run.outputs.metrics import read
 from jdp.run.visit import Visit
 
 TRAIN = {"steps": 6, "batch_size": 16, "log_every": 1, "eval_batches": "all"}
@@ -165,14 +164,6 @@ def test_only_what_wrt_names_is_trained(file):
     trained = jax.device_get(state.params)
     np.testing.assert_array_equal(trained["layers"]["0"]["kernel"], begun["layers"]["0"]["kernel"])
     assert np.abs(trained["layers"]["1"]["kernel"] - begun["layers"]["1"]["kernel"]).max() > 0.1
-
-
-def test_a_rate_scaled_to_the_batch_is_said(file, capsys):
-    scaled = ("--optimizer.base_batch_size", "4", "--optimizer.lr_scaling", "linear", "--train.steps", "1")
-    code, folder = train(file, *scaled)
-    assert code == 0
-    assert "learning rate 0.4: 0.1 for 4 samples a step, scaled to 16 (linear)" in capsys.readouterr().out
-    assert read(folder / "metrics.jsonl")[0]["lr"] == pytest.approx(0.4)
 
 
 def test_numbers_too_large_from_the_first_step_end_the_run_with_one_error(file, capsys):
