@@ -162,7 +162,7 @@ def _experiment(folder: Path, changed: Mapping[str, str]) -> Experiment:
 def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
     """Return the step of the best checkpoint."""
     metric = experiment.train.best_metric
-    if metric is None:
+    if not experiment.train.keep_best:
         raise ExperimentError(
             f"--step {BEST} is for a run that keeps its best checkpoint, and this one has no train.keep_best: name a "
             f"step, {there}"

@@ -110,9 +110,8 @@ def _visit(
 def _open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     """Open the run's checkpoints; [train] sets which of them are kept."""
     train, best = experiment.train, experiment.train.best_metric
-    by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
-    by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
-    by |= {"keep_in_memory": experiment.guard.keep_in_memory, "mirror": train.mirror}
+    by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if train.keep_best else {}
+    by |= {"keep": train.keep_checkpoints, "keep_in_memory": experiment.guard.keep_in_memory, "mirror": train.mirror}
     return Checkpoints(folder / CHECKPOINTS, **by)
 
 

@@ -120,7 +120,7 @@ WRONG_FILES = {
     "rule over replica": (SMALL + '[mesh]\nreplica = 2\n[rules]\n"*" = ["replica"]', "carries the batch only"),
     "rule that is no array": (SMALL + '[rules]\n"*" = "model"', "an array with a mesh axis for each dimension"),
     "metric no evaluation gives": (
-        SMALL + 'stop_metric = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
+        SMALL + 'keep_best = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
         "given 'eval_wiki_loss'; did you mean eval_wikis_loss?",
     ),
     "accuracy of text": (SMALL + 'keep_best = "eval_accuracy"', "train.keep_best must be a metric of the evaluations"),

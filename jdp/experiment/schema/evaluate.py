@@ -82,11 +82,9 @@ def metric_problems(experiment: File) -> Iterator[str]:
     """Yield what is wrong with [evaluate], and with requested metrics that no evaluation has."""
     yield from _evaluate(experiment)
     train, known = experiment.train, eval_metrics(experiment)
-    asked = {"stop_metric": train.stop_metric, "keep_best": train.keep_best if train.keep_best is not True else None}
-    for key, metric in asked.items():
-        if metric and metric not in known:
-            given = f"{cut(repr(metric))}{nearest(str(metric), known)}"
-            yield f"train.{key} must be a metric of the evaluations, {', '.join(known)}; given {given}"
+    if train.best_metric not in known:
+        given = f"{cut(repr(train.best_metric))}{nearest(train.best_metric, known)}"
+        yield f"train.keep_best must be a metric of the evaluations, {', '.join(known)}; given {given}"
     if train.stop_after and not train.eval_every:
         yield (
             f"train.stop_after = {train.stop_after} counts evaluations, but there is one at the end only: "

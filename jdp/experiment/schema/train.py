@@ -48,11 +48,8 @@ class Train(Section):
     """Most batches an evaluation reads of each data set, always the same, drawn from all of it; "all" = every example
     once."""
     stop_after: Count = 0
-    """Stop early after so many evaluations in a row without improvement; 0 = never."""
-    stop_metric: Annotated[str, Field(min_length=1)] = "eval_loss"
-    """What must improve: a metric of the evaluations. An accuracy grows, any other falls."""
-    min_delta: Annotated[float, Field(ge=0), Single] = 0.0
-    """How much better counts as an improvement, for stop_after."""
+    """Stop early after this number of evaluations in a row without a better eval_loss, or metric of keep_best; 0 =
+    never."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 = only at the end."""
     mirror: Address | None = None
@@ -60,10 +57,9 @@ class Train(Section):
     that fsspec has. A start whose newest checkpoint is older fetches the mirror's; none = no mirror."""
     keep_checkpoints: Positive = 3
     """How many of the newest checkpoints stay."""
-    keep_every: Positive | None = None
-    """Checkpoints of steps that this divides stay too; none = no others."""
     keep_best: Best = False
-    """Keep the checkpoint of the best evaluation as well: true (by stop_metric), or the metric to go by."""
+    """Keep the checkpoint of the best evaluation as well: true (by eval_loss), or the metric to go by. An accuracy
+    grows, any other metric falls."""
     export: Literal["hf"] | None = None
     """"hf" writes the model to the run's folder export/ at the end of training, as Hugging Face's libraries read it:
     the best checkpoint with keep_best, else the last; averaged weights if there are, LoRA's updates added. none = no
@@ -72,9 +68,9 @@ class Train(Section):
     """Stop after so many consecutive steps skipped because their gradients were not finite."""
 
     @property
-    def best_metric(self) -> str | None:
-        """The metric that chooses the best checkpoint; None: none is kept."""
-        return self.stop_metric if self.keep_best is True else self.keep_best or None
+    def best_metric(self) -> str:
+        """The metric that the best checkpoint and early stopping go by."""
+        return self.keep_best if isinstance(self.keep_best, str) else "eval_loss"
 
     def export_problems(self, model: Model) -> Iterator[str]:
         """Yield why the model cannot be exported."""
