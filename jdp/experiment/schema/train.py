@@ -123,10 +123,8 @@ class Guard(Section):
 
     deadline_seconds: Count = 300
     """Seconds within which a step must end, or ten times the median step if that is longer; else all processes say
-    where they are, and exit with code 75 (run again); 0 = no deadline."""
-    first_deadline_seconds: Count = 3600
-    """The same for what happens once: the first step and the first batch of an evaluation, which compile, a restore
-    and a save; 0 = no deadline."""
+    where they are, and exit with code 75 (run again); 0 = no deadline. The first step and the first batch of an
+    evaluation, which compile, a restore and a save have twelve times as long."""
     keep_in_memory: Count = 0
     """Steps between copies of the state in the hosts' memory (/dev/shm, or $JDP_MEMORY_DIR), each part on two hosts. A
     restart goes on from them, also on fewer hosts; 0 = none."""
@@ -134,9 +132,8 @@ class Guard(Section):
     """Steps between comparisons, bit for bit, of what several devices should hold alike; also made before each
     checkpoint, so that none holds a wrong copy. A device that differs ends the run with exit code 78 and its host's
     name. 0 = never."""
-    inspect_bad_steps: bool = True
-    """After a step without a finite gradient: compute it once more, say where it broke, and keep the batch in the run's
-    folder flight/; for the first three of a visit. It compiles another program."""
-    check_hosts_every: Count = 20
-    """Steps between comparisons of how late each process' host is; one that costs more than 5 % of a step is named.
-    0 = never."""
+
+    @property
+    def first_deadline_seconds(self) -> int:
+        """The deadline of what happens once: a compilation, a restore, a save."""
+        return 12 * self.deadline_seconds
