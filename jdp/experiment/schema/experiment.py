@@ -205,8 +205,6 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     if experiment.overlap is True and experiment.partitioning == "auto":
         yield 'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
     is_gpt = isinstance(experiment.model.config, GPTConfig)
-    if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
-        yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
     yield from experiment.train.export_problems(experiment.model)
     if experiment.sample and not (experiment.kind == "text" and is_gpt):
         yield f"[sample] is text written by a GPT; {experiment.model.chosen} writes none: remove the table"

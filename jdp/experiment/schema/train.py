@@ -35,11 +35,8 @@ class Train(Section):
     the others are frozen, without gradients and optimizer state. none = all."""
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
-    folder with model.safetensors. LoRA parameters that it lacks start fresh. Relative as
-    data.source; none = random."""
-    init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
-    """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
-    ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2 and Qwen3 too)."""
+    folder with model.safetensors, under jdp's names or Hugging Face's. LoRA parameters that it lacks start fresh.
+    Relative as data.source; none = random."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     eval_every: Count = 0
