@@ -293,12 +293,10 @@ class Assembly:
     @cached_property
     def train_step(self) -> Step:
         """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
-        clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         step = make_train_step(
             self.loss,
             self.plan,
-            clip_norm=clip_norm,
-            sync_batch_norm=sync_batch_norm,
+            clip_norm=self.experiment.optimizer.clip_norm,
             wire=self.experiment.wire,
             buckets=self.experiment.buckets,
             overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,

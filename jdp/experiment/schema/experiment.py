@@ -99,8 +99,6 @@ class Experiment(Section):
     offload: Offload | None = None
     """Keep the optimizer's state in the hosts' pinned memory, except during the update. "none": everything is in the
     devices' memory."""
-    sync_batch_norm: bool = True
-    """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
     compiler: CompilerTable = "auto"
     """Options of XLA's compiler: a preset ("default"; "overlap" hides more communication where XLA's default does not;
     "auto": "overlap" on several GPUs), or a table of XLA's options, such as

@@ -15,7 +15,6 @@ from jdp.experiment.schema.fields import (
     Positive,
     Prompts,
     Section,
-    Single,
 )
 from jdp.experiment.schema.model import Model
 from jdp.models.configs.gpt import GPTConfig
@@ -94,10 +93,6 @@ class Sample(Section):
     """Steps between samples; 0 = only at the end."""
     length: Positive = 200
     """Tokens to add."""
-    temperature: Annotated[float, Field(ge=0), Single] = 1.0
-    """Divides the logits; 0 = always the likeliest."""
-    top_k: Positive | None = None
-    """Draw only from the k likeliest tokens; "none" = from all."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
