@@ -4,7 +4,7 @@
    once; or, if `eval_batches` is a number, that many batches, drawn from all examples with a fixed seed.
 2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, for any
    batch sizes: padding has weight 0.
-3. [evaluate] adds metrics.
+3. `train.eval_metrics` adds metrics.
 4. `Best` holds the best value of a metric, and how many evaluations have passed since.
 """
 
@@ -80,7 +80,7 @@ def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Calla
 
 def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> Row:
     """Return the loss of text in other units."""
-    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.evaluate.metrics
+    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.train.eval_metrics
     if PERPLEXITY in asked:
         row[PERPLEXITY] = float(np.exp(np.float64(loss)))
     if BITS_PER_BYTE in asked:

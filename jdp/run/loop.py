@@ -48,7 +48,7 @@ def run(
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
-    trackers.check_installed(experiment.track.wandb)
+    trackers.check_installed(experiment.train.wandb)
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()

@@ -60,7 +60,7 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None
     waited = progress.waited / progress.steady_seconds if progress.steady_seconds else None
-    names = ("loss", "bits_per_token", "accuracy", *chosen.evaluate.metrics)
+    names = ("loss", "bits_per_token", "accuracy", *chosen.train.eval_metrics)
     own = {name: evals[name] for name in (f"eval_{metric}" for metric in dict.fromkeys(names)) if name in evals}
     best = progress.watched
     return {

@@ -91,7 +91,7 @@ class Visit:
         differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
         if not self.ended:
             record(toml, folder)
-        wandb = None if self.ended else experiment.track.wandb
+        wandb = None if self.ended else experiment.train.wandb
         tracked = trackers.start(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
         with (
             Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,

@@ -4,8 +4,8 @@ fields.py     the kinds of value
 model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
-evaluate.py   [evaluate]
-train.py      [train], [sample], [track], [guard]
+evaluate.py   the metrics of evaluations
+train.py      [train], [sample], [guard]
 made.py       `make` of [model], [data], [loss] and [optimizer]: a function of the user's own
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
@@ -29,11 +29,11 @@ from jdp.experiment.schema.data import (
     EvalSet,
     Ingredient,
 )
-from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
+from jdp.experiment.schema.evaluate import eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import NEEDED, AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer, unread, unused
-from jdp.experiment.schema.train import Guard, Sample, Track, Train
+from jdp.experiment.schema.train import Guard, Sample, Train
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
@@ -49,16 +49,15 @@ __all__ = [
     "Optimizer",
     "Sample",
     "Section",
-    "Track",
     "Train",
     "model_table",
 ]
 
 Kind = Literal["text", "images", "features", "own"]
 OTHERS_KEYS: dict[str, tuple[str, ...]] = {
-    "text": ("label", "heldout", "size", "crop_padding", "resized_crop", "flip"),
+    "text": ("label", "heldout", "size", "augment"),
     "images": (*OF_TEXT, "size"),
-    "features": ("mixture", *OF_TEXT, "crop_padding", "resized_crop", "flip"),
+    "features": ("mixture", *OF_TEXT, "augment"),
 }
 """Kind -> the keys of [data] that only other kinds read."""
 MOST_PARAMETERS = 2**50
@@ -127,9 +126,7 @@ class Experiment(Section):
     loss: LossTable = LossTable()
     optimizer: Optimizer = Optimizer()
     train: Train
-    track: Track = Track()
     guard: Guard = Guard()
-    evaluate: Evaluate = Evaluate()
     sample: Sample | None = None
 
     @field_validator("mesh")
@@ -238,11 +235,7 @@ def _size(experiment: Experiment) -> Iterator[str]:
 
 def _lengths(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong between the lengths in several tables."""
-    size = getattr(experiment.model.config, "image_size", math.inf) if experiment.kind == "images" else math.inf
-    padding = experiment.data.crop_padding if experiment.kind == "images" else 0
     warmup, steps = experiment.optimizer.warmup_steps, experiment.train.steps
-    if padding >= size:
-        yield f"data.crop_padding must be less than model.image_size = {size}; given {padding}: lower it"
     if warmup > steps:
         yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}: lower it, or train longer"
 

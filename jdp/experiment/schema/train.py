@@ -1,10 +1,11 @@
-"""The tables [train], [sample], [track] and [guard]: the course of a run, its outputs, and its checks."""
+"""The tables [train], [sample] and [guard]: the course of a run, its outputs, and its checks."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from jdp.experiment.schema.evaluate import EvalMetrics
 from jdp.experiment.schema.fields import (
     Address,
     Batches,
@@ -38,11 +39,17 @@ class Train(Section):
     Relative as data.source; none = random."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Weights & Biases project, or ENTITY/PROJECT, beside the run's metrics.jsonl and TensorBoard events;
+    WANDB_MODE=offline keeps it in the run's folder."""
     eval_every: Count = 0
     """Steps between evaluations; 0 = only at the end."""
     eval_batches: Batches = 10
     """Most batches an evaluation reads of each data set, always the same, drawn from all of it; "all" = every example
     once."""
+    eval_metrics: EvalMetrics = ()
+    """More metrics than the loss. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token.
+    Text and classes: "top5_accuracy", or another number: how often the label is among the five likeliest."""
     stop_after: Count = 0
     """Stop early after this number of evaluations in a row without a better eval_loss, or metric of keep_best; 0 =
     never."""
@@ -98,16 +105,6 @@ class Sample(Section):
     def prompts(self) -> tuple[str, ...]:
         """The texts to continue."""
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
-
-
-Name = Annotated[str, Field(min_length=1)]
-
-
-class Track(Section):
-    """[track]: where metrics go besides the run's folder, which always has metrics.jsonl and TensorBoard events."""
-
-    wandb: Name | None = None
-    """Weights & Biases project, or ENTITY/PROJECT; WANDB_MODE=offline keeps it in the run's folder."""
 
 
 class Guard(Section):
