@@ -26,7 +26,7 @@ class Data(Made):
     function of keywords that returns samples with len and [index], dicts of arrays; a pair is the training side and the
     held-out side."""
 
-    shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
+    _shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
 
     source: MaybeSource = "stdlib"
     """Text: "stdlib" (Python's own library source), files of text (.txt, .md, .rst, .py), globs or directories, or an
@@ -96,7 +96,12 @@ class Data(Made):
     def sources(self) -> tuple[str, ...]:
         """Every source that is named, those of the mixture too."""
         given = [self.source, *(text.source for text in self.mixture.values())]
-        return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
+        return tuple(word for source in given for word in words_of(source))
+
+
+def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the sources that a key names."""
+    return (source,) if isinstance(source, str) else source or ()
 
 
 BYTES, ARRAYS = "bytes", ".npz"

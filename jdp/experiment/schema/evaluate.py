@@ -10,7 +10,7 @@ from pydantic import PlainValidator
 
 from jdp.base.hints import nearest
 from jdp.base.shorten import cut
-from jdp.experiment.schema.data import ARRAYS
+from jdp.experiment.schema.data import ARRAYS, words_of
 from jdp.models.configs.gpt import GPTConfig
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ def _named_sets(experiment: Experiment) -> tuple[str, ...]:
 
 def _all_text(experiment: Experiment) -> bool:
     """Return True if the tokens of all data sets are those of the tokenizer, so that their text is known."""
-    sources = (table.source for table in experiment.eval.values())
-    words = [word for source in sources for word in ((source,) if isinstance(source, str) else source)]
+    words = [word for table in experiment.eval.values() for word in words_of(table.source)]
     has_arrays = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
     return experiment.data.knows_text and not has_arrays

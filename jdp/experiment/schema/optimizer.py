@@ -31,10 +31,10 @@ class Optimizer(Made):
     """[optimizer]: the update rule and its learning rate over the run. Or `make`, a function of (schedule, keywords)
     that returns an optax.GradientTransformation; schedule is the learning rate by step."""
 
-    shared: ClassVar[tuple[str, ...]] = (
+    _shared: ClassVar[tuple[str, ...]] = (
         *("lr", "warmup_steps", "schedule", "final_lr_fraction", "ema_decay", "clip_norm"),
     )
-    arguments: ClassVar[tuple[str, ...]] = ("schedule",)
+    _arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"] = "adamw"
     """The update rule."""
@@ -88,8 +88,8 @@ class LossTable(Made):
     """[loss]: what is minimised: the cross-entropy of the model's next token or class. Or `make`, a function of (model,
     batch, rng, keywords) that returns a jdp.Loss."""
 
-    shared: ClassVar[tuple[str, ...]] = ("metrics",)
-    arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
+    _shared: ClassVar[tuple[str, ...]] = ("metrics",)
+    _arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
 
     metrics: tuple[str, ...] = ()
     """With make: names in jdp.Loss.metrics, by which a run may stop early and keep its best checkpoint. One that ends
@@ -104,9 +104,3 @@ class LossTable(Made):
     def chosen(self) -> str:
         """The key that chooses the loss, and its value, for messages."""
         return f"loss.make = {self.make!r}"
-
-
-def unread(loss: LossTable) -> Iterator[str]:
-    """Yield a line for each key of [loss] that this loss does not read."""
-    if loss.metrics and not loss.make:
-        yield f"loss.metrics is a key of loss.make; given {loss.metrics}: give that, or remove the key"
