@@ -215,7 +215,7 @@ def textures(tmp_path_factory):
 def test_an_image_folder_is_learnt_from_resized_crops(name, textures, tmp_path, capsys):
     """Four classes, so chance is a quarter. Held-out pictures are not cropped at random."""
     small = {"model.classes": 4, "model.image_size": 32, "train.batch_size": 32, "train.steps": 40}
-    small |= {"optimizer.warmup_steps": 10, "train.eval_every": 10, "train.checkpoint_every": 0, "precision": "fp32"}
+    small |= {"optimizer.warmup_steps": 10, "train.eval_every": 5, "train.checkpoint_every": 0, "precision": "fp32"}
     source = f"hf:imagefolder:{textures}"
     sides = {"data.source": f"{source}:train", "data.heldout": f"{source}:validation"}
     run = trained(name, tmp_path, **sides, **(small | PICTURES[name]))
