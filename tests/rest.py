@@ -129,7 +129,7 @@ REST = {
     "experiment/test_toy_recipes.py::test_a_plug_in_is_found_by_its_package": "",
     "experiment/test_toy_recipes.py::test_a_model_of_1b_fits_one_host": "",
     "run/test_damaged_checkpoints.py::test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_moved": "",
-    "run/test_health.py::test_an_inspection_changes_nothing_and_can_be_left_out": "",
+    "run/test_health.py::test_an_inspection_changes_nothing": "",
     "run/test_history.py::test_a_run_that_was_taken_over_begins_anew_and_is_resumed": "",
     "run/test_profile.py::test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later": "",
     "run/test_train.py::test_skips_before_a_stop_are_not_counted_again": "",

@@ -98,7 +98,7 @@ def _export(given: str) -> Path | None:
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
     """Read an export in float32; on GPUs and TPUs weights of bfloat16 stay so."""
-    names, target = names_of(folder, config, learned=config.positions == "learned"), _abstract(config, device)
+    names, target = names_of(folder, config), _abstract(config, device)
     stored = next(iter(files.read(folder).values())).dtype
     if stored == jnp.bfloat16 and device.platform != "cpu":
         params = jax.tree.map(
@@ -162,7 +162,7 @@ def _experiment(folder: Path, changed: Mapping[str, str]) -> Experiment:
 def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
     """Return the step of the best checkpoint."""
     metric = experiment.train.best_metric
-    if metric is None:
+    if not experiment.train.keep_best:
         raise ExperimentError(
             f"--step {BEST} is for a run that keeps its best checkpoint, and this one has no train.keep_best: name a "
             f"step, {there}"

@@ -39,6 +39,7 @@ from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
 from jdp.experiment.losses import features_loss, image_loss, text_loss, text_scores
 from jdp.experiment.make import function_of
 from jdp.experiment.optimizer import learning_rate, optimizer
+from jdp.experiment.schema.evaluate import tops
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.timing.model_flops import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
@@ -130,10 +131,10 @@ class Assembly:
     @property
     def eval_loss(self) -> LossFn:
         """The loss function of the evaluations."""
-        if not (tops := self.experiment.evaluate.tops):
+        if not (ranks := tops(self.experiment.train.eval_metrics)):
             return self.loss
         of_kind = {"text": text_scores, "images": image_loss, "features": features_loss}[self.experiment.kind]
-        return functools.partial(of_kind, tops=tops)
+        return functools.partial(of_kind, tops=ranks)
 
     @cached_property
     def data(self) -> Any:
@@ -299,12 +300,10 @@ class Assembly:
     @cached_property
     def train_step(self) -> Step:
         """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
-        clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         step = make_train_step(
             self.loss,
             self.plan,
-            clip_norm=clip_norm,
-            sync_batch_norm=sync_batch_norm,
+            clip_norm=self.experiment.optimizer.clip_norm,
             wire=self.experiment.wire,
             buckets=self.experiment.buckets,
             overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,

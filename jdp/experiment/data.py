@@ -29,6 +29,9 @@ from jdp.experiment.schema.data import ARRAYS
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE
 from jdp.experiment.schema.experiment import Experiment
 
+LEAST_AREA = 0.08
+"""Least share of a picture's area that a resized crop shows (arXiv:1409.4842)."""
+
 
 @dataclass(frozen=True)
 class Flat:
@@ -70,15 +73,14 @@ class Sides:
 
 def _augmented(images: Any, experiment: Experiment) -> Any:
     """Return a data set of images whose training side is cropped and flipped anew in every epoch, as [data] asks."""
-    padding, flip, seed = experiment.data.crop_padding, experiment.data.flip, experiment.seed
-    share = experiment.data.resized_crop
-    if not padding and not flip and not share:
+    chosen, seed = experiment.data.augment, experiment.seed
+    if chosen is None:
         return images
-    changes = [f"cropped after padding by {padding}"] * bool(padding) + ["flipped half the time"] * flip
-    changes = [f"crops of {share:g} of the area or more, resized"] * bool(share) + changes
-    train = augmented(images.train, crop_padding=padding, flip=flip, resized_crop=share, seed=seed)
-    drawn = f"{padding} {flip} {seed}" + (f" {share}" if share else "")
-    return Sides(images, train, images.heldout, f"to train on, {', '.join(changes)}", drawn)
+    padding = max(experiment.model.config.image_size // 8, 1)  # 4 of 32 pixels, as arXiv:1512.03385
+    crop: dict[str, Any] = {"crop_padding": padding} if chosen == "crop" else {"resized_crop": LEAST_AREA}
+    words = f"cropped after padding by {padding}" if chosen == "crop" else f"crops of {LEAST_AREA} of the area or more"
+    train = augmented(images.train, flip=True, seed=seed, **crop)
+    return Sides(images, train, images.heldout, f"to train on, {words}, flipped half the time", f"{crop} {seed}")
 
 
 def open_data(experiment: Experiment) -> Any:
@@ -100,9 +102,9 @@ def open_data(experiment: Experiment) -> Any:
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
     """Open the evaluation sets."""
-    if BITS_PER_BYTE in experiment.evaluate.metrics and data.tokenizer.byte_counts() is None:
+    if BITS_PER_BYTE in experiment.train.eval_metrics and data.tokenizer.byte_counts() is None:
         raise ExperimentError(
-            f'evaluate.metrics has "{BITS_PER_BYTE}", for which tokens are pieces of text (byte-level, or as '
+            f'train.eval_metrics has "{BITS_PER_BYTE}", for which tokens are pieces of text (byte-level, or as '
             f"SentencePiece has them); given {data.tokenizer.name}, which adds or drops some: remove the metric"
         )
     sets: dict[str, Source] = {"eval": data.heldout}

@@ -1,8 +1,7 @@
 """From [optimizer] to optax: the learning rate over the run, and the update rule.
 
-The rate's peak is `lr`, scaled to the run's batch size if `lr_scaling` asks for it. Warm-up and schedule count global
-steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor take a norm of each layer (`by_layer`).
-Nothing below the training loop sees the file.
+Warm-up and schedule count global steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor take a
+norm of each layer (`by_layer`). Nothing below the training loop sees the file.
 """
 
 from __future__ import annotations
@@ -16,21 +15,12 @@ import optax
 from jdp.base.toml import cut
 from jdp.base.tree_paths import path_of
 from jdp.core.update.ema import with_ema
-from jdp.core.update.schedules import scaled_lr, warmup
+from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.matrices import VECTORS
 from jdp.experiment.muon import muon
 from jdp.experiment.schema.experiment import Experiment
 from jdp.models import GPTConfig, ViTConfig
-
-
-def peak_rate(experiment: Experiment) -> float:
-    """Return the learning rate after the warm-up: `lr`, scaled to the batch size by `lr_scaling`."""
-    chosen = experiment.optimizer
-    if chosen.lr_scaling == "none" or chosen.base_batch_size is None:
-        return chosen.lr
-    batch = experiment.train.batch_size
-    return scaled_lr(chosen.lr, base_batch=chosen.base_batch_size, batch=batch, rule=chosen.lr_scaling)
 
 
 def learning_rate(experiment: Experiment) -> optax.Schedule:
@@ -40,7 +30,7 @@ def learning_rate(experiment: Experiment) -> optax.Schedule:
     `final_lr_fraction` of the peak at the end of the run: linearly, or as half a cosine (arXiv:1608.03983, eq. 5,
     without restarts). Steps are global: accumulation and device count do not change them.
     """
-    settings, peak = experiment.optimizer, peak_rate(experiment)
+    settings, peak = experiment.optimizer, experiment.optimizer.lr
     steps = max(experiment.train.steps - settings.warmup_steps, 1)
     if settings.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, steps, alpha=settings.final_lr_fraction)
@@ -102,7 +92,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
             trust = by_layer(optax.scale_by_trust_ratio(), stacked)
             return optax.chain(adam, optax.add_decayed_weights(**decay), trust, optax.scale_by_learning_rate(rate))
         case "lars":
-            trust = by_layer(optax.scale_by_trust_ratio(trust_coefficient=chosen.trust_coefficient), stacked)
+            trust = by_layer(optax.scale_by_trust_ratio(trust_coefficient=0.001), stacked)  # as optax.lars
             return optax.chain(
                 optax.add_decayed_weights(**decay),
                 optax.masked(trust, decay_mask),  # biases and scales keep the plain rate (arXiv:1708.03888, section 5)
@@ -116,8 +106,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
         case "muon":
             share = 1.0 if chosen.adam_lr is None else chosen.adam_lr / chosen.lr
             adamw = optax.adamw(lambda count: share * rate(count), b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
-            settings = {"beta": chosen.beta, "ns_steps": chosen.ns_steps, "eps": chosen.eps}
-            return muon(rate, adamw, optax.add_decayed_weights(**decay), shapes, **settings)
+            return muon(rate, adamw, optax.add_decayed_weights(**decay), shapes, beta=chosen.beta, eps=chosen.eps)
 
 
 def decay_mask(params: Any) -> Any:

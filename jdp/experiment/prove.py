@@ -44,7 +44,6 @@ def prove_experiment(
         own.precision,
         experiment.optimizer.clip_norm,
         experiment.train.wrt,
-        experiment.sync_batch_norm,
     )
 
     def make(setting: Setting) -> Made:

@@ -60,20 +60,17 @@ class Writer:
         assert table is not None
         context, longest = assembly.config.context, max(map(len, self._prompts))
         rng = jax.random.fold_in(assembly.rng, 2)  # 0 and 1 are the weights' and the steps'
-        draw = Draw(table.temperature, table.top_k)
         replicated = assembly.plan.replicated
 
         @functools.partial(jax.jit, out_shardings=replicated)
         def cached(state: TrainState, tokens: jax.Array, last: jax.Array) -> jax.Array:
             with tracing_on(assembly.mesh):
-                return continued(state.model, tokens, last, rng, length=table.length, draw=draw)
+                return continued(state.model, tokens, last, rng, length=table.length, draw=Draw())
 
         @functools.partial(jax.jit, out_shardings=replicated)
         def windowed(state: TrainState, tokens: jax.Array) -> jax.Array:
             with tracing_on(assembly.mesh):
-                text = generate(
-                    state.model, tokens, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
-                )
+                text = generate(state.model, tokens, length=table.length, rng=rng)
                 return text[:, tokens.shape[1] :]
 
         def write(state: TrainState, prompt: NDArray[np.int32]) -> jax.Array:

@@ -37,6 +37,8 @@ _LARGEST_NORM = float(np.sqrt(np.finfo(np.float32).max))
 """A gradient of a larger norm is skipped where it is not clipped: its square is infinite."""
 INSPECTED = 3
 """Most skipped steps of a visit that are inspected, and whose batches are kept."""
+COMPARED_EVERY = 20
+"""Steps between comparisons of how late each process' host is."""
 
 
 class Diverged(ExperimentError):
@@ -59,7 +61,7 @@ class Health:
         self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
         self._guard, self._limit = assembly.experiment.guard, assembly.experiment.train.max_skips_in_a_row
         self._inspected = 0
-        self._hosts = HostTimes(self._guard.check_hosts_every)
+        self._hosts = HostTimes(COMPARED_EVERY)
         self._queued: list[Queued] = []
         self._compared: list[tuple[int, Fingerprints]] = []
         self._read = progress.resumed_from
@@ -72,9 +74,8 @@ class Health:
     def taken(self, batch: Batch, values: Any, step: int) -> None:
         """Queue a step's metrics."""
         self._values = values
-        keeps = self._guard.inspect_bad_steps and self._inspected < INSPECTED
         kept = {name: values[name] for name in ("skipped", "loss", "weight", "grad_norm")}
-        self._queued.append(Queued(step, kept, batch if keeps else None))
+        self._queued.append(Queued(step, kept, batch if self._inspected < INSPECTED else None))
 
     def after(self, state: TrainState, step: int) -> None:
         """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due."""

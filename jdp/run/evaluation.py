@@ -4,7 +4,7 @@
    once; or, if `eval_batches` is a number, that many batches, drawn from all examples with a fixed seed.
 2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, for any
    batch sizes: padding has weight 0.
-3. [evaluate] adds metrics.
+3. `train.eval_metrics` adds metrics.
 4. `Best` holds the best value of a metric, and how many evaluations have passed since.
 """
 
@@ -80,7 +80,7 @@ def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Calla
 
 def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> Row:
     """Return the loss of text in other units."""
-    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.evaluate.metrics
+    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.train.eval_metrics
     if PERPLEXITY in asked:
         row[PERPLEXITY] = float(np.exp(np.float64(loss)))
     if BITS_PER_BYTE in asked:
@@ -125,51 +125,40 @@ class Best:
     Attributes:
         metric: its name; larger is better of an accuracy.
         value, step: the best value and its step; None and 0 before the first evaluation.
-        waiting: evaluations since one was better by more than `min_delta`.
-        to_beat: the value of that evaluation.
+        waiting: evaluations since then.
     """
 
     metric: str
     value: float | None = None
     step: int = 0
     waiting: int = 0
-    to_beat: float | None = None
 
     @property
     def mode(self) -> Literal["min", "max"]:
         """Which value is better: "max" or "min"."""
         return "max" if self.metric.endswith("accuracy") else "min"
 
-    def seen(self, step: int, row: Row, *, min_delta: float = 0.0, newest: bool = False) -> bool:
-        """Record an evaluation, and return True if it improves on `to_beat` by more than `min_delta`.
+    def seen(self, step: int, row: Row, *, newest: bool = False) -> bool:
+        """Record an evaluation, and return True if it is better than all before.
 
         Of equal values the first is the best; the `newest`, where `jdp.Checkpoints` keeps that one.
         """
-        value = row[self.metric]
-        gain = self._gain(value, self.value)
-        if gain > 0 or (newest and gain == 0):
+        value, best = row[self.metric], self.value
+        is_better = best is None or (value > best if self.mode == "max" else value < best)
+        improved = math.isfinite(value) and is_better
+        if improved or (newest and value == best):
             self.value, self.step = value, step
-        if self._gain(value, self.to_beat) > min_delta:
-            self.to_beat, self.waiting = value, 0
-            return True
-        self.waiting += 1
-        return False
+        self.waiting = 0 if improved else self.waiting + 1
+        return improved
 
-    def no_improvement(self, min_delta: float) -> str:
+    def no_improvement(self) -> str:
         """Return why a run stops early, in words."""
         if self.value is None:
             return f"{self.metric} has not been finite in {self.waiting} evaluations"
-        enough = f" by more than train.min_delta = {min_delta:g}" if min_delta else ""
         return (
-            f"{self.metric} has not improved{enough} in {self.waiting} evaluations; its best was {self.value:.6g} at "
-            f"step {self.step}"
+            f"{self.metric} has not improved in {self.waiting} evaluations; its best was {self.value:.6g} at step "
+            f"{self.step}"
         )
-
-    def _gain(self, value: float, before: float | None) -> float:
-        """Return by how much `value` is better than `before`; a value that is not finite never is."""
-        if not math.isfinite(value):
-            return -math.inf
-        return math.inf if before is None else (value - before) * (1 if self.mode == "max" else -1)
 
     @staticmethod
     def resumed(metric: str, record: dict[str, Any] | None) -> Best:

@@ -56,9 +56,7 @@ MAY_CHANGE = {
         "mesh",
         "rules",
         "eval",
-        "evaluate",
         "sample",
-        "track",
         "guard",
         "train",
         "model.attention",
@@ -71,7 +69,7 @@ PLACES = re.compile(r"name|data\.(source|heldout|tokenizer)|data\.mixture\..*\.s
 """Keys that may differ as well: the samples at these places are compared by their fingerprint."""
 INITIAL = ("train.init_from",)
 """Keys of weights that are read at a run's start alone: they may differ if nothing is left at the old path."""
-FIXED = frozenset(("train.wrt", "train.init_names", *INITIAL))
+FIXED = frozenset(("train.wrt", *INITIAL))
 _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system without locks."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)

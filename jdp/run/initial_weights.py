@@ -29,6 +29,7 @@ from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import first_state
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Train
+from jdp.models.configs.gpt import GPTConfig
 
 LORA = ("*lora_*",)
 """Parameters that a model without LoRA does not have."""
@@ -59,7 +60,7 @@ class InitialWeights:
         """Check that the weights exist, and that the `config.json` beside each describes this model."""
         try:
             path = _safetensors(self.place)
-            keys = [] if path is None or self.train.init_names == "jdp" else differences(path, config)
+            keys = differences(path, config) if path is not None and _is_hugging_face(path, config) else []
         except (CheckpointError, PathError) as error:
             raise ExperimentError(f"train.init_from: {error}") from error
         if path is not None and keys:
@@ -73,7 +74,7 @@ class InitialWeights:
         """Return the state with these parameters and a new optimizer state, and a line that names them."""
         given = self.train.init_from or ""
         path = _safetensors(self.place)
-        read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, self.train, config)
+        read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, config)
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
         message = f"parameters from {given}"
@@ -106,30 +107,24 @@ def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     return replace(state, opt_state=begin(state.params))
 
 
-def names_of(path: Path, config: Any, *, learned: bool) -> Names:
+def _is_hugging_face(path: Path, config: Any) -> bool:
+    """Return True if the tensors of a GPT's file have Hugging Face's names, not jdp's paths such as embed/tokens."""
+    return isinstance(config, GPTConfig) and not any("/" in name for name in files.read(path))
+
+
+def names_of(path: Path, config: GPTConfig) -> Names:
     """Return the names that the tensors of a file of Hugging Face's have; those of GPT-2 if positions are learned."""
-    if not learned:
+    if config.positions != "learned":
         return llama_names(config)
     # the hub's own files lack the prefix that Hugging Face's library writes
     prefixed = any(name.startswith("transformer.") for name in files.read(path))
     return gpt2_names(config, prefix="transformer." if prefixed else "")
 
 
-def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainState:
-    """Read a safetensors file. If it does not fit, its names may differ: the error names `train.init_names`.
-
-    Raises ExperimentError, or CheckpointError for a model other than a GPT.
-    """
-    names: Names | None = None  # the parameters' own paths
+def _import(path: Path, state: TrainState, config: Any) -> TrainState:
+    """Read a safetensors file under the names that its tensors have. Raises ExperimentError if it does not fit."""
     try:
-        given = train.init_names
-        if given != "jdp":
-            names = names_of(path, config, learned=given == "gpt2" or (given == "hf" and config.positions == "learned"))
+        names = names_of(path, config) if _is_hugging_face(path, config) else None
         return import_safetensors(path, state, names=names, missing=LORA)
-    except CheckpointError as error:
-        if not hasattr(config, "vocab_size"):  # no model of text
-            raise
-        raise ExperimentError(
-            f'train.init_from: {error} (Names were read as train.init_names = "{train.init_names}" says; a '
-            'GPT from Hugging Face has those of "hf".)'
-        ) from error
+    except ValueError as error:  # of another architecture too
+        raise ExperimentError(f"train.init_from: {error}") from error

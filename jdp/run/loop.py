@@ -48,7 +48,7 @@ def run(
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
-    trackers.check_installed(experiment.track.wandb)
+    trackers.check_installed(experiment.train.wandb)
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
@@ -107,9 +107,8 @@ def _visit(
 def _open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     """Open the run's checkpoints; [train] sets which of them are kept."""
     train, best = experiment.train, experiment.train.best_metric
-    by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
-    by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
-    by |= {"keep_in_memory": experiment.guard.keep_in_memory, "mirror": train.mirror}
+    by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if train.keep_best else {}
+    by |= {"keep": train.keep_checkpoints, "keep_in_memory": experiment.guard.keep_in_memory, "mirror": train.mirror}
     return Checkpoints(folder / CHECKPOINTS, **by)
 
 

@@ -29,8 +29,8 @@ class Progress:
         evaluated: the step of that evaluation.
         fingerprint: of the data.
         experiment: a hash of the experiment as resolved, of this visit.
-        watched: the best evaluation by `train.stop_metric`, for early stopping.
-        kept: the best one with a checkpoint, by `train.keep_best`; None: none is kept.
+        watched: the best evaluation, for early stopping.
+        kept: the best one with a checkpoint; None without `train.keep_best`.
         resumed_from: batches consumed before this visit.
         seconds: duration of this visit's loop.
         waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
@@ -81,8 +81,8 @@ class Progress:
         """Return the progress from a checkpoint's record; `{}` is a run that has not begun."""
         known = {name.name for name in fields(Progress)}
         progress = Progress(**{name: value for name, value in record.items() if name in known})
-        progress.watched = Best.resumed(settings.stop_metric, record.get("watched"))
-        progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.best_metric else None
+        progress.watched = Best.resumed(settings.best_metric, record.get("watched"))
+        progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.keep_best else None
         evals: dict[str, float | None] = record.get("evals", {})
         progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
         progress.experiment = hashlib.sha256(toml.encode()).hexdigest()[:16]
@@ -100,7 +100,7 @@ _KINDS = {
     "fingerprint": (str,),
 }
 _MEASURED = (*_NUMBER, type(None))
-_BEST = {"metric": (str,), "value": _MEASURED, "step": _COUNT, "waiting": _COUNT, "to_beat": _MEASURED}
+_BEST = {"metric": (str,), "value": _MEASURED, "step": _COUNT, "waiting": _COUNT}
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:

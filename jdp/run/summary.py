@@ -12,7 +12,6 @@ from jdp.base.formatting import finite_or_none
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.make import folder_of
-from jdp.experiment.optimizer import peak_rate
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
@@ -22,13 +21,13 @@ from jdp.run.progress import Progress
 
 
 def introduction(assembly: Assembly) -> list[str | None]:
-    """Return the first lines of a visit: model and plan, data, evaluations, learning rate, compiled programs."""
+    """Return the first lines of a visit: model and plan, data, evaluations, compiled programs."""
     experiment = assembly.experiment
     first = f"{experiment.name}: {assembly.parameter_count:,} parameters, {assembly.plan}"
     if experiment.train.wrt is not None:
         first += f"; {assembly.trained_count:,} are trained, the others frozen"
     kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
-    return [first, _plugin(experiment), str(assembly.data), coverage(assembly), _scaled_rate(experiment), kept]
+    return [first, _plugin(experiment), str(assembly.data), coverage(assembly), kept]
 
 
 def _plugin(experiment: Experiment) -> str | None:
@@ -38,17 +37,6 @@ def _plugin(experiment: Experiment) -> str | None:
     tables = (experiment.model, experiment.data, experiment.loss, experiment.optimizer)
     used = [table.make for table in tables if table.make is not None]
     return f"plug-in {experiment.plugin} ({folder_of(experiment.plugin)}): {', '.join(used) or 'nothing of it is used'}"
-
-
-def _scaled_rate(experiment: Experiment) -> str | None:
-    """Return the line about a peak learning rate that is scaled to the batch size."""
-    chosen, size = experiment.optimizer, experiment.train.batch_size
-    if chosen.lr_scaling == "none":
-        return None
-    return (
-        f"learning rate {peak_rate(experiment):.4g}: {chosen.lr:.4g} for {chosen.base_batch_size} samples a step, "
-        f"scaled to {size} ({chosen.lr_scaling})"
-    )
 
 
 def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
@@ -71,7 +59,7 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None
     waited = progress.waited / progress.steady_seconds if progress.steady_seconds else None
-    names = ("loss", "bits_per_token", "accuracy", *chosen.evaluate.metrics)
+    names = ("loss", "bits_per_token", "accuracy", *chosen.train.eval_metrics)
     own = {name: evals[name] for name in (f"eval_{metric}" for metric in dict.fromkeys(names)) if name in evals}
     best = progress.watched
     return {
@@ -84,7 +72,7 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "eval_sets": {name: finite_or_none(value) for name, value in evals.items() if name not in own},
         "best": {"metric": best.metric, "value": best.value, "step": best.step} if best.step else None,
         "best_checkpoint": progress.kept.step if progress.kept and progress.kept.step else None,
-        "lr": peak_rate(chosen),
+        "lr": chosen.optimizer.lr,
         "seconds": progress.seconds,
         f"{assembly.unit}_per_second": speed,
         **({} if at_peak is None or speed is None else {"mfu": progress.steady_at_peak / progress.steady_seconds}),

@@ -91,7 +91,7 @@ class Visit:
         differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
         if not self.ended:
             record(toml, folder)
-        wandb = None if self.ended else experiment.track.wandb
+        wandb = None if self.ended else experiment.train.wandb
         tracked = trackers.start(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
         with (
             Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,
@@ -260,7 +260,7 @@ class Visit:
 
     def evaluate(self, state: TrainState) -> bool:
         """Evaluate if it is due after this step and was not done yet; return True if it was now."""
-        progress, train, done = self.progress, self.experiment.train, self.progress.done
+        progress, done = self.progress, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
         with self.watch.during("eval"):
@@ -268,14 +268,14 @@ class Visit:
         if row is None:
             return False
         progress.evals, progress.evaluated = row, done
-        progress.watched.seen(done, row, min_delta=train.min_delta)
+        progress.watched.seen(done, row)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
             progress.kept.seen(done, row, newest=True)
         made_up = done == progress.resumed_from  # perhaps not for the first time: the checkpoint precedes it
         (self.metrics.replace_evaluation if made_up else self.metrics.write)(done, row)
         self.display.log(done, row)
         if progress.stops_early(self.experiment):
-            self.display.say(f"stopped early: {progress.watched.no_improvement(train.min_delta)}")
+            self.display.say(f"stopped early: {progress.watched.no_improvement()}")
             self.ended = True
         return True
 

@@ -288,12 +288,12 @@ def test_weights_of_a_model_type_that_jdp_does_not_know_are_read_when_asked_for(
 # In an experiment file.
 
 
-def table_for(folder, names="llama", **model):
+def table_for(folder, **model):
     return {
         "name": "tuned",
         "model": {"name": f"hf:{folder}", **model},
         "data": {"source": "stdlib"},
-        "train": {"steps": 1, "batch_size": 8, "init_from": str(folder), "init_names": names},
+        "train": {"steps": 1, "batch_size": 8, "init_from": str(folder)},
     }
 
 
@@ -343,7 +343,7 @@ def test_a_run_from_weights_of_another_configuration_says_the_keys_to_set(tmp_pa
 def test_a_run_starts_from_shards_that_have_only_an_index(tmp_path):
     stored = STORED["qwen3"]
     folder = config_in(tmp_path, stored["config"])
-    experiment = from_table(table_for(folder, names="hf"))
+    experiment = from_table(table_for(folder))
     config, plan = experiment.model.config, jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
     fresh = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
     drawn = hf_reference.weights(stored["shapes"])

@@ -175,23 +175,23 @@ def experiment(**data):
 
 
 def test_only_what_is_trained_on_is_augmented():
-    table = experiment(crop_padding=1, flip=True)
+    table = experiment(augment="crop")
     plain, data = open_data(experiment()), open_data(table)
     assert len(plain.train) == len(data.train) and data.fingerprint != plain.fingerprint
     assert any((plain.train[i]["images"] != data.train[i]["images"]).any() for i in range(5))
     sets = open_eval_sets(table, data)
     assert all(np.array_equal(sets["eval"][i]["images"], plain.heldout[i]["images"]) for i in range(5))
     assert "cropped after padding by 1, flipped half the time" in str(data)
-    again = open_data(experiment(crop_padding=1, flip=True))
+    again = open_data(experiment(augment="crop"))
     assert again.fingerprint == data.fingerprint
-    crops = open_data(experiment(resized_crop=0.3))
-    assert "crops of 0.3 of the area or more, resized" in str(crops)
-    assert crops.fingerprint not in (data.fingerprint, open_data(experiment(resized_crop=0.2)).fingerprint)
+    crops = open_data(experiment(augment="resized_crop"))
+    assert "crops of 0.08 of the area or more, flipped half the time" in str(crops)
+    assert crops.fingerprint not in (data.fingerprint, plain.fingerprint)
 
 
-@pytest.mark.parametrize("crop", [{"crop_padding": 2}, {"resized_crop": 0.2}], ids=str)
-def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(crop):
-    assembly = Assembly.on_devices(experiment(flip=True, **crop))
+@pytest.mark.parametrize("augment", ["crop", "resized_crop"])
+def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(augment):
+    assembly = Assembly.on_devices(experiment(augment=augment))
     source = assembly.data.train
     alone = first(4, global_batches(source, batch_size=8, seed=assembly.experiment.seed))
     with assembly.feed(source, seed=assembly.experiment.seed, shuffle=True, start=2) as resumed:
@@ -228,12 +228,9 @@ def test_samples_without_images_and_mixtures_are_refused():
 
 
 KEYS = {
-    "negative": ("resnet-digits", "digits", "crop_padding = -1", "data.crop_padding must be 0 or more; given -1"),
-    "larger": ("vit-digits", "digits", "crop_padding = 8", "must be less than model.image_size = 8; given 8: lower it"),
-    "both": ("vit-digits", "digits", "crop_padding = 1\nresized_crop = 0.5", "both crop; given 1 and 0.5: remove one"),
-    "share": ("vit-digits", "digits", "resized_crop = 1", "data.resized_crop must be less than 1.0; given 1"),
-    "text": ("gpt-nano", "stdlib", "flip = true", "data.flip is not used by model.name = 'gpt-nano', as a GPT learns"),
-    "features": ("mlp", "digits", "crop_padding = 1", "data.crop_padding is not used by model.name = 'mlp', as an MLP"),
+    "word": ("vit-digits", "digits", 'augment = "flip"', "data.augment must be one of crop, resized_crop"),
+    "text": ("gpt-nano", "stdlib", 'augment = "crop"', "data.augment is not used by model.name = 'gpt-nano', as a GPT"),
+    "features": ("mlp", "digits", 'augment = "crop"', "data.augment is not used by model.name = 'mlp', as an MLP"),
 }
 
 

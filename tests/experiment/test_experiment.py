@@ -116,11 +116,14 @@ WRONG_FILES = {
         SMALL + '[optimizer]\nname = "adam"\nweight_decay = 0.1',
         "optimizer.weight_decay is not used by adam, only by adamw, lion, sgd, adafactor, lamb, lars, muon; given 0.1",
     ),
-    "rule without an axis": (SMALL + '[rules]\n"*/kernel" = ["", "model"]', "which are data; given 'model': add it to"),
-    "rule over replica": (SMALL + '[mesh]\nreplica = 2\n[rules]\n"*" = ["replica"]', "carries the batch only"),
+    "rule without an axis": (
+        SMALL + '[rules]\n"*/kernel" = ["", "model"]',
+        "than replica: data; given 'model': name",
+    ),
+    "rule over replica": (SMALL + '[mesh]\nreplica = 2\n[rules]\n"*" = ["replica"]', "data; given 'replica'"),
     "rule that is no array": (SMALL + '[rules]\n"*" = "model"', "an array with a mesh axis for each dimension"),
     "metric no evaluation gives": (
-        SMALL + 'stop_metric = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
+        SMALL + 'keep_best = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
         "given 'eval_wiki_loss'; did you mean eval_wikis_loss?",
     ),
     "accuracy of text": (SMALL + 'keep_best = "eval_accuracy"', "train.keep_best must be a metric of the evaluations"),

@@ -94,7 +94,7 @@ def test_what_is_compiled_for_is_what_is_read():
 
 MISTAKES = {
     "an unknown keyword": (["--model.widht=3"], "model: rings:wave_net has no keyword widht; did you mean width?"),
-    "a key of jdp's data": (["--data.flip=true"], "Points has no keyword flip; its keywords are rings, points, noise"),
+    "a key of jdp's data": (["--data.size=8"], "Points has no keyword size; its keywords are rings, points, noise"),
     "a key of other optimizers": (
         ["--optimizer.b1=0.5"],
         "optimizer: rings:signum has no keyword b1; its keywords are",

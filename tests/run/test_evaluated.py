@@ -18,8 +18,8 @@ from jdp.run.evaluation import evaluate
 
 WAYS = [("ddp", 1, None), ("ddp", 8, "manual"), ("zero3", 8, None), ("zero3", 8, "manual")]
 OF_CLASSES = tables(
-    train={"steps": 2, "batch_size": 16, "accumulate": 2, "eval_batches": "all"},
-    evaluate={"metrics": ["top2_accuracy", "top3_accuracy"]},
+    train={"steps": 2, "batch_size": 16, "accumulate": 2, "eval_batches": "all"}
+    | {"eval_metrics": ["top2_accuracy", "top3_accuracy"]},
 )
 
 
@@ -55,8 +55,8 @@ def test_classes_are_counted_to_the_example(tmp_path, strategy, devices, partiti
 
 
 OF_TEXT = {
-    "train": {"steps": 4, "batch_size": 8, "accumulate": 1, "eval_batches": "all", "eval_every": 2},
-    "evaluate": {"metrics": ["perplexity", "bits_per_byte", "accuracy", "top3_accuracy"]},
+    "train": {"steps": 4, "batch_size": 8, "accumulate": 1, "eval_batches": "all", "eval_every": 2}
+    | {"eval_metrics": ["perplexity", "bits_per_byte", "accuracy", "top3_accuracy"]},
 }
 
 
@@ -147,8 +147,7 @@ def test_images_are_counted_with_statistics_and_microbatches(tmp_path):
     text = tables(
         model=model,
         data={"source": "digits"},
-        train={"steps": 1, "batch_size": 32, "accumulate": 2, "eval_batches": "all"},
-        evaluate={"metrics": "top3_accuracy"},
+        train={"steps": 1, "batch_size": 32, "accumulate": 2, "eval_batches": "all", "eval_metrics": "top3_accuracy"},
     )
     (tmp_path / "images.toml").write_text(f'name = "images"\n{text}')
     assembly = assembled(tmp_path / "images.toml", "zero3", 8, None)

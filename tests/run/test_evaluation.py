@@ -116,21 +116,6 @@ def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():
     assert accuracy.step == 4
 
 
-def test_an_improvement_is_one_of_more_than_min_delta():
-    best = Best("eval_loss")
-    seen = [best.seen(step, {"eval_loss": value}, min_delta=0.1) for step, value in enumerate([1.0, 0.95, 0.89], 1)]
-    assert seen == [True, False, True] and best.value == 0.89
-
-
-def test_what_is_best_and_what_ends_the_waiting_are_kept_apart_also_over_a_resume():
-    best = Best("eval_loss")
-    for step, value in enumerate([1.0, 0.95, 0.92, 0.94], 1):
-        best.seen(step, {"eval_loss": value}, min_delta=0.1)
-        best = Best.resumed("eval_loss", asdict(best))
-    assert (best.value, best.step, best.waiting, best.to_beat) == (0.92, 3, 3, 1.0)
-    assert best.seen(5, {"eval_loss": 0.89}, min_delta=0.1) and (best.waiting, best.to_beat) == (0, 0.89)
-
-
 def test_what_was_seen_survives_a_resume_unless_the_metric_changed():
     best = Best("eval_loss", 1.0, 3, 2)
     assert Best.resumed("eval_loss", asdict(best)) == best

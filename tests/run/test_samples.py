@@ -13,9 +13,9 @@ from jdp.run.signals import StopRequest
 
 TABLES = tables(
     optimizer={"name": "adamw", "lr": 0.05},
-    train={"steps": 6, "batch_size": 16, "eval_every": 2, "eval_batches": "all", "checkpoint_every": 3},
-    evaluate={"metrics": ["bits_per_byte"]},
-    sample={"prompt": ["de", "par"], "every": 2, "length": 5, "temperature": 0.7},
+    train={"steps": 6, "batch_size": 16, "eval_every": 2, "eval_batches": "all", "checkpoint_every": 3}
+    | {"eval_metrics": ["bits_per_byte"]},
+    sample={"prompt": ["de", "par"], "every": 2, "length": 5},
 )
 
 
@@ -40,7 +40,7 @@ def test_samples_are_what_one_device_writes_from_the_checkpoint_of_their_step(tr
     for step in (2, 4, 6):
         rows = [json.loads(line) for line in (folder / f"samples/{step}.jsonl").read_text().splitlines()]
         capsys.readouterr()
-        words = ["--prompt", "de", "--prompt", "par", "--length", "5", "--temperature", "0.7", "--step", str(step)]
+        words = ["--prompt", "de", "--prompt", "par", "--length", "5", "--step", str(step)]
         assert main(["generate", str(folder), *words, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["texts"]
         assert [(row["step"], row["prompt"]) for row in rows] == [(step, "de"), (step, "par")]
@@ -88,10 +88,10 @@ def test_without_every_there_is_a_sample_at_the_end(trained, capsys):
     [
         ("sample.every", "-1", "sample.every"),
         ("sample.every", "1.5", "sample.every"),
-        ("evaluate.metrics", '["bits_per_bite"]', "did you mean bits_per_byte?"),
-        ("evaluate.metrics", '["top0_accuracy"]', "evaluate.metrics"),
-        ("evaluate.metrics", '["top257_accuracy"]', "256"),
-        ("evaluate.metrics", '["accuracy", "accuracy"]', "once"),
+        ("train.eval_metrics", '["bits_per_bite"]', "did you mean bits_per_byte?"),
+        ("train.eval_metrics", '["top0_accuracy"]', "train.eval_metrics"),
+        ("train.eval_metrics", '["top257_accuracy"]', "256"),
+        ("train.eval_metrics", '["accuracy", "accuracy"]', "once"),
         ("data.weights", "loss_mask", 'ids = "input_ids"'),
         ("data.ids", "input_ids", "[sample] needs the tokenizer"),
     ],

@@ -12,7 +12,6 @@ from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.base import notices
-from jdp.experiment.schema.experiment import Track
 from jdp.run.outputs import trackers
 from jdp.run.outputs.metrics import Metrics
 
@@ -128,7 +127,7 @@ def never(*_):
 
 def test_a_resume_does_without_a_tracker_that_cannot_start_and_a_fresh_start_is_an_error(folder, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "WandB", never)
-    with pytest.raises(ValueError, match=r"track\.wandb = 'project' did not start: no such server .*WANDB_MODE"):
+    with pytest.raises(ValueError, match=r"train\.wandb = 'project' did not start: no such server .*WANDB_MODE"):
         trackers.start(folder, CONFIG, wandb="project")
     assert not (folder / trackers.FILE).exists()
     (folder / trackers.FILE).write_text(json.dumps({"wandb:project": "1"}))
@@ -165,7 +164,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_row_nor_the_end(folder, monkeyp
 
 def test_a_missing_package_is_said_with_the_one_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"track\.wandb needs the package wandb.*pip install 'jdp\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"train\.wandb needs the package wandb.*pip install 'jdp\[wandb\]'"):
         trackers.check_installed("somewhere")
     trackers.check_installed(None)
 
@@ -178,16 +177,8 @@ def test_only_process_0_tracks(folder, monkeypatch):
     assert not list(folder.iterdir())
 
 
-def test_the_keys_of_track_are_optional_words():
-    assert Track() == Track(wandb=None)
-    assert Track.model_validate({"wandb": "none"}).wandb is None
-    with pytest.raises(ValueError):
-        Track(wandb="")
-
-
 TABLES = tables(
-    train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1},
-    track={"wandb": "project"},
+    train={"steps": 4, "batch_size": 8, "log_every": 1, "eval_batches": 1, "wandb": "project"},
 )
 
 
@@ -199,7 +190,7 @@ def file(tmp_path):
 def test_a_missing_package_ends_the_command_before_anything_is_written(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     error = refused(capsys, "train", file, "--run-dir", file.parent / "runs")
-    assert error.startswith("error: track.wandb needs the package wandb") and error.count("\n") == 1
+    assert error.startswith("error: train.wandb needs the package wandb") and error.count("\n") == 1
     assert not (file.parent / "runs").exists()
 
 

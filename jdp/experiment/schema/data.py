@@ -1,7 +1,7 @@
 """The tables [data], [data.mixture.NAME] and [eval.NAME]: the data to train and to evaluate on."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,7 +26,7 @@ class Data(Made):
     function of keywords that returns samples with len and [index], dicts of arrays; a pair is the training side and the
     held-out side."""
 
-    shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
+    _shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
 
     source: MaybeSource = "stdlib"
     """Text: "stdlib" (Python's own library source), files of text (.txt, .md, .rst, .py), globs or directories, or an
@@ -67,14 +67,10 @@ class Data(Made):
     """Share of the data kept for evaluation, by content."""
     shuffle: bool = True
     """Shuffle the training samples anew each epoch."""
-    crop_padding: Count = 0
-    """Black pixels added on each side of a training image before a window of its own size is cropped at random, anew
-    each epoch; 0 = none. Evaluations use the original images."""
-    resized_crop: Annotated[float, Field(ge=0, lt=1), Single] = 0.0
-    """Least share of a training image's area that a random crop shows, anew each epoch; sides from 3:4 to 4:3, resized
-    to model.image_size. 0.08 is usual for photographs; 0 = none."""
-    flip: bool = False
-    """Flip half of the training images from left to right, drawn anew each epoch."""
+    augment: Literal["crop", "resized_crop"] | None = None
+    """Crop training images at random and flip half of them from left to right, anew each epoch. "crop", for small
+    images: a window of the image's size, of the image with an eighth of black pixels on each side. "resized_crop", for
+    photographs: 8 % of the area or more, sides from 3:4 to 4:3, resized to model.image_size. none = neither."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,13 +87,6 @@ class Data(Made):
         named("text", mixture)
         return mixture
 
-    @model_validator(mode="after")
-    def _one_crop(self) -> Self:
-        if self.crop_padding and self.resized_crop:
-            given = f"{self.crop_padding} and {self.resized_crop:g}"
-            raise ValueError(f"crop_padding and resized_crop both crop; given {given}: remove one")
-        return self
-
     @property
     def knows_text(self) -> bool:
         """Whether the tokens are those of the tokenizer: not of an .npz, nor of ids where none is named."""
@@ -107,7 +96,12 @@ class Data(Made):
     def sources(self) -> tuple[str, ...]:
         """Every source that is named, those of the mixture too."""
         given = [self.source, *(text.source for text in self.mixture.values())]
-        return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
+        return tuple(word for source in given for word in words_of(source))
+
+
+def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the sources that a key names."""
+    return (source,) if isinstance(source, str) else source or ()
 
 
 BYTES, ARRAYS = "bytes", ".npz"

@@ -4,8 +4,8 @@ fields.py     the kinds of value
 model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
-evaluate.py   [evaluate]
-train.py      [train], [sample], [track], [guard]
+evaluate.py   the metrics of evaluations
+train.py      [train], [sample], [guard]
 made.py       `make` of [model], [data], [loss] and [optimizer]: a function of the user's own
 this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
@@ -14,7 +14,7 @@ against the devices, `jdp.experiment.data` against the data.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -22,18 +22,12 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.base.toml import cut
 from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
-from jdp.experiment.schema.data import (
-    ARRAYS,
-    OF_TEXT,
-    Data,
-    EvalSet,
-    Ingredient,
-)
-from jdp.experiment.schema.evaluate import Evaluate, eval_metrics, metric_problems
+from jdp.experiment.schema.data import ARRAYS, OF_TEXT, Data, EvalSet, Ingredient, words_of
+from jdp.experiment.schema.evaluate import eval_metrics, metric_problems
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import NEEDED, AnyModel, Model, model_table
-from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer, unread, unused
-from jdp.experiment.schema.train import Guard, Sample, Track, Train
+from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer, unused
+from jdp.experiment.schema.train import Guard, Sample, Train
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
@@ -49,21 +43,19 @@ __all__ = [
     "Optimizer",
     "Sample",
     "Section",
-    "Track",
     "Train",
     "model_table",
 ]
 
 Kind = Literal["text", "images", "features", "own"]
 OTHERS_KEYS: dict[str, tuple[str, ...]] = {
-    "text": ("label", "heldout", "size", "crop_padding", "resized_crop", "flip"),
+    "text": ("label", "heldout", "size", "augment"),
     "images": (*OF_TEXT, "size"),
-    "features": ("mixture", *OF_TEXT, "crop_padding", "resized_crop", "flip"),
+    "features": ("mixture", *OF_TEXT, "augment"),
 }
 """Kind -> the keys of [data] that only other kinds read."""
 MOST_PARAMETERS = 2**50
 MOST_TRACED = 10_000
-_WORDS = {"text": ("stdlib",), "images": ("digits",), "features": ("digits",)}
 _TAKES = {
     "text": ('text: write source = "stdlib", or name files or folders of text', "a GPT learns text"),
     "images": (
@@ -99,8 +91,6 @@ class Experiment(Section):
     offload: Offload | None = None
     """Keep the optimizer's state in the hosts' pinned memory, except during the update. "none": everything is in the
     devices' memory."""
-    sync_batch_norm: bool = True
-    """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
     compiler: CompilerTable = "auto"
     """Options of XLA's compiler: a preset ("default"; "overlap" hides more communication where XLA's default does not;
     "auto": "overlap" on several GPUs), or a table of XLA's options, such as
@@ -129,9 +119,7 @@ class Experiment(Section):
     loss: LossTable = LossTable()
     optimizer: Optimizer = Optimizer()
     train: Train
-    track: Track = Track()
     guard: Guard = Guard()
-    evaluate: Evaluate = Evaluate()
     sample: Sample | None = None
 
     @field_validator("mesh")
@@ -193,22 +181,21 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
         yield from problems
         return
     yield from _size(experiment)
-    yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
-    yield from unread(experiment.loss)
     if experiment.kind != "own":
         yield from _data(experiment)
     yield from metric_problems(experiment)
     yield from _rules(experiment)
-    if experiment.wire is not None and experiment.partitioning == "auto":
-        yield 'wire is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
-    if experiment.overlap is True and experiment.partitioning == "auto":
-        yield 'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
-    is_gpt = isinstance(experiment.model.config, GPTConfig)
-    if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
-        yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
     yield from experiment.train.export_problems(experiment.model)
-    if experiment.sample and not (experiment.kind == "text" and is_gpt):
+    warmup, steps = experiment.optimizer.warmup_steps, experiment.train.steps
+    if warmup > steps:
+        yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}: lower it, or train longer"
+    if experiment.loss.metrics and not experiment.loss.make:
+        yield f"loss.metrics is a key of loss.make; given {experiment.loss.metrics}: give that, or remove the key"
+    for key, is_given in (("wire", experiment.wire is not None), ("overlap = true", experiment.overlap is True)):
+        if is_given and experiment.partitioning == "auto":
+            yield f'{key} is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
+    if experiment.sample and not (experiment.kind == "text" and isinstance(experiment.model.config, GPTConfig)):
         yield f"[sample] is text written by a GPT; {experiment.model.chosen} writes none: remove the table"
 
 
@@ -240,54 +227,33 @@ def _size(experiment: Experiment) -> Iterator[str]:
         yield f"{rule}; given {layers:,}{scanned}"
 
 
-def _lengths(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between the lengths in several tables."""
-    size = getattr(experiment.model.config, "image_size", math.inf) if experiment.kind == "images" else math.inf
-    padding = experiment.data.crop_padding if experiment.kind == "images" else 0
-    warmup, steps = experiment.optimizer.warmup_steps, experiment.train.steps
-    if padding >= size:
-        yield f"data.crop_padding must be less than model.image_size = {size}; given {padding}: lower it"
-    if warmup > steps:
-        yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}: lower it, or train longer"
-
-
 def _data(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong between the model and its data, as far as it shows without reading it."""
     data, kind, name = experiment.data, experiment.kind, experiment.model.chosen
     for twice in sorted(data.mixture.keys() & experiment.eval.keys()):
         yield f"eval.{twice} and data.mixture.{twice} are both evaluated as eval_{twice}: rename one"
-    if data.source is None and not data.mixture:
-        yield "data.source is none, and there is no [data.mixture.NAME] in its place: give one of them"
-    if data.source is not None and data.mixture:
-        yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
+    if (data.source is None) != bool(data.mixture):
+        yield 'data.source and [data.mixture.NAME] exclude each other: give one of them (or source = "none")'
     if data.mixture and data.heldout is not None:
         yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
-    context = getattr(experiment.model, "context", math.inf)
-    if kind == "text" and data.length > context:
-        yield f"data.length must be at most model.context = {context}; given {data.length}: lower it, or raise that"
     if kind == "text":
         yield from _tokens(experiment)
     fix, why = _TAKES[kind]
-    tables = {
-        "data.source": data.source,
-        **{f"eval.{one}.source": table.source for one, table in experiment.eval.items()},
-    }
-    tables |= {f"data.mixture.{one}.source": text.source for one, text in data.mixture.items()}
-    other_words = {word for words in _WORDS.values() for word in words} - {*_WORDS[kind]}
-    for key, given in tables.items():
-        for source in (given,) if isinstance(given, str) else given or ():
-            if source in other_words:
-                yield f"{key} must fit {name}: {why}; given {cut(repr(source))}, which is not {fix}"
-    for key, given in _unread(data, OTHERS_KEYS[kind]):
-        yield f"data.{key} is not used by {name}, as {why}; given {given}: remove it"
+    tables = {f"eval.{one}": table for one, table in experiment.eval.items()}
+    tables |= {"data": data, **{f"data.mixture.{one}": text for one, text in data.mixture.items()}}
+    other_word = "digits" if kind == "text" else "stdlib"
+    for key in (key for key, table in tables.items() if other_word in words_of(table.source)):
+        yield f"{key}.source must fit {name}: {why}; given {other_word!r}, which is not {fix}"
+    for key in OTHERS_KEYS[kind]:
+        if (given := getattr(data, key)) != Data.model_fields[key].default:
+            yield f"data.{key} is not used by {name}, as {why}; given {cut(repr(given))}: remove it"
 
 
 def _tokens(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between the keys of rows of ids, and what needs their tokenizer."""
-    data = experiment.data
-    for key in ("weights", "labels", "attention_mask"):
-        if getattr(data, key) is not None and data.ids is None:
-            yield f'data.{key} is of rows of ids; given no data.ids: give it, such as ids = "input_ids"'
+    """Yield what is wrong between the keys of text."""
+    data, context = experiment.data, getattr(experiment.model, "context", math.inf)
+    if data.length > context:
+        yield f"data.length must be at most model.context = {context}; given {data.length}: lower it, or raise that"
     if data.weights is not None and data.labels is not None:
         yield "data.weights and data.labels both say which tokens count: remove one"
     if data.ids is not None and data.field is not None:
@@ -299,22 +265,13 @@ def _tokens(experiment: Experiment) -> Iterator[str]:
         yield f"data.source is an {ARRAYS} of tokens, which stands alone; given {len(data.sources)} sources: name one"
 
 
-def _unread(data: Data, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys whose value is not the default, with that value in words."""
-    for key in keys:
-        if getattr(data, key) != Data.model_fields[key].default:
-            yield key, cut(repr(getattr(data, key)))
-
-
 def _rules(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong with rules that name an axis that the mesh does not have, or `replica`."""
+    """Yield what is wrong with rules that name an axis that parameters are not sharded over."""
+    axes = [axis for axis in experiment.mesh if axis != REPLICA]  # which carries the batch only
     for pattern, entries in experiment.rules.items():
-        flat = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
-        for axis in sorted(flat - set(experiment.mesh)):
-            axes = ", ".join(experiment.mesh)
-            yield f'rules."{pattern}" must name axes of [mesh], which are {axes}; given {axis!r}: add it to [mesh]'
-        if REPLICA in flat & set(experiment.mesh):
+        named = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
+        for axis in sorted(named.difference(axes)):
             yield (
-                f'rules."{pattern}" must name data or the model\'s own axes; given `replica`, which carries the batch '
-                "only: name another"
+                f'rules."{pattern}" must name axes of [mesh] other than replica: {", ".join(axes)}; given {axis!r}: '
+                "name one of these, or add it to [mesh]"
             )

@@ -21,15 +21,15 @@ def _make_name(make: str) -> str:
 
 
 class Made(Section):
-    """A table with jdp's own keys; or with `make`, the keys of `shared`, and keywords of the function."""
+    """A table with jdp's own keys; or with `make`, the keys of `_shared`, and keywords of the function."""
 
     make: Annotated[str, AfterValidator(_make_name)] | None = None
     """"package.module:function", a function of yours in place of jdp's own; other keys of the table are its keywords.
     It is code: the package is imported if --plugin names it on the command line."""
 
-    shared: ClassVar[tuple[str, ...]] = ()
+    _shared: ClassVar[tuple[str, ...]] = ()
     """Keys of jdp's own that the table has beside `make`."""
-    arguments: ClassVar[tuple[str, ...]] = ()
+    _arguments: ClassVar[tuple[str, ...]] = ()
     """What jdp passes to the function by position."""
     _keywords: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
 
@@ -39,12 +39,12 @@ class Made(Section):
         if not isinstance(table, Mapping) or table.get("make") in (None, NONE):
             return handler(table)
         given: Mapping[str, Any] = table
-        made = handler({key: value for key, value in given.items() if key in ("make", *cls.shared)})
+        made = handler({key: value for key, value in given.items() if key in ("make", *cls._shared)})
         keywords = {
-            key: None if value == NONE else value for key, value in given.items() if key not in ("make", *cls.shared)
+            key: None if value == NONE else value for key, value in given.items() if key not in ("make", *cls._shared)
         }
         assert made.make is not None
-        check_keywords(made.make, cls.arguments, keywords, info.context)
+        check_keywords(made.make, cls._arguments, keywords, info.context)
         made._keywords.update(keywords)
         return made
 
@@ -60,4 +60,4 @@ class Made(Section):
 
     def written(self) -> dict[str, Any]:
         """Return the keys of a table with `make`, as they are in the file."""
-        return {key: getattr(self, key) for key in ("make", *self.shared)} | self.keywords
+        return {key: getattr(self, key) for key in ("make", *self._shared)} | self.keywords

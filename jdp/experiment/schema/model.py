@@ -60,21 +60,24 @@ class Model(Made):
     """Which size to start from, or "hf:FOLDER" for what the config.json of a model of Hugging Face's
     there says; any of its fields may be given beside it."""
 
-    config_type: ClassVar[type] = GPTConfig
-    arguments: ClassVar[tuple[str, ...]] = ("rng",)
+    _arguments: ClassVar[tuple[str, ...]] = ("rng",)
+
+    @property
+    def _config_type(self) -> type[ModelConfig]:
+        return type(SIZES[self.name]) if self.name in SIZES else GPTConfig
 
     @property
     def config(self) -> Any:
         """The resolved configuration, a `ModelConfig`. The folder of an "hf:" may be gone: all its fields are here."""
-        names = (each.name for each in dataclasses.fields(self.config_type) if each.init)
-        return self.config_type(**{name: getattr(self, name) for name in names})
+        names = (each.name for each in dataclasses.fields(self._config_type) if each.init)
+        return self._config_type(**{name: getattr(self, name) for name in names})
 
     @property
     def kind(self) -> Learns | None:
         """The kind of jdp's own data and loss that it learns; None: the user's own."""
-        if self.config_type is GPTConfig:
+        if self._config_type is GPTConfig:
             return "text"
-        return "features" if self.config_type is MLPConfig else "images"
+        return "features" if self._config_type is MLPConfig else "images"
 
     @property
     def chosen(self) -> str:
@@ -88,13 +91,13 @@ class MadeModel(Model):
     name: str = ""
     learns: Learns | None = None
 
-    shared: ClassVar[tuple[str, ...]] = ("learns",)
+    _shared: ClassVar[tuple[str, ...]] = ("learns",)
 
     @property
     def config(self) -> Any:
         """The keywords, with the function's defaults, as attributes."""
         assert self.make is not None
-        return SimpleNamespace(**with_defaults(self.make, self.arguments, self.keywords))
+        return SimpleNamespace(**with_defaults(self.make, self._arguments, self.keywords))
 
     @property
     def kind(self) -> Learns | None:
@@ -154,9 +157,7 @@ def _section(name: str, config: ModelConfig, base: type[Model] = Model) -> type[
         return table
 
     rules: Any = {"obey_its_own_rules": model_validator(mode="after")(obey_its_own_rules)}
-    made = create_model(f"Model {name}", __base__=base, __validators__=rules, **fields)
-    made.config_type = kind
-    return made
+    return create_model(f"Model {name}", __base__=base, __validators__=rules, **fields)
 
 
 def _limited(hint: Any) -> Any:

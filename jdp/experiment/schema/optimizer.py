@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Single
+from jdp.experiment.schema.fields import Count, Decay, Fraction, Single
 from jdp.experiment.schema.made import Made
 
 USED_BY: dict[str, tuple[str, ...]] = {
@@ -15,10 +15,10 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum", "weight_decay"),
     "adafactor": ("momentum", "weight_decay"),
     "lamb": ("b1", "b2", "eps", "weight_decay"),
-    "lars": ("momentum", "weight_decay", "trust_coefficient"),
+    "lars": ("momentum", "weight_decay"),
     "rmsprop": ("b2", "eps", "momentum"),
     "adagrad": ("eps",),
-    "muon": ("beta", "ns_steps", "adam_lr", "b1", "b2", "eps", "weight_decay"),
+    "muon": ("beta", "adam_lr", "b1", "b2", "eps", "weight_decay"),
 }
 """Optimizer -> the keys that it reads. Others are refused: the file would not describe the run."""
 
@@ -31,21 +31,15 @@ class Optimizer(Made):
     """[optimizer]: the update rule and its learning rate over the run. Or `make`, a function of (schedule, keywords)
     that returns an optax.GradientTransformation; schedule is the learning rate by step."""
 
-    shared: ClassVar[tuple[str, ...]] = (
-        *("lr", "base_batch_size", "lr_scaling", "warmup_steps", "schedule", "final_lr_fraction"),
-        *("ema_decay", "clip_norm"),
+    _shared: ClassVar[tuple[str, ...]] = (
+        *("lr", "warmup_steps", "schedule", "final_lr_fraction", "ema_decay", "clip_norm"),
     )
-    arguments: ClassVar[tuple[str, ...]] = ("schedule",)
+    _arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"] = "adamw"
     """The update rule."""
     lr: Annotated[float, Field(gt=0), Single] = 3e-4
-    """Peak learning rate; with lr_scaling, that of a batch of base_batch_size."""
-    base_batch_size: Positive | None = None
-    """Batch size that lr was found for; read by lr_scaling."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How lr grows with train.batch_size / base_batch_size: not at all, linearly (Goyal et al. 2017), or with its
-    square root (Krizhevsky 2014)."""
+    """Peak learning rate."""
     warmup_steps: Count = 0
     """Steps over which the rate rises in equal parts to its peak."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -63,12 +57,8 @@ class Optimizer(Made):
     """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad, muon)."""
     momentum: Decay = 0.0
     """Momentum (sgd, adafactor, lars, rmsprop); muon's is beta."""
-    trust_coefficient: Annotated[float, Field(gt=0), Single] = 0.001
-    """Length of a layer's update as a share of the length of its weights (lars)."""
     beta: Decay = 0.95
     """Decay of the momentum that is orthogonalized, a Nesterov momentum (muon)."""
-    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
-    """Newton-Schulz iterations that orthogonalize it (muon)."""
     adam_lr: Annotated[float, Field(gt=0), Single] | None = None
     """Peak rate of what is no hidden matrix, by AdamW (muon); none = lr, as its updates have AdamW's size."""
     ema_decay: Decay | None = None
@@ -78,7 +68,7 @@ class Optimizer(Made):
 
 
 def unused(optimizer: Optimizer) -> Iterator[str]:
-    """Yield a line for each key that is set although this optimizer, schedule or scaling does not read it."""
+    """Yield a line for each key that is set although this optimizer or schedule does not read it."""
     for key in sorted(READ_BY_SOME.difference(USED_BY[optimizer.name])):
         value, default = getattr(optimizer, key), Optimizer.model_fields[key].default
         if value != default:
@@ -92,24 +82,14 @@ def unused(optimizer: Optimizer) -> Iterator[str]:
             f"optimizer.final_lr_fraction is not used by the constant schedule; given {optimizer.final_lr_fraction}: "
             "remove it (or final_lr_fraction = 0.0), or choose cosine or linear"
         )
-    if optimizer.lr_scaling != "none" and optimizer.base_batch_size is None:
-        yield (
-            f"optimizer.lr_scaling = {optimizer.lr_scaling!r} needs optimizer.base_batch_size, the batch size that lr "
-            'was found for: add it, or lr_scaling = "none"'
-        )
-    if optimizer.lr_scaling == "none" and optimizer.base_batch_size is not None:
-        yield (
-            f"optimizer.base_batch_size is used by lr_scaling only; given {optimizer.base_batch_size}: remove it (or "
-            'base_batch_size = "none"), or set lr_scaling to linear or sqrt'
-        )
 
 
 class LossTable(Made):
     """[loss]: what is minimised: the cross-entropy of the model's next token or class. Or `make`, a function of (model,
     batch, rng, keywords) that returns a jdp.Loss."""
 
-    shared: ClassVar[tuple[str, ...]] = ("metrics",)
-    arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
+    _shared: ClassVar[tuple[str, ...]] = ("metrics",)
+    _arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
 
     metrics: tuple[str, ...] = ()
     """With make: names in jdp.Loss.metrics, by which a run may stop early and keep its best checkpoint. One that ends
@@ -124,9 +104,3 @@ class LossTable(Made):
     def chosen(self) -> str:
         """The key that chooses the loss, and its value, for messages."""
         return f"loss.make = {self.make!r}"
-
-
-def unread(loss: LossTable) -> Iterator[str]:
-    """Yield a line for each key of [loss] that this loss does not read."""
-    if loss.metrics and not loss.make:
-        yield f"loss.metrics is a key of loss.make; given {loss.metrics}: give that, or remove the key"

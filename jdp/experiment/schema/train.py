@@ -1,10 +1,11 @@
-"""The tables [train], [sample], [track] and [guard]: the course of a run, its outputs, and its checks."""
+"""The tables [train], [sample] and [guard]: the course of a run, its outputs, and its checks."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from jdp.experiment.schema.evaluate import EvalMetrics
 from jdp.experiment.schema.fields import (
     Address,
     Batches,
@@ -15,7 +16,6 @@ from jdp.experiment.schema.fields import (
     Positive,
     Prompts,
     Section,
-    Single,
 )
 from jdp.experiment.schema.model import Model
 from jdp.models.configs.gpt import GPTConfig
@@ -36,24 +36,24 @@ class Train(Section):
     the others are frozen, without gradients and optimizer state. none = all."""
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
-    folder with model.safetensors. LoRA parameters that it lacks start fresh. Relative as
-    data.source; none = random."""
-    init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
-    """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
-    ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2 and Qwen3 too)."""
+    folder with model.safetensors, under jdp's names or Hugging Face's. LoRA parameters that it lacks start fresh.
+    Relative as data.source; none = random."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Weights & Biases project, or ENTITY/PROJECT, beside the run's metrics.jsonl and TensorBoard events;
+    WANDB_MODE=offline keeps it in the run's folder."""
     eval_every: Count = 0
     """Steps between evaluations; 0 = only at the end."""
     eval_batches: Batches = 10
     """Most batches an evaluation reads of each data set, always the same, drawn from all of it; "all" = every example
     once."""
+    eval_metrics: EvalMetrics = ()
+    """More metrics than the loss. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token.
+    Text and classes: "top5_accuracy", or another number: how often the label is among the five likeliest."""
     stop_after: Count = 0
-    """Stop early after so many evaluations in a row without improvement; 0 = never."""
-    stop_metric: Annotated[str, Field(min_length=1)] = "eval_loss"
-    """What must improve: a metric of the evaluations. An accuracy grows, any other falls."""
-    min_delta: Annotated[float, Field(ge=0), Single] = 0.0
-    """How much better counts as an improvement, for stop_after."""
+    """Stop early after this number of evaluations in a row without a better eval_loss, or metric of keep_best; 0 =
+    never."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 = only at the end."""
     mirror: Address | None = None
@@ -61,10 +61,9 @@ class Train(Section):
     that fsspec has. A start whose newest checkpoint is older fetches the mirror's; none = no mirror."""
     keep_checkpoints: Positive = 3
     """How many of the newest checkpoints stay."""
-    keep_every: Positive | None = None
-    """Checkpoints of steps that this divides stay too; none = no others."""
     keep_best: Best = False
-    """Keep the checkpoint of the best evaluation as well: true (by stop_metric), or the metric to go by."""
+    """Keep the checkpoint of the best evaluation as well: true (by eval_loss), or the metric to go by. An accuracy
+    grows, any other metric falls."""
     export: Literal["hf"] | None = None
     """"hf" writes the model to the run's folder export/ at the end of training, as Hugging Face's libraries read it:
     the best checkpoint with keep_best, else the last; averaged weights if there are, LoRA's updates added. none = no
@@ -73,9 +72,9 @@ class Train(Section):
     """Stop after so many consecutive steps skipped because gradients or updates were not finite."""
 
     @property
-    def best_metric(self) -> str | None:
-        """The metric that chooses the best checkpoint; None: none is kept."""
-        return self.stop_metric if self.keep_best is True else self.keep_best or None
+    def best_metric(self) -> str:
+        """The metric that the best checkpoint and early stopping go by."""
+        return self.keep_best if isinstance(self.keep_best, str) else "eval_loss"
 
     def export_problems(self, model: Model) -> Iterator[str]:
         """Yield why the model cannot be exported."""
@@ -102,10 +101,6 @@ class Sample(Section):
     """Steps between samples; 0 = only at the end."""
     length: Positive = 200
     """Tokens to add."""
-    temperature: Annotated[float, Field(ge=0), Single] = 1.0
-    """Divides the logits; 0 = always the likeliest."""
-    top_k: Positive | None = None
-    """Draw only from the k likeliest tokens; "none" = from all."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -113,25 +108,13 @@ class Sample(Section):
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 
-Name = Annotated[str, Field(min_length=1)]
-
-
-class Track(Section):
-    """[track]: where metrics go besides the run's folder, which always has metrics.jsonl and TensorBoard events."""
-
-    wandb: Name | None = None
-    """Weights & Biases project, or ENTITY/PROJECT; WANDB_MODE=offline keeps it in the run's folder."""
-
-
 class Guard(Section):
     """[guard]: what watches over a run. It may differ between the visits of a run."""
 
     deadline_seconds: Count = 300
     """Seconds within which a step must end, or ten times the median step if that is longer; else all processes say
-    where they are, and exit with code 75 (run again); 0 = no deadline."""
-    first_deadline_seconds: Count = 3600
-    """The same for what happens once: the first step and the first batch of an evaluation, which compile, a restore
-    and a save; 0 = no deadline."""
+    where they are, and exit with code 75 (run again); 0 = no deadline. The first step and the first batch of an
+    evaluation, which compile, a restore and a save have twelve times as long."""
     keep_in_memory: Count = 0
     """Steps between copies of the state in the hosts' memory (/dev/shm, or $JDP_MEMORY_DIR), each part on two hosts. A
     restart goes on from them, also on fewer hosts; 0 = none."""
@@ -139,9 +122,8 @@ class Guard(Section):
     """Steps between comparisons, bit for bit, of what several devices should hold alike; also made before each
     checkpoint, so that none holds a wrong copy. A device that differs ends the run with exit code 78 and its host's
     name. 0 = never."""
-    inspect_bad_steps: bool = True
-    """After a step without a finite gradient: compute it once more, say where it broke, and keep the batch in the run's
-    folder flight/; for the first three of a visit. It compiles another program."""
-    check_hosts_every: Count = 20
-    """Steps between comparisons of how late each process' host is; one that costs more than 5 % of a step is named.
-    0 = never."""
+
+    @property
+    def first_deadline_seconds(self) -> int:
+        """The deadline of what happens once: a compilation, a restore, a save."""
+        return 12 * self.deadline_seconds

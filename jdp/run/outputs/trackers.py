@@ -48,7 +48,7 @@ def check_installed(wandb: str | None) -> None:
         return
     spec = find_spec("wandb")
     if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
-        raise ValueError("track.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
+        raise ValueError("train.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
 
 
 def start(
@@ -65,8 +65,8 @@ def start(
             warn(f"wandb did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
             return []
         raise ValueError(
-            f"track.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
-            "WANDB_MODE=offline, or leave track.wandb out)"
+            f"train.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
+            "WANDB_MODE=offline, or leave train.wandb out)"
         ) from error
     fresh = folder / f"{FILE}.new"
     fresh.write_text(json.dumps({**known, key: tracker.id}) + "\n", encoding="utf-8")
