@@ -6,13 +6,11 @@ import struct
 import sys
 import time
 
-import jax
 import pytest
 from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.base import notices
-from jdp.experiment.schema.experiment import Track
 from jdp.run.outputs import trackers
 from jdp.run.outputs.metrics import Metrics
 
@@ -168,21 +166,6 @@ def test_a_missing_package_is_said_with_the_one_command(monkeypatch):
     with pytest.raises(ValueError, match=r"track\.wandb needs the package wandb.*pip install 'jdp\[wandb\]'"):
         trackers.check_installed("somewhere")
     trackers.check_installed(None)
-
-
-def test_only_process_0_tracks(folder, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    trackers.check_installed("project")
-    assert trackers.start(folder, CONFIG, wandb="project") == []
-    assert not list(folder.iterdir())
-
-
-def test_the_keys_of_track_are_optional_words():
-    assert Track() == Track(wandb=None)
-    assert Track.model_validate({"wandb": "none"}).wandb is None
-    with pytest.raises(ValueError):
-        Track(wandb="")
 
 
 TABLES = tables(

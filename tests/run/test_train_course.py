@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from damaged_files import vouch
 from full_disk import files_of_at_most
-from tiny_experiment import points_text, tables, write_points, write_tiny
+from tiny_experiment import points_text, tables, write_points
 from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 from jdp.base import notices
 from jdp.checkpoint import Checkpoints
-from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.watch import Watch
@@ -224,20 +223,6 @@ def test_a_run_goes_on_after_its_folder_its_data_and_its_first_weights_were_move
     assert not folder.with_name("points").exists()
 
 
-def test_a_safetensors_file_with_other_names_says_which_key_chooses_them(tmp_path, capsys):
-    from safetensors.numpy import save_file
-
-    save_file({"wte.weight": np.zeros((4, 4), np.float32)}, tmp_path / "other.safetensors")
-    file = write_tiny(tmp_path, tables(train={"steps": 1, "batch_size": 8, "init_from": "other.safetensors"}))
-    error = refusal(capsys, file)
-    assert 'train.init_names = "jdp"' in error and "wte.weight" in error
-
-
-def test_a_rule_with_more_entries_than_dimensions_says_so(file, capsys):
-    error = refusal(capsys, file, "--rules.layers/0/kernel", '["", "", "data"]')
-    assert "the rule for 'layers/0/kernel' has 3, and layers/0/kernel has shape [6, 8]" in error
-
-
 def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):
     pattern = "layers/0/k*nel"
     notices._said.clear()
@@ -335,23 +320,6 @@ def test_the_lock_dies_with_its_process(file, capsys):
     assert train(file, "--train.steps", "1")[0] == 0
 
 
-def test_the_lock_ends_with_its_run_where_a_child_still_has_the_file_open(tmp_path, monkeypatch):
-    opened = os.open
-
-    def shared(*how):
-        handle = opened(*how)
-        children.append(os.dup(handle))
-        return handle
-
-    children = []
-    monkeypatch.setattr("jdp.run.folder.os.open", shared)
-    for _ in range(2):
-        with locked(tmp_path) as alone:
-            assert alone
-    for handle in children:
-        os.close(handle)
-
-
 def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("jdp.run.loop._steps", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -379,13 +347,6 @@ def test_what_can_be_no_folder_is_refused_before_anything_is_made(file, capsys, 
     before = sorted(file.parent.iterdir())
     error = refused(capsys, "train", file, "--run-dir", "some/runs", *arguments)
     assert said in error and sorted(file.parent.iterdir()) == before
-
-
-def test_a_home_is_filled_in(file, monkeypatch):
-    monkeypatch.setenv("HOME", str(file.parent))
-    monkeypatch.chdir("/")
-    assert main(["train", "~/points.toml", "--run-dir", "~/deep/runs", "--train.steps", "1"]) == 0
-    assert saved_steps(file.parent / "deep" / "runs" / "points") == [1]
 
 
 def test_what_a_damaged_record_lacks_is_said(file, capsys):
