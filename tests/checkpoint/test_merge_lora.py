@@ -79,15 +79,6 @@ def test_what_cannot_be_merged_is_one_clear_error(tmp_path):
         replace(config, lora_rank=None)
 
 
-def test_an_update_of_padded_leaves_asks_for_the_state():
-    state, config = tuned(True, devices=3)
-    assert state.static.flat and merge_lora(state, config)
-    with pytest.raises(CheckpointError, match=r"of padded leaves the state, not its params"):
-        merge_lora(state.params, config)
-    with pytest.raises(CheckpointError, match=r"An update of rank 5 fits its kernel; given .* with lora_a .* 4\] and"):
-        merge_lora(state, replace(config, lora_rank=5))
-
-
 def test_only_the_targets_have_updates_and_are_trained():
     state, _ = tuned(True)
     paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(state.model, nnx.LoRAParam))]

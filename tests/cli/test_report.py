@@ -65,6 +65,7 @@ def test_a_run_becomes_a_page(runs, capsys):
         "Compiled again for cpu:8, not run",
         "parameters (master weights, at rest)",
         "params/",  # leaves at rest
+        "The rates of these devices are not known.",  # CPUs
         "started on 8 × cpu (jax",
         "checkpoint_every = 0",
     ):
@@ -165,14 +166,9 @@ MISTAKES = {
     ),
     "misspelt": (["pints"], "did you mean runs/points?"),
     "a folder that is no run": (["runs"], "given runs: it has no experiment.toml; runs has points"),
-    "a file": (["runs/points/metrics.jsonl"], "it is a file"),
-    "other runs": (["points", "--run-dir", "x"], "there is no such folder; x has no runs"),
     "twice": (["points", "runs/points"], "given one twice, runs/points and runs/points"),
     "an address": (["memory://bucket/run"], "RUN: a path must be on a disk of this machine"),
-    "a name of NUL": (["a\0b"], "RUN: a path must have no NUL character"),
     "a page nowhere": (["points", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
-    "a page that is a folder": (["points", "--output", "runs"], "runs cannot be written: it is a folder"),
-    "a target of nothing": (["points", "--target", "cpu:"], "a target is KIND:HOSTSxPER_HOST"),
 }
 
 
@@ -184,10 +180,3 @@ def test_a_mistake_is_one_error_and_exit_2(runs, arguments, expected, capfd):
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out
     assert expected in shown.err and "Traceback" not in shown.err
     assert sorted(Path().rglob("*")) == before
-
-
-def test_the_help_names_what_it_takes(capsys):
-    assert main(["report", "--help"]) == 0
-    text = capsys.readouterr().out
-    for option in ("RUN…", "--output", "-o", "--run-dir", "--target", "--no-compile", "--json"):
-        assert option in text

@@ -189,32 +189,3 @@ def test_who_ends_early_says_so(together: Callable[[str], tuple[int, str, str]])
 def test_exit_codes_are_the_programs_own(together: Callable[[str], tuple[int, str, str]]):
     code, _, err = together(JOIN + "print('done', flush=True); time.sleep(jax.process_index()); sys.exit(75)")
     assert code == 75 and "ended with exit code 75" in err and "came to its end" not in err
-
-
-def test_the_hook_is_put_in_once_and_only_in_a_cluster(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    shown: list[Any] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given))
-    monkeypatch.setattr(initializing.atexit, "register", lambda function: None)
-    own = sys.excepthook
-    initialize()
-    assert sys.excepthook is own, "a process on its own is left as it is"
-    initialize("127.0.0.1:1", 2, 1)
-    hook = sys.excepthook
-    monkeypatch.setattr(initializing, "joined_as", lambda: (1, 2))
-    initialize("127.0.0.1:1", 2, 1)
-    assert sys.excepthook is hook is not own
-    left: list[Any] = []
-    monkeypatch.setattr(initializing.os, "_exit", left.append)
-    slept: list[float] = []
-    monkeypatch.setattr(initializing.time, "sleep", slept.append)
-    lost = jax.errors.JaxRuntimeError("Connection closed by peer")
-    for error, expected in ((KeyError("x"), []), (lost, [initializing.LAST_WORDS_SECONDS])):
-        hook(type(error), error, None)
-        assert slept == expected, "who lost a peer lets the cause end first"
-        assert shown[-1] == (type(error), error, None)
-    hook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert left == [70, 70, 130]
-
-
-def test_alone_a_failure_leaves_by_the_ordinary_way():
-    assert initializing.leave_after_failure(3) is None  # it returned, and did not end this process

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jdp
 from jdp.cli import main as cli
@@ -161,17 +160,6 @@ WRITTEN_BY_ANOTHER = bytes.fromhex(
 """Of x = [0.5, 2], n = [-7], b = "\\0raw", by `tfrecord` 1.14.6's writer."""
 
 
-def test_records_of_other_writers_are_read(tmp_path):
-    files = story("tfrecord_files")
-    (tmp_path / "one").write_bytes(2 * WRITTEN_BY_ANOTHER)
-    assert files.record_offsets(tmp_path / "one") == [0, 73]
-    read = files.as_arrays(files.read_record(tmp_path / "one", 73))
-    expected = {"x": np.float32([0.5, 2]), "n": np.array([-7]), "b": np.array([b"\0raw"], object)}
-    assert read.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(read[name], array, strict=True)
-
-
 @pytest.mark.parametrize(
     ("damaged", "message"),
     [
@@ -241,16 +229,3 @@ def test_the_private_loss_has_the_gradient_of_the_algorithm():
     expected = jax.tree.map(lambda *each: np.mean(each, axis=0), *clipped)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), grads, expected)
     assert 0 < float(metrics["clipped"]) < 1
-
-
-def test_byol_has_the_statistics_of_all_rows():
-    """Of the first layer's outputs in the first step: momentum 0.99, the population's variance."""
-    program, plan = story("byol"), plan_on(4, "zero2")
-    _, (online, target) = program.train(plan, steps=1)
-    encoder = jdp.init(lambda rng: program.Online(nnx.Rngs(rng)), plan, rng=jax.random.key(0)).encoder
-    x = np.random.default_rng(0).normal(size=(program.ROWS, program.FEATURES)).astype("float32")
-    view = x + 0.3 * jax.random.normal(jax.random.split(jax.random.key(0))[0], x.shape)
-    hidden = jax.device_get(encoder.layer(view))
-    np.testing.assert_allclose(online["encoder"]["norm"]["mean"][...], 0.01 * hidden.mean(0), atol=1e-6)
-    np.testing.assert_allclose(online["encoder"]["norm"]["var"][...], 0.99 + 0.01 * hidden.var(0), atol=1e-6)
-    assert not np.allclose(target["norm"]["mean"][...], online["encoder"]["norm"]["mean"][...])

@@ -7,7 +7,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from IPython.core.formatters import DisplayFormatter
@@ -65,26 +64,6 @@ def test_bytes_a_device_are_the_plans(gone):
     held = sum(place.bytes_per_device for place in plan.placements(gone))
     state, placements = repr(gone).splitlines()[-1], repr(plan.placements(gone)).splitlines()[-1]
     assert f"{held / 2**10:.3g} KiB" in state and f"{held / 2**10:.3g} KiB" in placements
-
-
-@pytest.mark.parametrize("make", [jdp.abstract_state, jdp.init_state])
-def test_an_abstract_state_is_shown_like_a_real_one(make):
-    plan = plan_of()
-    state = make(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
-    assert re.search(r"params/layer0/kernel +float32\[64, 64\] +P\('data',\) +4 KiB", repr(state))
-
-
-def test_trees_of_other_leaves_have_a_repr_too(gone):
-    plan = plan_of()
-    traced = []
-    jax.eval_shape(
-        lambda state: traced.append(repr(state)) or state.step,
-        jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0)),
-    )
-    assert re.search(r"total .* ≤ ", traced[0]) and "being traced" in traced[0]
-    assert "NamedSharding" in repr(plan.shardings(gone))
-    assert "NumPy" in repr(jax.tree.map(lambda leaf: np.zeros(leaf.shape), gone))
-    assert "not said" in repr(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), gone))
 
 
 def test_placements_are_a_list_with_the_reason_for_each(gone):

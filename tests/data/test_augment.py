@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from picture_files import encoded, folder_of, pixels_of, write_pictures
+from picture_files import folder_of, write_pictures
 from tiny_runs import refused
 
 from jdp.data import augmented, global_batches, image_data, mixture
@@ -58,13 +58,6 @@ def test_every_epoch_draws_anew(shuffle):
     assert all(epoch.keys() == set(range(N)) for epoch in epochs)
     for a, b in itertools.combinations(epochs, 2):  # 50 draws equally likely: about 0.6 of 30 alike
         assert sum(a[label] == b[label] for label in a) < N / 4
-
-
-def test_seeds_draw_differently_and_only_the_images():
-    other = augmented(Pictures(), crop_padding=2, flip=True, seed=SEED + 1)
-    pairs = [(SOURCE[i], other[i]) for i in range(N)]
-    assert sum(np.array_equal(a["images"], b["images"]) for a, b in pairs) < N / 4
-    assert all(a["labels"] == b["labels"] == i and a["weights"] == 1 for i, (a, b) in enumerate(pairs))
 
 
 def test_the_draws_are_those_of_the_first_release():
@@ -136,35 +129,6 @@ def test_a_resized_crop_has_the_area_and_proportions_of_torchvisions(gradients):
     assert np.log(proportions).mean() == pytest.approx(0.031, abs=4 * 0.16 / 600**0.5)
 
 
-def test_a_resized_crop_of_nearly_all_is_the_picture(gradients):
-    """None of ten shapes fits into a picture of 4:3 with all of its area, but that itself."""
-    source = augmented(gradients.train, resized_crop=0.999999)
-    top, bottom, left, right = shown(source[0] if gradients.train[0]["images"][0, 0, 0] < 0 else source[1])
-    assert (top, left) == pytest.approx((0, 0), abs=2) and (bottom, right) == pytest.approx((90, 120), abs=2)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_part_is_decoded_as_it_is_in_the_whole_picture(tmp_path, own_hub, kind):
-    """A JPEG is decoded at a part of its size where that is enough: never below twice the crop's."""
-    y, x = np.mgrid[:800, :1200]
-    values = np.stack([x // 5, y // 4, (x + y) // 8], -1).astype(np.uint8)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "1").with_suffix(f".{kind.lower()}").write_bytes(encoded(values - (name == "b"), kind))
-    data = image_data(folder_of(tmp_path), size=20, heldout_fraction=0.5)
-    side = data.train if len(data.train) else data.heldout
-    part = pixels_of(side.part(0, lambda height, width: (600, 200, 900, 400)))
-    expected = values[205:400:10, 607:900:15]
-    assert np.abs(part.astype(int) - expected).max() <= 4  # JPEG's loss, half a step of the gradient, and 1 of "b"
-
-
-def test_images_of_a_data_set_are_padded_with_black():
-    """An image of `image_data` is normalised: black is -mean / std."""
-    digits = image_data("digits", mean=0.2, std=0.4)
-    drawn = np.stack([augmented(digits.train, crop_padding=7)[i]["images"] for i in range(20)])
-    assert drawn.min() == digits.train.black == np.float32(-0.5)
-
-
 # --- of an experiment -----------------------------------------------------------------------------------------------
 
 
@@ -203,13 +167,9 @@ def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(augmen
 
 REFUSED = {
     "negative": ({"crop_padding": -1}, "crop_padding must be 0 or more and less than the image's height and width, 5"),
-    "as large as the image": ({"crop_padding": 4}, "5 and 4, so that each crop shows some of it; given 4"),
-    "half a pixel": ({"crop_padding": 1.5}, "given 1.5: give for example 1"),
-    "seed": ({"seed": -1}, r"seed must be 0 to 2\*\*64 - 1; given -1"),
     "share": ({"resized_crop": 1}, "resized_crop must be 0, or a share of the area below 1; given 1"),
     "both": ({"resized_crop": 0.5, "crop_padding": 1}, "resized_crop and crop_padding both crop; given 0.5 and 1"),
     "arrays": ({"resized_crop": 0.5}, "resized_crop is of pictures that image_data opens; given Pictures"),
-    "fill of three channels": ({"fill": (0, 0, 0)}, "fill must be one number, or one a channel of 5x4x2"),
 }
 
 

@@ -60,37 +60,12 @@ def header(words):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(words)) + words
 
 
-def patched(content, *, flags=None, method=None):
-    """A zip file, both headers of each member changed."""
-    changed = bytearray(content)
-    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        start = changed.find(mark)
-        while start >= 0:
-            for offset, value in ((at, flags), (at + 2, method)):
-                if value is not None:
-                    changed[start + offset : start + offset + 2] = struct.pack("<H", value)
-            start = changed.find(mark, start + 4)
-    return bytes(changed)
-
-
 ARRAYS = npz(features=np.arange(60.0).reshape(20, 3), labels=np.arange(20) % 2)
 CLAIM = header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (550000000000,), }")
-CUT = (header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }") + np.zeros(3).tobytes())[:-8]
 DAMAGED_ARRAYS = {
-    "encrypted": (patched(ARRAYS, flags=1), "is encrypted"),
-    "unknown compression": (patched(ARRAYS, method=97), "compression method is not supported"),
-    "other compression": (patched(ARRAYS, method=12), ""),
     "truncated": (ARRAYS[:400], "not a zip file"),
-    "empty": (b"", "not a zip file"),
-    "text": (b"a,b\n1,2\n", "not a zip file"),
     "4 TB claimed": (member(CLAIM), r"features.npy claims [550000000000] float64, 4 TiB, and has 128 B"),
-    "negative size claimed": (member(header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (-5,), }")), ""),
-    "header that is code": (member(header(b"{'descr': __import__('os').abort(), 'shape': (1,)}")), ""),
-    "header nested deeply": (member(header(b"(" * 100)), ""),
-    "header of another version": (member(b"\x93NUMPY\x09\x00" + b"\0" * 100), ""),
-    "no header": (member(b"12345"), ""),
     "objects": (npz(features=np.array([{}, []], object)), "Object arrays cannot be loaded"),
-    "pickle": (member(b"cos\nsystem\n(S'true'\ntR."), "magic string is not correct"),
     "one byte changed": (ARRAYS[:300] + bytes([ARRAYS[300] ^ 1]) + ARRAYS[301:], "Bad CRC-32"),
 }
 
@@ -112,13 +87,6 @@ def test_arrays_that_unpack_to_more_than_the_memory_are_not_read(tmp_path, monke
     assert "its arrays have 7.63 MiB, and this machine has 7.63 MiB of memory" in refusal(read_arrays, path)
     monkeypatch.setattr(reads_arrays, "memory_bytes", lambda: 8_000_200)
     assert read_arrays(path)[0]["features"].shape == (1000, 1000)
-
-
-@pytest.mark.parametrize("content", [b"", b"text", CLAIM, header(b"{}"), npz(a=np.zeros(3)), CUT], ids=range(6))
-def test_a_damaged_npy_is_one_error(tmp_path, content):
-    path = tmp_path / "x.npy"
-    path.write_bytes(content)
-    refusal(read_arrays, path)
 
 
 FORMATS = {
@@ -206,9 +174,7 @@ def card_folder(folder, names):
 OUTSIDE = {
     "up": "data_files: ../other.txt",
     "absolute": "data_files: FOLDER/other.txt",
-    "there and up": "data_files: [own.txt, sub/../../other.txt]",
     "by a glob": "data_files: ../o*.txt",
-    "in another folder": "data_dir: ..",
 }
 
 
@@ -225,12 +191,6 @@ def test_a_data_set_whose_card_names_files_outside_is_refused(offline, names):
 def test_a_data_set_whose_card_names_its_own_files_is_read(offline, names):
     own = card_folder(offline, names)
     assert hub_data(f"hf:{own}")[1].to_list() == [{"text": "its own"}]
-
-
-def test_a_link_out_of_a_data_sets_folder_is_followed(offline):
-    own = card_folder(offline, "data_files: link.txt")
-    (own / "link.txt").symlink_to(offline / "other.txt")
-    assert hub_data(f"hf:{own}")[1].to_list() == [{"text": "not its own"}]
 
 
 def test_a_saved_data_set_that_names_files_outside_is_refused(offline):

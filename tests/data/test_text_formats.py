@@ -9,8 +9,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-import zstandard
-from corpora import arrow, arrow_file, parquet, read_corpus
+from corpora import arrow, parquet, read_corpus
 from own_process import python
 
 from jdp.data import text_data
@@ -27,11 +26,8 @@ def lines(rows):
 
 WRITERS = {
     "json:rows.jsonl": lambda path: path.write_bytes(lines(ROWS)),
-    "json:rows.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
     "json:rows.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(ROWS))),
-    "json:rows.jsonl.zst": lambda path: path.write_bytes(zstandard.compress(lines(ROWS))),
     "parquet:rows.parquet": lambda path: parquet(path, TABLE),
-    "arrow:file.arrow": lambda path: arrow_file(path, TABLE),
     "arrow:stream.arrow": lambda path: arrow(path, TABLE),
     "csv:rows.csv": lambda path: TABLE.to_pandas().to_csv(path, index=False),
 }
@@ -55,21 +51,6 @@ def test_a_directory_and_a_glob_are_all_their_files_in_order(tmp_path):
     (tmp_path / "README.md").write_text("about the rows")
     assert read_corpus(f"hf:parquet:{tmp_path}").documents == DOCUMENTS[:20]
     assert read_corpus(f"hf:parquet:{tmp_path}/**/*.parquet").documents == DOCUMENTS[:20]
-
-
-def test_a_file_that_changed_is_read_again(tmp_path):
-    for text in ("first", "later"):
-        (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
-        assert read_corpus(f"hf:json:{tmp_path}/a.jsonl").documents == (text.encode(),)
-
-
-def test_documents_know_where_they_are_from(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "second"}\n{"text": "third"}\n')
-    (tmp_path / "c.txt").write_text("plain")
-    corpus = read_corpus([f"hf:json:{tmp_path}/a.jsonl", tmp_path / "c.txt"])
-    assert corpus.documents == (b"plain", b"second", b"third")
-    rows = f"hf:json:{tmp_path}/a.jsonl (split train), row"
-    assert [corpus.name_of(document) for document in range(3)] == [f"{tmp_path}/c.txt", f"{rows} 1", f"{rows} 2"]
 
 
 def test_rows_are_split_by_their_content_whatever_holds_them(tmp_path):

@@ -73,16 +73,6 @@ def test_samples_are_those_from_memory(rows, words, cache, tokens, packing):
     assert all(np.array_equal(batches[0][key], batches[1][key]) for key in batches[1])
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_too_few_documents_are_split_at_their_tails(tmp_path, packing):
-    (tmp_path / "one.txt").write_text("".join(TEXTS))
-    files, memory = (
-        text_data(tmp_path / "one.txt", length=16, packing=packing, in_files=in_files) for in_files in (True, False)
-    )
-    assert not files.whole
-    assert_same(files, memory)
-
-
 def test_text_is_read_once(rows, cache, monkeypatch):
     first = text_data(rows, length=16, in_files=True)
     with monkeypatch.context() as patched:
@@ -139,13 +129,6 @@ def test_what_cannot_be_read_leaves_nothing(rows, cache):
     file.write_text(whole)
     killed = text_data(rows, length=16, in_files=True).folder
     assert {folder.name for folder in folders(cache)} == {killed.name, "leftover"}
-
-
-def test_a_cache_that_cannot_be_written_is_reported(rows, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("a file stands here")
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "file"))
-    assert text_data(rows, length=16, in_files=True).folder is None
-    assert "held in memory, by each process" in capsys.readouterr().err
 
 
 def resident():

@@ -192,9 +192,3 @@ def test_files_that_are_not_rows_of_ids(tmp_path):
         ValueError, match=r'weights, labels and attention_mask are of rows of ids; .* ids = "input_ids"'
     ):
         text_data("stdlib", length=1, weights="loss_mask")
-
-
-def test_one_array_is_one_row(tmp_path):
-    np.savez(tmp_path / "a.npz", tokens=np.arange(100, dtype=np.uint16))
-    data = text_data(tmp_path / "a.npz", length=8, ids="tokens", heldout_fraction=0.2)
-    assert data.train.tokens.tolist() == [*range(80)] and not data.whole

@@ -3,14 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from tiny_experiment import points_text, write_points
 
-from jdp.cli.main import main
-from jdp.core.tracing.collectives import Gathered
 from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.timing.timeline import Timeline
-from jdp.foresight.traffic.gathering import Gathering
 from jdp.foresight.traffic.theory import Theory
 from jdp.foresight.verify import Report
 
@@ -83,11 +79,6 @@ def test_of_equally_fast_ones_the_one_that_holds_least():
     assert choice.strategy == "zero1", "one that keeps its contract comes first"
 
 
-def test_a_device_that_needs_a_setting_is_told_it():
-    assert "zero1 needs much." in words(estimate("zero1", gib=65))[1]
-    assert "needs much" not in words(estimate("zero1", gib=50))[1]
-
-
 def test_where_nothing_fits_it_says_what_needs_least():
     choice, why = words(estimate("ddp", gib=96), estimate("zero3", gib=80))
     assert choice is None and "none fits. zero3 needs least, 80 GiB." in why
@@ -103,17 +94,6 @@ def test_what_is_not_known_is_not_compared():
     assert "how long a step takes is not known for this target" in why
 
 
-def test_a_zero3_that_holds_its_weights_whole_is_reported_whatever_is_chosen():
-    plain, whole = estimate("zero1", gib=60), estimate("zero3", gib=60, step=0.13)
-    assert "like zero2" not in words(plain, whole)[1]
-    held = Gathering((Gathered("head", True, 8, 16),), 1, {"head": 8})
-    whole = replace(whole, report=replace(whole.report, gathering=held))
-    choice, why = words(plain, whole)
-    assert choice.strategy == "zero1"
-    assert why.count("This zero3 holds its weights like zero2: 16 B of 16 B") == 1
-    assert "run the layers through jdp.scan_layers" in whole.to_json()["like_zero2"]
-
-
 def test_the_definitions():
     one = estimate("zero1", gib=60)
     line = replace(one.timeline, compute_seconds=0.09, communication_seconds=0.02, exposed_seconds=0.01)
@@ -122,12 +102,3 @@ def test_the_definitions():
     assert one.tokens_per_second == pytest.approx(81920)
     assert one.efficiency == pytest.approx(0.9)
     assert one.exposed_fraction == pytest.approx(0.5)
-
-
-def test_a_contract_that_breaks_on_cpus_alone_is_explained(tmp_path, capsys):
-    """XLA:CPU widens bf16: the plan says what `jdp verify` says beside a breach."""
-    file = write_points(tmp_path, points_text("[train]\nsteps = 2\nbatch_size = 16\n", hidden=512))
-    command = ["plan", str(file), "--target", "cpu:8", "--strategy", "zero1", "--precision", "bf16", "--no-cache"]
-    assert main(command) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "BREAKS" in out and "Note: this is XLA:CPU's program" in out and "with the target h100:1x8" in out

@@ -142,10 +142,3 @@ def test_fits_as_jax_allocates():
     assert not headroom.fits and headroom.fraction is None
     assert "does not fit" in headroom.words
     assert headroom.available == 80 * gib - RESERVED_BYTES
-
-
-def test_text():
-    text = str(held(GPT, "zero3", 4))
-    for words in CLASSES.values():
-        assert words in text
-    assert "total per device" in text

@@ -7,8 +7,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.core.sharding.axes import batch_unit
-from jdp.foresight.targets.relocate import abstract_on, round_up_rows
+from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import target
 
 
@@ -26,26 +25,6 @@ def made(strategy="zero1", *, devices=None, rows=16, abstract=True, mesh=None, *
     state_of = jdp.abstract_state if abstract else jdp.init_state
     state = state_of(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
     return jdp.make_train_step(loss_fn, plan, **settings), state, {"x": np.ones((rows, 64), np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("rows", "shards", "accumulate", "expected"),
-    [(16, 8, 2, 16), (9, 8, 1, 16), (17, 8, 2, 32), (8, 8, 2, 16), (1, 1, 1, 1), (0, 8, 1, 0)],
-)
-def test_rows_are_rounded_up_to_what_divides(rows, shards, accumulate, expected):
-    found, notes = round_up_rows(rows, batch_unit({"data": shards}, accumulate))
-    assert found == expected
-    assert len(notes) == (found != rows)
-
-
-def test_what_was_rounded_is_in_the_note():
-    (note,) = round_up_rows(9, batch_unit({"data": 4}, 3))[1]
-    assert note == "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9: 12 are taken"
-
-
-def test_more_rows_than_a_batch_can_have():
-    with pytest.raises(ValueError, match=r"= 7200000000; given 16: .* fewer than 2\^31 rows: lower accumulate"):
-        round_up_rows(16, batch_unit({"data": 8}, 900_000_000))
 
 
 def test_a_step_moves_to_a_targets_devices():
@@ -88,9 +67,3 @@ def test_without_a_target_everything_keeps_its_placement():
     assert moved.step is step
     assert jax.tree.map(lambda x: x.sharding, moved.state.params) == jax.tree.map(lambda x: x.sharding, state.params)
     assert (moved.batch["x"].shape, moved.notes) == ((16, 64), ())
-
-
-def test_dtypes_are_those_that_jit_would_see():
-    step, state, _ = made()
-    moved = abstract_on(step, state, {"x": np.ones((16, 64)), "y": np.ones(16, np.int64)}, "h100:1x8")
-    assert (moved.batch["x"].dtype, moved.batch["y"].dtype) == (jnp.float32, jnp.int32)

@@ -15,7 +15,7 @@ import jdp.models.gpt as gpt
 import jdp.models.transformer as transformer
 from jdp.core.tracing.jaxprs import every_eqn
 from jdp.models import GPT, MLP, GPTConfig, MLPConfig, build, generate, next_token_loss
-from jdp.models.modules import Linear, dropout, mapped
+from jdp.models.modules import dropout
 
 LLAMA = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
 GPT2 = dataclasses.replace(
@@ -220,23 +220,6 @@ def test_dots_except_mlp_computes_the_products_of_the_mlp_again_and_no_other(con
     assert products("dots_except_mlp") - products("dots") == again
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_the_layer_loop_receives_the_modules_own_parameters(monkeypatch, scan):
-    """A sharding plan knows a parameter by identity: a cast or a reshape on the way would hide it."""
-    model, seen = make(LLAMA, scan=scan, remat="dots"), {}
-
-    def loop(block, stacked, x, *, remat=None, scan=None):
-        seen.update(stacked=stacked, remat=remat)
-        return x
-
-    monkeypatch.setattr(transformer, "looped", loop)
-    model(TOKENS)
-    assert seen["remat"] == "dots"
-    received, own = jax.tree.leaves(seen["stacked"]), jax.tree.leaves(model.layers)
-    assert [id(leaf) for leaf in received] == [id(leaf) for leaf in own]
-    assert type(seen["stacked"]) is (tuple if scan else list)
-
-
 @jit
 def half(model):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
@@ -282,34 +265,6 @@ def test_dropout_zeroes_the_rate_and_keeps_the_mean():
     assert np.any(dropped[0] != dropped[1]) and np.any(dropped != other)
 
 
-class Doubled(Linear):
-    """A linear map of a user's own."""
-
-    def __call__(self, x):
-        return 2 * super().__call__(x)
-
-
-class Swapped(nnx.Module):
-    """What a user puts in a linear map's place: it has a kernel, and is no `Linear`."""
-
-    def __init__(self, inner):
-        self.inner, self.kernel, self.lora = inner, inner.kernel, None
-
-    def __call__(self, x):
-        return -self.inner(x)
-
-
-def test_maps_of_one_input_are_one_product_unless_one_was_replaced():
-    x = jax.random.normal(KEY, (2, 64, 16))
-    one, two = (Linear(16, n, std=1.0, bias=True, rngs=nnx.Rngs(n)) for n in (8, 12))
-    doubled = Doubled(16, 12, std=1.0, bias=True, rngs=nnx.Rngs(12))
-    for maps, products in (((one, two), 1), ((one, doubled), 2), ((one, Swapped(two)), 2)):
-        program = jax.make_jaxpr(lambda x, maps=maps: mapped(x, *maps))(x)
-        assert sum(eqn.primitive.name == "dot_general" for eqn in every_eqn(program.jaxpr)) == products
-        for made, each in zip(mapped(x, *maps), maps, strict=True):
-            np.testing.assert_allclose(made, each(x), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", [GPT, MLP])
 def test_dropout_follows_its_key_and_is_off_without(kind):
     config, x = (LLAMA, TOKENS) if kind is GPT else (MLPConfig(8, (32,), 4), jnp.ones((2, 8)))
@@ -320,17 +275,6 @@ def test_dropout_follows_its_key_and_is_off_without(kind):
     assert jnp.any(first != other) and jnp.any(first != plain)
     np.testing.assert_array_equal(forward(model, x), plain)
     np.testing.assert_array_equal(forward(sure, x, KEY), plain)
-
-
-@pytest.mark.parametrize("scan", [True, False])
-def test_masks_are_drawn_row_by_row_from_folded_keys(monkeypatch, scan):
-    """A key may stand for some rows of a global batch: then draws have the rows first, and keys only fold."""
-    model, shapes = make(LLAMA, dropout=0.5, scan=scan), []
-    draw = jax.random.bernoulli
-    monkeypatch.setattr(jax.random, "bernoulli", lambda key, p, shape: (shapes.append(shape), draw(key, p, shape))[1])
-    monkeypatch.setattr(jax.random, "split", None)
-    program = str(jax.make_jaxpr(lambda rng: model(TOKENS, rng=rng))(KEY))
-    assert set(shapes) == {(2, 8, 16)} and "random_fold_in" in program and "random_split" not in program
 
 
 def next_logits(model, tokens):

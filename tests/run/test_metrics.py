@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp.run.outputs import terminal as progress
 from jdp.run.outputs.metrics import Metrics, numbers, read
 from jdp.run.outputs.terminal import Display
 
@@ -114,40 +113,11 @@ def test_an_evaluation_that_is_made_up_again_has_one_row(tmp_path):
     assert scalars(tmp_path, "lr").keys() == {1, 2, 3}
 
 
-@pytest.mark.parametrize("middle", [4, 10], ids=["twice after the same step", "ahead and then back"])
-def test_several_visits_within_a_second_keep_what_is_older(tmp_path, middle):
-    write(tmp_path, range(1, 12))
-    write(tmp_path, range(middle + 1, middle + 3), resumed_step=middle, loss=100.0)
-    write(tmp_path, range(5, 9), resumed_step=4, loss=200.0)
-    assert scalars(tmp_path) == {step: step + (1.0 if step <= 4 else 200.0) for step in range(1, 9)}
-
-
 def test_a_fresh_run_in_an_old_folder_starts_over(tmp_path):
     write(tmp_path, range(1, 8))
     write(tmp_path, range(1, 3), loss=5.0)
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
     assert scalars(tmp_path) == {1: 6.0, 2: 7.0}
-
-
-def test_a_row_half_written_is_dropped(tmp_path):
-    write(tmp_path, range(1, 4))
-    with (tmp_path / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 4, "lo')
-    (file,) = tmp_path.glob("events.*")
-    file.write_bytes(file.read_bytes()[:-5])
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    write(tmp_path, range(4, 6), resumed_step=3)
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-    assert scalars(tmp_path) == {1: 2.0, 2: 3.0, 4: 5.0, 5: 6.0}
-
-
-def test_another_line_that_is_no_row_is_named(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    write(tmp_path, range(1, 4))
-    lines = file.read_bytes().split(b"\n")
-    file.write_bytes(b"\n".join([lines[0], b"\xff\0garbage", *lines[2:]]))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl must have .*; line 2 is none: remove that line"):
-        write(tmp_path, range(4, 5), resumed_step=3)
 
 
 @pytest.mark.parametrize("end", [b'{"step": 4, "lo', b'{"step": 4', b"\0\0\0"])
@@ -210,8 +180,3 @@ def test_progress_is_process_0s(capsys, monkeypatch):
         display.say("x")
     shown = capsys.readouterr()
     assert not shown.out and not shown.err
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3700, "1:01:40")])
-def test_durations(seconds, text):
-    assert progress.clock(seconds) == text

@@ -6,7 +6,6 @@ import struct
 import sys
 import time
 
-import jax
 import pytest
 from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
@@ -167,14 +166,6 @@ def test_a_missing_package_is_said_with_the_one_command(monkeypatch):
     with pytest.raises(ValueError, match=r"train\.wandb needs the package wandb.*pip install 'jdp\[wandb\]'"):
         trackers.check_installed("somewhere")
     trackers.check_installed(None)
-
-
-def test_only_process_0_tracks(folder, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    trackers.check_installed("project")
-    assert trackers.start(folder, CONFIG, wandb="project") == []
-    assert not list(folder.iterdir())
 
 
 TABLES = tables(

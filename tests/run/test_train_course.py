@@ -18,7 +18,6 @@ from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 from jdp.base import notices
 from jdp.checkpoint import Checkpoints
-from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.diagnosis import diagnose
@@ -357,23 +356,6 @@ def test_the_lock_dies_with_its_process(file, capsys):
     assert train(file, "--train.steps", "1")[0] == 0
 
 
-def test_the_lock_ends_with_its_run_where_a_child_still_has_the_file_open(tmp_path, monkeypatch):
-    opened = os.open
-
-    def shared(*how):
-        handle = opened(*how)
-        children.append(os.dup(handle))
-        return handle
-
-    children = []
-    monkeypatch.setattr("jdp.run.folder.os.open", shared)
-    for _ in range(2):
-        with locked(tmp_path) as alone:
-            assert alone
-    for handle in children:
-        os.close(handle)
-
-
 def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("jdp.run.loop._steps", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -401,13 +383,6 @@ def test_what_can_be_no_folder_is_refused_before_anything_is_made(file, capsys, 
     before = sorted(file.parent.iterdir())
     error = refused(capsys, "train", file, "--run-dir", "some/runs", *arguments)
     assert said in error and sorted(file.parent.iterdir()) == before
-
-
-def test_a_home_is_filled_in(file, monkeypatch):
-    monkeypatch.setenv("HOME", str(file.parent))
-    monkeypatch.chdir("/")
-    assert main(["train", "~/points.toml", "--run-dir", "~/deep/runs", "--train.steps", "1"]) == 0
-    assert saved_steps(file.parent / "deep" / "runs" / "points") == [1]
 
 
 def test_what_a_damaged_record_lacks_is_said(file, capsys):
