@@ -1,10 +1,13 @@
-"""The metrics of evaluations: `train.eval_metrics`, and all names by which [train] may go."""
+"""The metrics of evaluations: `train.eval_metrics`, and all names by which [train] may go.
+
+`experiment` is an `Experiment`, whose module imports this one.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
@@ -12,9 +15,6 @@ from jdp.base.toml import cut
 from jdp.base.words import nearest
 from jdp.experiment.schema.data import ARRAYS, words_of
 from jdp.models.configs.gpt import GPTConfig
-
-if TYPE_CHECKING:
-    from jdp.experiment.schema.experiment import Experiment
 
 PERPLEXITY, BITS_PER_BYTE, ACCURACY = "perplexity", "bits_per_byte", "accuracy"
 _TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")
@@ -44,7 +44,7 @@ def tops(metrics: Sequence[str]) -> dict[str, int]:
     return accuracy | {name: int(match[1]) for name, match in matches.items() if match}
 
 
-def eval_metrics(experiment: Experiment) -> tuple[str, ...]:
+def eval_metrics(experiment: Any) -> tuple[str, ...]:
     """Return the names of an evaluation's metrics: "eval_…" of the held-out data, "eval_NAME_…" of the held-out side of
     [data.mixture.NAME] and of [eval.NAME]."""
     usual, own = ("bits_per_token",) if experiment.in_bits else (ACCURACY,), experiment.loss.measured
@@ -53,7 +53,7 @@ def eval_metrics(experiment: Experiment) -> tuple[str, ...]:
     return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
 
 
-def metric_problems(experiment: Experiment) -> Iterator[str]:
+def metric_problems(experiment: Any) -> Iterator[str]:
     """Yield what is wrong with the metrics of [train]."""
     yield from _eval_metrics_problems(experiment)
     train, known = experiment.train, eval_metrics(experiment)
@@ -67,7 +67,7 @@ def metric_problems(experiment: Experiment) -> Iterator[str]:
         )
 
 
-def _eval_metrics_problems(experiment: Experiment) -> Iterator[str]:
+def _eval_metrics_problems(experiment: Any) -> Iterator[str]:
     metrics, kind, config = experiment.train.eval_metrics, experiment.kind, experiment.model.config
     if not metrics:
         return
@@ -91,11 +91,11 @@ def _eval_metrics_problems(experiment: Experiment) -> Iterator[str]:
         yield f'train.eval_metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
 
 
-def _named_sets(experiment: Experiment) -> tuple[str, ...]:
+def _named_sets(experiment: Any) -> tuple[str, ...]:
     return (*experiment.data.mixture, *experiment.eval)
 
 
-def _all_text(experiment: Experiment) -> bool:
+def _all_text(experiment: Any) -> bool:
     """Return True if the tokens of all data sets are those of the tokenizer, so that their text is known."""
     words = [word for table in experiment.eval.values() for word in words_of(table.source)]
     has_arrays = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
