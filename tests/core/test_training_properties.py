@@ -69,14 +69,14 @@ KEPT = (
     (Case(model="nnx", state="masked_norm", weights="uneven", rows=16), Setting("zero3", "manual", 2)),
     (Case(model="nnx", state="counted"), Setting("zero1", None, 2, "data=4")),
     # Infinite gradients, with padding behind them.
-    (Case(rows=20, weights="uneven", bad="empty", term="grouped_pairs"), Setting("zero1", "manual", 1, "data=5")),
+    (Case(rows=20, weights="uneven", bad="empty"), Setting("zero1", "manual", 1, "data=5")),
     # Terms that are no sums over examples.
     (Case(term="bare_decay"), Setting("ddp", "auto", 1)),
     (Case(term="pairs", tied=True, walk="numbered"), Setting("zero2", None, 1)),
     (Case(term="negatives", tied=True), Setting("zero2", None, 1)),  # of four rows, few apart from one another
     # Noise: two rows a device, numbers of rows, rows last, one row a device, as many layers as rows.
     (Case(noise="keys", optimizer="momentum"), Setting("ddp", "manual", 2)),
-    (Case(noise="mask", term="grouped_pairs", metrics="own", rows=16), Setting("zero2", "manual", 2)),
+    (Case(noise="mask", metrics="own", rows=16), Setting("zero2", "manual", 2)),
     (Case(noise="gamma", weights="half"), Setting("zero2", "manual", 1, "data=4")),
     (
         Case(noise="numbered", layers=2, inputs="tokens", stacked=True, optimizer="adamw"),
