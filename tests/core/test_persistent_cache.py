@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_made_is_said_and_breaks_nothing(
     (tmp_path / "file").touch()
     assert jdp.keep_programs(tmp_path / "file" / "programs") is None
     assert not found() and not found()
-    assert capsys.readouterr().err.count("compiled programs are not kept for the next run: ") == 1
+    assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
 def test_without_a_home_folder_programs_are_compiled_each_time(
@@ -119,7 +119,7 @@ def test_several_processes_keep_programs_in_one_folder_or_not_at_all(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"folder": 3}, "text or a pathlib.Path, given '3'"),
+        ({"folder": 3}, "text or a pathlib.Path, given 3"),
         ({"limit_bytes": 0}, "at least 1; given 0"),
         ({"limit_bytes": "1G"}, "at least 1; given '1G'"),
     ],

@@ -110,8 +110,8 @@ def test_strangers_and_whatever_else_listens_are_passed_over(address):
     """As a coordinator of an attempt that has not ended: it closes the connection, or answers something else."""
     host, port = roll_call.split_address(address)
     with socket.create_server((host, port)) as other:
-        second = Caller(address, 1, 2)
-        first = Caller(address, 0, 2)
+        second = Caller(address, 1, 3)
+        first = Caller(address, 0, 3)
         for answer in (b"", b"PRI * HTTP/2.0"):
             connection, _ = other.accept()
             connection.sendall(answer)
@@ -120,7 +120,7 @@ def test_strangers_and_whatever_else_listens_are_passed_over(address):
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]", b'{"unit": "process"}'):
             with contextlib.suppress(OSError):
                 strangers.enter_context(connected(address)).sendall(said)
-        assert ends(first, second) == [None, None]
+        assert ends(first, second, Caller(address, 2, 3)) == [None] * 3
 
 
 def test_a_taken_port_is_waited_for_and_named(address, noticed):
