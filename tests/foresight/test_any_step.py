@@ -285,10 +285,11 @@ def test_bad_calls(name):
 def test_a_step_of_jdps_takes_its_own_arguments():
     plan = jdp.Plan(mesh_of(), "zero1")
     step = jdp.make_train_step(lambda params, batch, rng: jdp.Loss(jnp.sum(params["w"]), jnp.float32(1)), plan)
-    assert operands("verify", ("s", "b", "cpu:4"), None, {}) == ("s", "b", "cpu:4")
-    assert operands("verify", ("s",), "cpu:4", {"batch": "b"}) == ("s", "b", "cpu:4")
+    state = jdp.abstract_state(lambda rng: {"w": jnp.zeros(4)}, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    assert operands("verify", (state, "b", "cpu:4"), None, {}) == (state, "b", "cpu:4")
+    assert operands("verify", (state,), "cpu:4", {"batch": "b"}) == (state, "b", "cpu:4")
     with pytest.raises(ValueError, match="given 3 arguments"):
-        operands("verify", ("s", "b", "cpu:4"), "cpu:8", {})
+        operands("verify", (state, "b", "cpu:4"), "cpu:8", {})
     for call in (jdp.verify, jdp.foresee):
         with pytest.raises(
             ValueError, match=r"given 1 arguments, against=. Call jdp\.\w+\(step, state, batch, target\)"
