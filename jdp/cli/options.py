@@ -71,7 +71,8 @@ def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[
             raise UsageError(f"there is no option {flag}{hint}")
         value = value if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
-            raise UsageError(f"{flag} needs a value: {flag} VALUE, or {flag}=VALUE")
+            what = f"{flag} needs a value" if "." in key else f"{flag} is no option here, or needs a value as a key"
+            raise UsageError(f"{what}: {flag} VALUE, or {flag}=VALUE")
         if key in overrides:
             raise UsageError(f"{flag} is given twice: {overrides[key]} and {value}; remove one")
         overrides[key] = value

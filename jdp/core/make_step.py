@@ -62,8 +62,8 @@ def make_train_step(
         sync_batch_norm: True: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as
             under "auto". False: each device over its own rows, and the running averages are averaged; it saves
             collectives when a device's rows are enough. In both cases the statistics are those of one microbatch.
-        wire: how gradients are encoded while they are sent, for slow links between devices: None (as `precision` says),
-            "bf16" (2 bytes an element) or "int8" (1, and a scale for each block of 256). They are added up in float32.
+        wire: how gradients are encoded while they are sent, for slow links. None: as `precision` says. "bf16": 2 bytes
+            an element. "int8": 1, and a scale for each block of 256. They are added up in float32.
             Rounding is drawn from the step's key, so it is right on average. Requires partitioning="manual".
         buckets: the bytes up to which XLA's compiler for GPUs joins collectives of one kind into one, in place of the
             limits that `compiler` sets. Give it, such as 25 * 2**20, for models of many small parameters, whose

@@ -79,8 +79,8 @@ class Plan:
             device for its update (`jdp.core.update.whole_matrices`). Every device computes its share of the matrices,
             which are sent there and back. Give False, and each device computes all of them, if matrices are so small
             that the two exchanges take longer.
-        offload: "optimizer" keeps the optimizer state in the hosts' pinned memory except during the update, which has
-            all of it on the devices; leaves of fewer than `min_shard_size` elements stay there. Take it when the
+        offload: "optimizer" keeps the optimizer state in the hosts' pinned memory except during the update. Leaves of
+            fewer than `min_shard_size` elements stay on the devices. Take it when the
             activations do not fit beside it under zero3 either. None: everything is on the devices.
 
     Raises:

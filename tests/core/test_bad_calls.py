@@ -73,7 +73,7 @@ CALLS = {
     "init is a module": (lambda: state(linear(KEY)), INIT_IS + r"a Linear\. Write lambda rng: Model"),
     "init is a tree": (lambda: state(params(KEY)), INIT_IS + "a dict.*lambda rng: params for weights that exist"),
     "init is of linen": (lambda: state(linen.Dense(2)), INIT_IS + "a Dense. Write lambda rng"),
-    "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"Linear\(self, in_features"),
+    "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"the class Linear\. Write lambda rng: Linear\("),
     "init of nothing": (lambda: jdp.init(lambda: 0, plan(), rng=KEY), INIT_IS + r"<lambda>\(\)\. Write a function of"),
     "init of an optimizer's state": (lambda: jdp.init(TX.init(0), plan(), of={}), "given a tuple.*tx.init, plan, of="),
     "init and tx exchanged": (lambda: state(TX, params), f"{INIT_IS}a Grad.*in this order: {INIT_STATE}"),

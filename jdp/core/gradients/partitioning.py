@@ -35,6 +35,7 @@ from jdp.core.tracing.axis_sizes import noting_axis_sizes
 from jdp.core.types import Batch
 
 REQUESTED = "asked for"
+EVALUATION = "an evaluation step has no gradients to reduce"
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,7 @@ class PartitioningRequest:
 
     def announce(self, choice: Choice, state: AnyState, noun: str) -> None:
         """Report the choice for `noun` and its reason, unless the user requested it and it has no drawback."""
-        if self.plan.batch_shards == 1:
+        if self.plan.batch_shards == 1 or choice.why == EVALUATION:
             return
         if self.settings.requested is None or choice.why != REQUESTED:
             local = "; the loss is a sum over examples, and sees each device's rows alone"
@@ -309,7 +310,7 @@ class PartitioningRequest:
         if self.plan.batch_shards == 1:
             return Choice("auto", "one shard of the batch: nothing to communicate")
         if not self.settings.train:
-            return Choice("auto", "an evaluation step has no gradients to reduce")
+            return Choice("auto", EVALUATION)
         breach = self._breach(None)
         if breach is None and trace is not None:
             breach = self._breach(trace.reused(self.spec.trained))

@@ -121,7 +121,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     check_tree(tree, of)
     opened, rebuild = flax_nnx.opened(tree)
     opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
-    return rebuild(_put(opened, plan, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
+    return rebuild(_put(opened, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
 
 
 def _placed_state(state: TrainState, plan: Plan) -> TrainState:
@@ -130,7 +130,7 @@ def _placed_state(state: TrainState, plan: Plan) -> TrainState:
     laid = flattened(plan, state)
     shardings, flat = plan.shardings(laid), dict(laid.static.flat)
     if not flat or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
-        return _put(at_rest(state, laid.static), plan, shardings)
+        return _put(at_rest(state, laid.static), shardings)
 
     lies, treedef = jax.tree.flatten(shardings)
     paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(laid)]
@@ -147,7 +147,7 @@ def _placed_state(state: TrainState, plan: Plan) -> TrainState:
     return treedef.unflatten([next(new) if path in flat else x for path, x in zip(paths, arrays, strict=True)])
 
 
-def _put(tree: PyTree, plan: Plan, shardings: PyTree) -> PyTree:
+def _put(tree: PyTree, shardings: PyTree) -> PyTree:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         return jax.lax.with_sharding_constraint(tree, shardings)
     return jax.device_put(tree, shardings)
@@ -178,13 +178,15 @@ def check_init(init: Any, *, of: bool = False) -> None:
         elif is_optimizer(init):
             fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
         raise ValueError(f"{rule}; given {described(init)}. {fix}.")
-    is_class = isinstance(init, type)  # those of flax are made by a function of any arguments
+    if isinstance(init, type):
+        name = init.__name__
+        raise ValueError(f"{rule}; given the class {name}. Write lambda rng: {name}(rngs=nnx.Rngs(rng)).")
     try:
-        signature = inspect.signature(init.__init__ if is_class else init)
+        signature = inspect.signature(init)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return
     try:
-        signature.bind(*(None,) * (2 if is_class else 1))
+        signature.bind(None)
     except TypeError as error:
         given = getattr(init, "__name__", type(init).__name__) + cut(str(signature))
         raise ValueError(f"{rule}; given {given}. Write a function of one argument.") from error

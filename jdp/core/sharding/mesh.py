@@ -105,6 +105,7 @@ def check_mesh(mesh: Mesh) -> None:
         return
     sizes, names = tuple(mesh.shape.values()), tuple(map(str, mesh.axis_names))
     types = ", ".join(f"{name}: {kind}" for name, kind in zip(names, mesh.axis_types, strict=True))
+    names = names if DATA in names else (DATA, *names[1:])
     raise ValueError(
         f"A plan needs a mesh with a `data` axis, and with axes of type Auto; given {types}. Write jdp.make_mesh, or "
         f"jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(names)}), where the batch's axes are "

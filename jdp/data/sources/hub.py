@@ -322,7 +322,10 @@ def _fix(key: str, columns: Sequence[str]) -> str:
 
 def _report_unread(name: str, columns: Iterable[str], read: Mapping[str, str]) -> None:
     found = {column: key for key, names in _LOOKS.items() for column in columns if column in names}
-    left = {column: key for column, key in found.items() if column not in read.values()}
+    taken = {*read, *(("weights", "labels") if {"weights", "labels"} & {*read} else ())}  # these two exclude each other
+    left = {column: key for column, key in found.items() if key not in taken}
+    if "weights" in left.values():
+        left = {column: key for column, key in left.items() if key != "labels"}
     if left and ("ids" in read or "ids" in left.values()):
         lines = ", ".join(f'{key} = "{column}"' for column, key in left.items())
         notice(f"{name}: {', '.join(left)} {'is' if len(left) == 1 else 'are'} not read; if meant, write {lines}")
