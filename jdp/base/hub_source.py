@@ -59,6 +59,17 @@ class HubSource:
             return False
         return self.builder is not None or self.path.startswith((".", "~", "/"))
 
+    @property
+    def no_builder(self) -> str | None:
+        """What is wrong with a source such as "hf:jsonl:rows.jsonl", whose first word is no builder; None: nothing."""
+        word, colon, rest = self.path.partition(":")
+        file = rest if colon else self.split or ""
+        if self.builder is not None or "://" in self.path or word[:1] in ("", ".", "~", "/"):
+            return None
+        if not colon and builder_of(file) is None:
+            return None
+        return f'must name one of the builders {", ".join(BUILDERS)}, as in "{HF}{builder_of(file) or "json"}:{file}"'
+
     def at(self, change: Callable[[str], str]) -> str:
         """Return the source with another path."""
         builder = "" if self.builder is None else f"{self.builder}:"

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,11 @@ def _check_plugin(name: Any, *, where: str, allowed: Any) -> None:
         raise ExperimentError(
             f"{where}: a plug-in is code, which an experiment file alone does not run; given plugin = {brief(name)} in "
             f"it without --plugin: add --plugin {cut(name)} if you trust it, or remove the key"
+        )
+    if find_spec(name.partition(".")[0]) is None:
+        raise ExperimentError(
+            f"{where}: --plugin names a package that Python finds; given {brief(name)}: install it (pip install -e "
+            "FOLDER), or name the folder that holds it in PYTHONPATH"
         )
 
 

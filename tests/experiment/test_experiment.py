@@ -410,3 +410,9 @@ def test_describe_lists_every_key_with_type_default_and_description():
     assert keys["train.steps"].default == "required" and keys["train.steps"].type == "int >= 1"
     assert keys["strategy"].type == "ddp|zero1|zero2|zero3" and keys["strategy"].default == '"ddp"'
     assert keys["optimizer.clip_norm"].type == "float > 0|none"
+
+
+@pytest.mark.parametrize("source", ["hf:jsonl:rows.jsonl", "hf:foo:some/rows.jsonl"])
+def test_a_word_that_is_no_builder_is_refused_at_once(source):
+    with pytest.raises(ExperimentError, match=r'one of the builders json, .*, as in "hf:json:(some/)?rows.jsonl"'):
+        load("quickstart", {"data.source": source})

@@ -286,3 +286,8 @@ def test_a_package_that_starts_jax_is_refused(tmp_path):
     result = python("-m", "jdp", "train", str(file), "--plugin=mine", cwd=tmp_path, PYTHONPATH=path)
     assert result.returncode == 2
     assert "mine starts JAX when it is imported, before processes and devices are chosen" in result.stderr
+
+
+def test_a_plug_in_that_python_does_not_find_is_refused_also_without_a_make(tmp_path):
+    with pytest.raises(ExperimentError, match=r"--plugin names a package that Python finds; given \"nosuchpkg\""):
+        load("quickstart", {"plugin": "nosuchpkg"})

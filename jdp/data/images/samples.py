@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.hub_source import HF
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, split_samples
 from jdp.data.images.decode import MODES, Frame, Part, Pictures
@@ -205,6 +206,7 @@ def image_data(
     """
     columns = Columns(image, label)
     pictures, own_channels = open_pictures(source, columns)
+    columns = columns if str(heldout).startswith(HF) else Columns()
     other = None if heldout is None else open_pictures(heldout, columns, pictures.labels.classes)[0]
     channels = channels if channels is not None else own_channels
     if channels not in MODES:

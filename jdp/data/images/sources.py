@@ -81,6 +81,9 @@ class Columns:
 
 def open_pictures(source: PathLike, columns: Columns, classes: Classes = None) -> tuple[Pictures, int]:
     """Return the pictures of a source, and the channels that they have; `classes` number the labels."""
+    if columns != Columns() and not str(source).startswith(HF):
+        given = ", ".join(filter(None, (columns.image, columns.label)))
+        raise ValueError(f"columns are of tables, which `datasets` reads; given {given} for {source}: leave them out")
     if source == DIGITS:
         return digits(), 1
     if str(source).startswith(HF):

@@ -87,6 +87,8 @@ def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
     for word in (source,) if isinstance(source, str) else source or ():
         hub = HubSource.of(word)
+        if hub is not None and (why := hub.no_builder):
+            raise ValueError(why)
         if hub is None or hub.is_path:
             user_path(word if hub is None else hub.path)
     return source
