@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +312,8 @@ def _check_plugin(name: Any, *, where: str, allowed: Any) -> None:
             f"{where}: a plug-in is code, which an experiment file alone does not run; given plugin = {brief(name)} in "
             f"it without --plugin: add --plugin {cut(name)} if you trust it, or remove the key"
         )
-    if find_spec(name.partition(".")[0]) is None:
+    top = name.partition(".")[0]
+    if top.isidentifier() and not iskeyword(top) and find_spec(top) is None:  # else the schema reports it
         raise ExperimentError(
             f"{where}: --plugin names a package that Python finds; given {brief(name)}: install it (pip install -e "
             "FOLDER), or name the folder that holds it in PYTHONPATH"
