@@ -10,7 +10,8 @@ the reader's setting, light or dark.
 The second writes FOLDER/train and FOLDER/val, each with a folder for each of four classes of JPEG files: stripes that
 lie or stand, a chessboard, noise; of random colours, sizes and periods. Train as ImageNet:
 
-    jdp train experiments/imagenet_vit.toml --data.source FOLDER --model.classes 4
+    jdp train experiments/imagenet_vit.toml --data.source hf:imagefolder:FOLDER:train \\
+        --data.heldout hf:imagefolder:FOLDER:validation --model.classes 4
 """
 
 import argparse
@@ -29,9 +30,7 @@ EXPERIMENT, TARGET = "experiments/llama_8b_zero3.toml", "h100:8x8"
 CLASSES = {
     "parameters": "parameters",
     "optimizer": "optimizer state",
-    "gradients": "gradients",
-    "working": "working copy",
-    "activations": "activations",
+    "temporaries": "gradients, working copy, activations",
 }
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -44,7 +43,7 @@ def planned() -> list[dict[str, Any]]:
     """Run `jdp plan`: a candidate for each strategy."""
     command = [sys.executable, "-m", "jdp", "plan", EXPERIMENT, "--target", TARGET, "--json"]
     printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    candidates = {entry["strategy"]: entry for entry in json.loads(printed)["strategies"] if entry["mesh"] is None}
+    candidates = {entry["strategy"]: entry for entry in json.loads(printed)["strategies"]}
     return [candidates[strategy] for strategy in STRATEGIES]
 
 

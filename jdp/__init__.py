@@ -19,8 +19,6 @@ The examples of the reference go on from these lines:
 
 from typing import TYPE_CHECKING, Any
 
-from jdp.base.notebook import draw_with
-
 if TYPE_CHECKING:
     from jdp import checkpoint as checkpoint
     from jdp import data as data
@@ -53,12 +51,10 @@ if TYPE_CHECKING:
     from jdp.core.types import Loss as Loss
     from jdp.core.update.ema import ema_params as ema_params
     from jdp.core.update.ema import with_ema as with_ema
-    from jdp.core.update.local_steps import LocalSteps as LocalSteps
     from jdp.core.update.schedules import scaled_lr as scaled_lr
     from jdp.core.update.schedules import warmup as warmup
     from jdp.core.value_and_grad import ValueAndGrad as ValueAndGrad
     from jdp.core.value_and_grad import value_and_grad as value_and_grad
-    from jdp.core.wire.settings import Wire as Wire
     from jdp.data.feed import Feed as Feed
     from jdp.data.feed import process_rows as process_rows
     from jdp.data.feed import shard_batches as shard_batches
@@ -73,7 +69,6 @@ _HOMES = {
     "Checkpoints": "checkpoint.directory",
     "Deadline": "guard.deadline",
     "Feed": "data.feed",
-    "LocalSteps": "core.update.local_steps",
     "Loss": "core.types",
     "Placement": "core.sharding.placement",
     "Plan": "core.plan",
@@ -81,7 +76,6 @@ _HOMES = {
     "Step": "core.step",
     "TrainState": "core.state",
     "ValueAndGrad": "core.value_and_grad",
-    "Wire": "core.wire.settings",
     "abstract_state": "core.init.train_state",
     "ema_params": "core.update.ema",
     "foresee": "foresight.foresee",
@@ -124,13 +118,6 @@ if not TYPE_CHECKING:  # else each name would be there, misspelt ones too
         value = getattr(importlib.import_module(f"jdp.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-
-    def _draw(given: object) -> str:
-        from jdp.report.notebook import fragment
-
-        return fragment(given)
-
-    draw_with(_draw)
 
 
 def __dir__() -> list[str]:

@@ -11,17 +11,13 @@ A tree of parameters, by default under its own paths, or under names of another 
 >>> import_safetensors(file, params, names={"weight": "linear/kernel"})["linear"]["kernel"].tolist()
 [[1.0, 0.0], [0.0, 1.0]]
 
-A GPT as `transformers` reads it, and its low-rank updates as PEFT reads them:
+A GPT as `transformers` reads it, with its low-rank updates added:
 
 >>> from flax import nnx
 >>> from jdp.models import GPT, GPTConfig
 >>> config = GPTConfig(vocab_size=8, context=4, layers=1, width=4, heads=2, lora_rank=1, lora_targets=("query",))
 >>> shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
 >>> params = jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype)), shapes)
->>> export_peft(folder.name, params, config)
->>> lora_from_peft(folder.name)["lora_targets"]
-('query',)
->>> params = import_peft(folder.name, params, config)
 >>> merged, plain = merge_lora(params, config)
 >>> export_hf(folder.name, merged, plain)
 >>> gpt_config_from_hf(folder.name).heads, hf_names(plain) == llama_names(plain)
@@ -34,8 +30,8 @@ A GPT as `transformers` reads it, and its low-rank updates as PEFT reads them:
 
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, hf_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf
+from jdp.checkpoint.safetensors.lora import merge_lora
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor
-from jdp.checkpoint.safetensors.peft import export_peft, import_peft, lora_from_peft, merge_lora
 from jdp.checkpoint.safetensors.transfer import export_hf, export_safetensors, import_safetensors
 
 __all__ = [
@@ -43,14 +39,11 @@ __all__ = [
     "Part",
     "Tensor",
     "export_hf",
-    "export_peft",
     "export_safetensors",
     "gpt2_names",
     "gpt_config_from_hf",
     "hf_names",
-    "import_peft",
     "import_safetensors",
     "llama_names",
-    "lora_from_peft",
     "merge_lora",
 ]

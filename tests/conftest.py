@@ -30,6 +30,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "JDP_CACHE_DIR" not in os.environ:  # workers share the one that pytest itself makes
     os.environ["JDP_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdp-tests-")
     atexit.register(shutil.rmtree, os.environ["JDP_CACHE_DIR"], ignore_errors=True)
+    os.environ["HF_HOME"] = f"{os.environ['JDP_CACHE_DIR']}/hf"  # what `datasets` keeps
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # in programs of tests too
 
 if not Path("/proc/driver/nvidia").exists():  # where there is a GPU, programs run on it
     assembler.stand_in(Path(os.environ["JDP_CACHE_DIR"], "assembler"))
@@ -76,8 +78,7 @@ def pytest_collection_finish() -> None:
 
 # Hooks with a file each: the markers `fast` and `aot`; the marker `rest`; in CI, a skip for a missing package is an
 # error; files of tests are handed to workers whole; programs are kept for other tests where they run whole commands;
-# processor times; servers of S3 and of Google's storage; fixtures of several files; what a processor can is measured in
-# less time; a tenth of the tests.
+# processor times; servers of S3 and of Google's storage; fixtures of several files; a tenth of the tests.
 pytest_plugins = (
     "checked_pictures",
     "markers",
@@ -88,7 +89,6 @@ pytest_plugins = (
     "processor_times",
     "storage_servers",
     "shared_fixtures",
-    "quick_rates",
     "tenth",
     "guide_folders",
 )

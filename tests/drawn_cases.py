@@ -42,7 +42,7 @@ OPTIONS = {
     "weights": ("ones", "uneven", "half", "counts"),
     "bad": (None, "infinite", "empty"),
     "loss": ("sum", "mean", "learned_weight"),
-    "term": (None, "decay", "grouped_pairs", "bare_decay", "negatives", "pairs"),
+    "term": (None, "decay", "bare_decay", "negatives", "pairs"),
     "metrics": (None, "plain", "own"),
     "optimizer": tuple(OPTIMIZERS),
     "clip_norm": (None, 0.3),
@@ -143,13 +143,10 @@ def possible(case, settings):
         change["bad"] = "empty"
     if case.loss == "mean":
         change["metrics"] = None
-        change["term"] = None if case.term == "grouped_pairs" else case.term  # a sum beside a mean
     if case.term == "pairs" and any(case.rows // setting.accumulate % 2 for setting in settings):
         change["term"] = None
     if case.noise == "last_rows" and case.inputs == "floats":
         change["noise"] = "mask"
-    if case.term == "grouped_pairs" and any(case.rows % (2 * setting.unit) for setting in settings):
-        change["rows"] = 2 * case.rows
     case = dataclasses.replace(case, **change)
     split = any(setting.accumulate > 1 for setting in settings)
     if case.keeps and case.draws and split:  # the masks of a microbatch are the rows of masks that are never drawn

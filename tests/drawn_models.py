@@ -69,11 +69,6 @@ class Case:
         return f"Case({', '.join(f'{name}={value!r}' for name, value, default in fields if value != default)})"
 
     @property
-    def group(self) -> int:
-        """How many neighbouring rows belong together, and are said to."""
-        return 2 if self.term == "grouped_pairs" else 1
-
-    @property
     def keeps(self) -> bool:
         """Whether calls change state, so that the microbatches show in it."""
         changing = ("norm", "masked_norm", "calls", "layer_calls", "seen", "counted")
@@ -342,7 +337,7 @@ def added(case, model, logits, weight):
         case "negatives":
             flat = logits.reshape(logits.shape[0], -1)
             return optax.softmax_cross_entropy_with_integer_labels(flat @ flat.T, jnp.arange(len(flat))).sum()
-        case "pairs" | "grouped_pairs":
+        case "pairs":
             return 0.02 * jnp.square(logits[0::2] - logits[1::2]).sum()
     raise ValueError(case.term)
 

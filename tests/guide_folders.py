@@ -1,8 +1,6 @@
 """Folders that the blocks of a guide start from: `<!-- setup: NAME -->` above a block."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -22,39 +20,6 @@ def llama(tmp_path):
     write_llama(tmp_path / "llama", ["<|end_of_text|>"], TEXTS)
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (tmp_path / "texts.jsonl").write_text(rows, encoding="utf-8")
-    return {}
-
-
-@pytest.fixture
-def chat_llama(tmp_path):
-    """`llama/`, a small Llama with a chat template, and `chats.jsonl`: 120 questions, each with its only answer."""
-    write_chat_llama(tmp_path / "llama")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is one more than {number}?"},
-                {"role": "assistant", "content": f"It is {number + 1}."},
-            ]
-        }
-        for number in range(120)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return {}
-
-
-@pytest.fixture
-def preference_llama(tmp_path):
-    """`llama/`, as `chat_llama` has it, and `pairs.jsonl`: 120 questions, each with a good and a bad answer."""
-    write_chat_llama(tmp_path / "llama")
-    rows = [
-        {
-            "prompt": f"What is one more than {number}?",
-            "chosen": f"It is {number + 1}.",
-            "rejected": f"One says {number + 1}.",
-        }
-        for number in range(120)
-    ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return {}
 
 
@@ -92,6 +57,9 @@ def write_llama(folder, special, texts):
 
 @pytest.fixture
 def first_run(tmp_path):
-    """`runs/first/`, a run that ended: the one that the tests of old runs keep."""
-    shutil.copytree(Path(__file__).parent / "run" / "kept_run" / "points", tmp_path / "runs" / "first")
+    """`runs/first/`, with the metrics of a run."""
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    rows = ({"step": 10, "time": 1.0, "loss": 2.5}, {"step": 10, "time": 1.5, "eval_loss": 2.75})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "runs" / "first" / "metrics.jsonl").write_text(text, encoding="utf-8")
     return {}

@@ -2,7 +2,7 @@
 
 from jdp.base.disk_cache import Cache
 from jdp.foresight.targets.relocate import abstract_on
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.resolve import target_of
 from jdp.foresight.verify import report
 
 

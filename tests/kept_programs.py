@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 import pytest
-from jax._src import compilation_cache
+from jax.experimental.compilation_cache import compilation_cache
 
 from jdp.core.compiling.persistent_cache import SETTINGS, keep_programs
 
@@ -18,8 +18,8 @@ FOLDERS = ("core", "models", "launch", "checkpoint", "guard", "report", "prove",
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    names = ("jax_compilation_cache_dir", *SETTINGS)
-    before, made = {name: getattr(jax.config, name) for name in names}, compilation_cache.get_file_cache
+    names = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", *SETTINGS)
+    before = {name: getattr(jax.config, name) for name in names}
     with pytest.MonkeyPatch.context() as patched:
         if request.path.parent.name in FOLDERS:
             least = "jax_persistent_cache_min_compile_time_secs"
@@ -29,5 +29,4 @@ def kept_programs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     for name, value in before.items():
         jax.config.update(name, value)
-    compilation_cache.get_file_cache = made
     compilation_cache.reset_cache()

@@ -3,7 +3,7 @@
 The rules are those that jdp documents, written once more: the objective of a step is Σtotal / Σweight over its batch;
 `init` gets `fold_in(rng, 0)`, and the key of the batch after `n` others is `fold_in(fold_in(rng, 1), n)`; a step whose
 gradient is not finite changes nothing. Where a model keeps statistics of the batch, microbatch k of K is the rows
-k, k + K, ..., one after the other; or groups of rows likewise.
+k, k + K, ..., one after the other.
 """
 
 from dataclasses import dataclass
@@ -149,12 +149,10 @@ class Loop:
 
     `split`: a sharding of the rows, by which XLA itself spreads the step over devices."""
 
-    def __init__(
-        self, initial, loss, tx, *, clip_norm=None, is_trained=lambda path: True, microbatches=1, group=1, split=None
-    ):
+    def __init__(self, initial, loss, tx, *, clip_norm=None, is_trained=lambda path: True, microbatches=1, split=None):
         self.kind, self.params, self.state = initial
         self.loss, self.tx, self.clip_norm = loss, tx, clip_norm
-        self.microbatches, self.group, self.split = microbatches, group, split
+        self.microbatches, self.split = microbatches, split
         self.trained = [is_trained(path) for path in by_path(self.params)]
         self.step = jax.jit(self._step)
 
@@ -181,7 +179,7 @@ class Loop:
         """((params, opt_state, state) afterwards, metrics, the sums that they are of)."""
         grads, found, now = None, None, state
         for k in range(self.microbatches):
-            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, self.microbatches, self.group)[:, k]
+            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, self.microbatches)[:, k]
             rows = jax.tree.map(lambda x, numbers=numbers: x[numbers.ravel()], batch)
             if self.split is not None:
                 rows = jax.lax.with_sharding_constraint(rows, self.split)
@@ -229,33 +227,6 @@ def steps(loop, batches, seed):
         skipped += int(row["skipped"])
         rows.append({**floats(row), "skipped": skipped})
     return rows, params, opt_state, state
-
-
-def rounds(loop, batches, seed, local, replicas):
-    """Take a round of `local.steps` with each batch, replica after replica, as `steps` does; optimizers are stacked."""
-    params, opt_states, state, rows = loop.params, [loop.start()] * replicas, loop.state, []
-    held = jax.tree.map(jnp.zeros_like, loop.part(params))
-    for number, batch in enumerate(batches):
-        ends, norms, found = [], [], []
-        for replica in range(replicas):
-            key, own, kept = jax.random.fold_in(key_of(seed, number), replica), params, state
-            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(replicas, -1, local.steps, loop.group)
-            for h in range(local.steps):
-                here = numbers[replica, :, h].ravel()
-                part = jax.tree.map(lambda x, here=here: x[here], batch)
-                after, row, sums = loop.step(own, opt_states[replica], kept, part, jax.random.fold_in(key, h))
-                own, opt_states[replica], kept = after
-                norms.append(row["grad_norm"])
-                found.append(sums)
-            ends.append((loop.part(own), kept))
-        mean, state = jax.tree.map(lambda *ends: sum(ends) / replicas, *ends)
-        delta = jax.tree.map(jnp.subtract, loop.part(params), mean)
-        held = jax.tree.map(lambda m, d: local.momentum * m + d, held, delta)
-        change = jax.tree.map(lambda m, d: local.lr * (d + local.momentum * m), held, delta)
-        params = loop.together(params, jax.tree.map(jnp.subtract, loop.part(params), change))
-        sums = jax.tree.map(lambda *parts: sum(parts), *found)
-        rows.append({**floats(means(sums)), "grad_norm": float(sum(norms) / len(norms)), "skipped": 0})
-    return rows, params, jax.tree.map(lambda *leaves: jnp.stack(leaves), *opt_states), state
 
 
 def key_of(seed, number):

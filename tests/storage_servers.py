@@ -2,13 +2,9 @@
 
 import logging
 import zlib
-from collections import Counter
 from collections.abc import Generator
 
 import pytest
-
-SENT: Counter[str] = Counter()
-"""Bytes that the S3 server has sent of objects, by path: "/bucket/folder/name"."""
 
 
 @pytest.fixture(scope="session")
@@ -19,16 +15,6 @@ def s3_server() -> Generator[dict[str, str]]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    http = server._server
-    answer = http.app
-
-    def counted(environ, start_response):
-        for part in answer(environ, start_response):
-            if environ["REQUEST_METHOD"] == "GET" and not environ["QUERY_STRING"]:
-                SENT[environ["PATH_INFO"]] += len(part)
-            yield part
-
-    http.app = counted
     host, port = server.get_host_and_port()
     yield {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",

@@ -40,19 +40,19 @@ def test_a_new_result_takes_the_place_of_the_old_one(every, tmp_path, monkeypatc
         row = {"measures": "seconds", "result": result, "promised": "–", "machine": machine, "date": "2026-01-01"}
         return {"run": words, **row}
 
-    of_before = {**entry("dispatch", "0"), "run": ["dispatch", "--an-option-it-had"]}
+    of_before = {**entry("step_time", "0"), "run": ["dispatch", "--an-option-it-had"]}
     every.RESULTS.write_text(json.dumps([of_before]))
     for name, result, machine in [
-        ("predicted", "2", {}),
-        ("dispatch", "1", {}),
-        ("predicted", "3", {"gpu": "NVIDIA H100"}),
-        ("predicted", "4", {}),
+        ("peers", "2", {}),
+        ("step_time", "1", {}),
+        ("peers", "3", {"gpu": "NVIDIA H100"}),
+        ("peers", "4", {}),
     ]:
         every.keep(entry(name, result, **machine))
     kept = json.loads(every.RESULTS.read_text())
     assert [(one["run"][0], one["result"]) for one in kept] == [
-        ("dispatch", "1"),
-        ("predicted", "4"),
-        ("predicted", "3"),
+        ("step_time", "1"),
+        ("peers", "4"),
+        ("peers", "3"),
     ]
-    assert every.table(kept).splitlines()[-1].startswith("| `predicted.py` | seconds | 3 | – | NVIDIA H100, jax")
+    assert every.table(kept).splitlines()[-1].startswith("| `peers.py` | seconds | 3 | – | NVIDIA H100, jax")

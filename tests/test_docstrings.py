@@ -12,7 +12,6 @@ from test_packages import MODULES
 FACES = (
     "jdp",
     "jdp.export",
-    "jdp.plugin",
     "jdp.data",
     "jdp.models",
     "jdp.launch",

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TESTED = ("aot", "docs", "gcs", "hf", "k8s", "mlflow", "mpi", "s3", "wandb")
+TESTED = ("aot", "chat", "docs", "gcs", "hf", "mpi", "s3", "wandb")
 """Extras whose packages the tests run on: those of `test`."""
 
 

@@ -192,12 +192,12 @@ def check_jdp(words):
     options = importlib.import_module(f"jdp.cli.{name}").Options
     takes_keys = "file" in {field.name for field in dataclasses.fields(options)}
     own, overrides = split_overrides(arguments, flags_of(options)) if takes_keys else (arguments, {})
-    parsed = parse(options, name, own, addresses=("run_dir",))  # exits for an option that is not there
+    parsed = parse(options, name, own)  # exits for an option that is not there
     if takes_keys and parsed.file and is_program(parsed.file):
         file, _, function = str(parsed.file).rpartition(":")
         text = next(path.read_text() for path in (Path(file), ROOT / file) if path.exists())
         assert f"\ndef {function}(" in text and overrides == {}
-    elif takes_keys and parsed.file and parsed.file.name != "tuned.toml":
+    elif takes_keys and parsed.file:
         exists(parsed.file)
         if "plugin" in overrides or overrides.get("model.name", "").startswith("hf:"):  # what they name is not here
             assert [key for key in overrides if not is_key(key)] == []

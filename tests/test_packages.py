@@ -27,7 +27,7 @@ ORDER = (
     "run",
     "cli",
 )
-FACES = {"jdp", "jdp.__main__", "jdp.export", "jdp.plugin"}
+FACES = {"jdp", "jdp.__main__", "jdp.export"}
 """Modules beside the packages: they only pass names on, and nothing below `cli` reads names there."""
 ALLOWED_FACES = {"jdp.cli.main": {"jdp"}}  # for its version and its folder
 

@@ -15,24 +15,20 @@ SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
-    "Plan": (
-        "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, whole_matrices=True, "
-        "offload=None, data='data', replica='replica', home=None)"
-    ),
+    "Plan": ("(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, whole_matrices=True, offload=None)"),
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "group=1, wire=None, buckets=None, local_steps=None, noise_scale=False, overlap=None, "
+        "wire=None, buckets=None, overlap=None, "
         "check_loss=True, donate=True, compiler='auto')"
     ),
     "make_eval_step": (
-        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True, "
-        "compiler='auto')"
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, check_loss=True, compiler='auto')"
     ),
     "value_and_grad": (
         "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
-        "sync_batch_norm=True, group=1, wire=None, buckets=None, overlap=None, check_loss=True)"
+        "sync_batch_norm=True, wire=None, overlap=None, check_loss=True)"
     ),
     "init": "(init, plan, *, rng=None, of=None)",
     "place": "(tree, plan, *, of=None)",
@@ -45,14 +41,12 @@ SIGNATURES = {
     "scan_layers": "(block, stacked, x, *, remat=None)",
     "shard_batches": "(loader, plan, *, prefetch=2)",
     "process_rows": "(plan, batch_size)",
-    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min', keep_in_memory=0)",
+    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min', keep_in_memory=0, mirror=None)",
     "save": "(path, state, *, overwrite=False)",
     "restore": "(path, target)",
     "restore_params": "(path, target, *, missing=(), ignore=())",
-    "Wire": "(gradients=None, weights=None, block=256, fraction=0.01, rank=4, error_feedback=True)",
-    "LocalSteps": "(steps, lr=1.0, momentum=0.0)",
     "Deadline": "(seconds=300.0, first_seconds=3600.0)",
-    "Precision": "(params='fp32', compute='fp32', reduce='fp32', products=None)",
+    "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
 }
 
 

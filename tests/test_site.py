@@ -18,7 +18,7 @@ from chromium import MISSING, Chromium, find_chromium
 import jdp
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.models", "jdp.plugin", "jdp.prove")
+PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.models", "jdp.prove")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Two hosts with addresses and names of their own, on this machine: network namespaces that a virtual cable joins.
 
 Each has an interface `cable` with its address of ADDRESSES, and a loopback of its own; nothing else is reachable from
-them. Their /etc/hosts are like Debian's: a host's own name stands for 127.0.1.1 there. The cable is cut by taking one
-end down, which loses packets without a word to either side, as a pulled one does.
+them. Each knows both names. The cable is cut by taking one end down, which loses packets without a word to either side,
+as a pulled one does.
 """
 
 import os
@@ -46,8 +46,8 @@ def on(folder, number, command):
 @contextmanager
 def two_hosts(folder):
     """The hosts, joined; yields a function `on(number, command)` that returns the command line to run there."""
-    for number, name in enumerate(NAMES):
-        lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}", f"{ADDRESSES[1 - number]} {NAMES[1 - number]}"]
+    for number in range(2):
+        lines = ["127.0.0.1 localhost", *map(" ".join, zip(ADDRESSES, NAMES, strict=True))]
         (folder / f"hosts{number}").write_text("\n".join(lines) + "\n")
     try:
         for number in range(2):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 FOLDERS = (".github", "experiments", "jdp")
 SEARCH_WORKER = "https://unpkg.com/iframe-worker/shim"
 """What the `offline` plugin loads from elsewhere; `pages/iframe_worker.js` is that file."""
-MODULES = ("checkpoint", "data", "export", "guard", "models", "plugin", "prove")
+MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
 """The public modules of jdp, each with its `__all__`."""
 FORESIGHT = ("any_step.forecast", "forecast", "step_report", "targets", "verify")
 """Where the classes are that `jdp.foresee` and `jdp.verify` return."""

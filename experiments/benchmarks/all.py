@@ -1,6 +1,6 @@
 """All benchmarks, one after another; and the table of this folder's README, which is made from what they found.
 
-    python experiments/benchmarks/all.py [--only dispatch,traffic] [--timeout 3600] [--readme]
+    python experiments/benchmarks/all.py [--only step_time,traffic] [--timeout 3600] [--readme]
 
 Each runs in a process of its own with `--json`. Its line of the table, with the machine and versions, replaces the line
 of the same program and arguments in `results.json`, beside this file; lines measured on a GPU and on none stand side by
@@ -26,25 +26,15 @@ RUNS = tuple(
     tuple(line.split())
     for line in """\
 step_time
-dispatch
-data_wait
 checkpoint --gib 0.25
 startup
-scaling
 traffic --partitionings chosen --precisions bf16 --targets h100:1x8,h100:64x8 --models gpt,unrolled,mlp
 traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --replicas 8
 traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --model-axis 8
-predicted
 published
-memory
 overlap
 overlap --accumulate 4 --cases gpt_1b@h100:8x8:ddp,zero1,zero2
-layer_traffic
 shipped
-plain_nnx
-attention
-loss
-input
 peers
 gpu
 """.splitlines()

@@ -22,10 +22,9 @@ Sixteen idle cores (jax 0.11.2, Python 3.12.3, 1 GiB, checksums included): 1.00 
 with six of the cores in use 0.86 to 0.94, 1.21 to 1.31 and 4.7. A call took 6.9 to 7.6 ms, 5.8 of them processor time,
 of steps of 69 to 84 ms: 8 to 11%, more than promised, since the step is shorter there and the call is not.
 
-2026-11-23, 2 cores of a virtual machine (load 13 to 19, jax 0.10.2), restoring alone, 1 GiB again and again, GiB a
-processor second: 0.77 to 1.70 with Orbax' reader, 2.2 to 4.75 since the ranges of shards are read straight into NumPy's
-memory. Memory that the machine has to take from its host costs 2.4 s a GiB in both: in a fresh process 0.3 to 0.4. In
-turns with saves, as here, most of it is such memory: 1.18, 0.53, 1.07 before, 0.59, 0.88, 3.13 since.
+2026-11-23, 2 cores of a virtual machine (load 13 to 19, jax 0.10.2), restoring alone by Orbax, 1 GiB again and again:
+0.77 to 1.70 GiB a processor second. Memory that the machine has to take from its host costs 2.4 s a GiB: in a fresh
+process 0.3 to 0.4.
 
 2026-11-25, the same machine (load 6), 0.5 GiB on four devices under `zero1`: a copy takes 70 to 85 ms of the loop, 6 to
 7 GiB/s, from the third on, and 0.12 s of processor time with its checksums.

@@ -44,13 +44,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from measure import Row, finish, parser, take_turns
-from predicted import Case, here, random_batch
 
 import jdp
 from jdp.foresight.program.module import parse
+from jdp.foresight.targets.resolve import target_of
 from jdp.foresight.timing.timeline import timeline
 from jdp.models import SIZES, GPTConfig, build, parameter_count
 
@@ -60,7 +61,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "jdp scanned": {"scan": True},
     "jdp dots": {"remat": "dots"},
     "jdp scanned dots": {"scan": True, "remat": "dots"},
-    "jdp fp8": {},
 }
 PRODUCTS = ((8192, 768, 2304), (8192, 768, 3072), (8192, 2048, 8192), (8192, 50304, 768), (8192, 8192, 8192))
 
@@ -83,13 +83,13 @@ def loss_fn(model: Any, batch: dict[str, jax.Array], rng: jax.Array | None) -> j
 def measure_jdp(size: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
     """Predict one form's step, and time it."""
     config = replace(configuration(size), **FORMS[form])
-    precision = "fp8" if form == "jdp fp8" else "bf16"
-    case = Case(config, rows, config.context, precision)
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
     tx = optax.adamw(6e-4, b2=0.95, weight_decay=0.1)
     state = jdp.init_state(lambda rng: build(config, rngs=nnx.Rngs(rng)), tx, plan, rng=jax.random.key(0))
-    batch = jax.device_put(random_batch(case, rows), plan.batch_sharding)
-    step = jdp.make_train_step(loss_fn, plan, precision=precision, clip_norm=1.0)
+    tokens, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, rows, config.context), np.int32)
+    weights = np.ones(tokens.shape, np.float32)
+    batch = jax.device_put({"tokens": tokens, "targets": targets, "weights": weights}, plan.batch_sharding)
+    step = jdp.make_train_step(loss_fn, plan, precision="bf16", clip_norm=1.0)
     compiled = step.compile(state, batch)
     held = [state]
 
@@ -101,10 +101,12 @@ def measure_jdp(size: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
     seconds = statistics.median(take_turns({"steps": ten_steps}, rounds, warmup=1)["steps"].wall) / 10
     memory = jax.devices()[0].memory_stats() or {}
     analysis = compiled.memory_analysis()
+    here = target_of(None)
+    predicted = None if here.chip is None else timeline(parse(compiled.as_text()), here).step_seconds
     flops = 6 * parameter_count(config) + 12 * config.layers * config.width * config.context
     return {
         "step_ms": 1e3 * seconds,
-        "predicted_ms": 1e3 * timeline(parse(compiled.as_text()), here()).step_seconds,
+        "predicted_ms": None if predicted is None else 1e3 * predicted,
         "tokens_per_second": rows * config.context / seconds,
         "flops": flops * rows * config.context,
         "peak_gib": memory["peak_bytes_in_use"] / 2**30 if memory else None,
@@ -155,7 +157,7 @@ def show(size: str, found: dict[str, Any], peak: float | None) -> None:
         line = f"  {name:12} {run['step_ms']:8.1f} ms {run['tokens_per_second']:10,.0f} tokens/s"
         line += f"  MFU {run['flops'] / run['step_ms'] * 1e3 / peak:.1%}" if peak else ""
         line += f"  {run['peak_gib']:.1f} GiB" if run["peak_gib"] else ""
-        if "predicted_ms" in run:
+        if run.get("predicted_ms"):
             line += f"  predicted {run['predicted_ms']:.1f} ms, {run['predicted_gib']:.1f} GiB"
         print(line, flush=True)
 
@@ -168,7 +170,9 @@ def headline(sizes: dict[str, Any], peak: float | None) -> str:
         mfu = f"MFU {best['flops'] / best['step_ms'] * 1e3 / peak:.1%}, " if peak else ""
         torch = found.get("torch")
         against = f"{torch['step_ms'] / best['step_ms']:.2f} × PyTorch's tokens/s, " if torch else ""
-        parts.append(f"{size}: {mfu}{against}predicted / measured {best['predicted_ms'] / best['step_ms']:.2f}")
+        found_ms = best["predicted_ms"]
+        predicted = f"predicted / measured {found_ms / best['step_ms']:.2f}" if found_ms else "not predicted"
+        parts.append(f"{size}: {mfu}{against}{predicted}")
     return "; ".join(parts)
 
 
@@ -191,7 +195,7 @@ def main() -> None:
     if given.worker is not None:
         print(json.dumps(measure_jdp(given.size, given.worker, int(given.rows), given.rounds)))
         return
-    described = here()
+    described = target_of(None)
     peak = None if described.chip is None else described.chip.matmul_flops["bf16"]
     sizes: dict[str, Any] = {}
     for size, rows in zip(given.sizes.split(","), given.rows.split(","), strict=True):

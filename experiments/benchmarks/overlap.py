@@ -54,7 +54,7 @@ def compiled(
     experiment = load(path, {"train.batch_size": str(rows), "train.accumulate": str(accumulate), "compiler": compiler})
     found = []
     names, numbers = strategies.split(","), (accumulate,)
-    for one in candidates_of(experiment, devices, strategies=names, accumulate=numbers, hybrid=False):
+    for one in candidates_of(experiment, devices, strategies=names, accumulate=numbers):
         one = replace(one, step=one.step.changed(overlap=overlap))
         began = time.process_time()
         made = estimate(one, devices, tokens=rows * length, cache=Cache.usual(not os.environ.get("JDP_NO_CACHE")))

@@ -73,8 +73,7 @@ import jdp
 from jdp.base.disk_cache import Cache, default_folder
 from jdp.experiment.losses import text_loss
 from jdp.foresight.program.module import Program, parse
-from jdp.foresight.targets.cudnn import ASSUMED
-from jdp.foresight.targets.relocate import Candidate
+from jdp.foresight.targets.relocate import ASSUMED, Candidate
 from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.timing.kernels import CostModel
 from jdp.foresight.timing.timeline import timeline

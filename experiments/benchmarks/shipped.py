@@ -4,7 +4,7 @@
 
 Steps are compiled, not run: no GPU is needed, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. Each experiment keeps
 its strategy, its options and its rows a GPU; on other numbers of hosts than its own, `replica` (hsdp) or `data`
-(tensor_parallel) is their number. "copies" is the share of computing time in copies (`jdp.foresight.timing.parts`),
+(tensor_parallel) is their number. "copies" is the share of computing time in copies (`jdp.foresight.timing.timeline`),
 "hidden" the share of the time on the links during which the device computes.
 """
 
@@ -19,7 +19,7 @@ from jdp.experiment.file import load
 from jdp.experiment.plan import candidates_of
 from jdp.foresight.foresee import count_batch, estimate
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.parts import COPIES
+from jdp.foresight.timing.timeline import COPIES
 
 OWN_GPUS = {"gpt2_124m": 8, "gpt_1b": 8, "llama_8b_zero3": 64, "hsdp": 64, "tensor_parallel": 64}
 """Experiment -> the GPUs that its file is written for."""
@@ -41,7 +41,7 @@ def foreseen(name: str, on: str) -> dict[str, Any]:
         changes[f"mesh.{axis}"] = str(count // 8)
     experiment = load(path, changes)
     ways, counts = [own.strategy], [own.train.accumulate]
-    [candidate] = candidates_of(experiment, devices, strategies=ways, accumulate=counts, hybrid=False)
+    [candidate] = candidates_of(experiment, devices, strategies=ways, accumulate=counts)
     made = estimate(
         candidate,
         devices,

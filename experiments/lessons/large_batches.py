@@ -11,8 +11,8 @@ large a batch is of use, from two norms that data parallelism has at hand, witho
 
 Steps are S_min (1 + B_crit / B): McCandlish et al. 2018, arXiv:1812.06162, equation 2.11; the noise scale is S / |G|²,
 its appendix A.1. Linear rule: Goyal et al. 2017, arXiv:1706.02677 (SGD). Square root: Hoffer et al. 2017,
-arXiv:1705.08741 (SGD); Malladi et al. 2022, arXiv:2205.10287 (Adam). jdp: `lr_scaling`, `warmup_steps` in [optimizer],
-or `jdp.scaled_lr`, `jdp.warmup`; `noise_scale` in the metrics.
+arXiv:1705.08741 (SGD); Malladi et al. 2022, arXiv:2205.10287 (Adam). jdp: `jdp.scaled_lr`; `jdp.warmup`, or
+`warmup_steps` in [optimizer].
 """
 
 import functools

@@ -8,7 +8,7 @@ from narration import show
 from jdp.experiment.file import load
 from jdp.experiment.plan import candidates_of
 from jdp.foresight.foresee import make_plan_report
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.resolve import target_of
 
 FILES = Path(__file__).parents[1]
 HOSTS, FORESEEN = (1, 2, 8, 64), ("efficiency", "step, ms", "GiB a GPU")

@@ -1,6 +1,6 @@
 """Top-k by hand, and in one process: eight "devices" are eight parts of the batch.
 
-Each sends the largest elements of its gradient. The rest is dropped, which jdp refuses, or kept for the next step.
+Each sends the largest elements of its gradient. The rest is dropped, or kept for the next step.
 """
 
 from typing import Any

@@ -36,8 +36,8 @@ from toy import ROWS, init, make_batch
 from zero_claims import show_claims
 
 import jdp
-from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
+from jdp.foresight.zero_formula import zero_bytes
 from jdp.report.charts import chart
 
 STAGES, PHASES = ("ddp", "zero1", "zero2", "zero3"), ("forward", "backward", "update")

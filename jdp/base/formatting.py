@@ -1,7 +1,9 @@
-"""Numbers with units as text, three digits each; tables as text; long lists of names; numbers as JSON has them."""
+"""Numbers with units as text, three digits each; tables as text; long lists of names; numbers as JSON has them; a table
+as HTML for a notebook."""
 
 import math
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
 
@@ -13,12 +15,6 @@ def format_bytes(count: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Return seconds as text: "1.24 s", "87.3 ms", "40 µs"."""
     return _scaled(seconds, ((1.0, " s"), (1e-3, " ms")), f"{seconds * 1e6:.3g} µs")
-
-
-def format_span(seconds: float) -> str:
-    """Return a time of any length as text: "5.7 y", "2.1 d", "3.05 h", "4.2 min", and below that seconds."""
-    units = ((365.25 * 86400, " y"), (86400.0, " d"), (3600.0, " h"), (60.0, " min"))
-    return _scaled(seconds, units, "0 s" if seconds == 0 else format_seconds(seconds))
 
 
 def format_rate(per_second: float) -> str:
@@ -57,3 +53,10 @@ def _scaled(value: float, units: tuple[tuple[float, str], ...], small: str) -> s
         if abs(scaled) >= 0.9995:
             return f"{scaled:.0f}{name}" if abs(scaled) >= 999.5 else f"{scaled:.3g}{name}"
     return small
+
+
+def html_table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return HTML without scripts: a title, and a table whose first row has the headings."""
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
+    return f"<p>{escape(title)}</p><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -128,31 +128,28 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def memory_bytes() -> int | None:
     """Return the bytes of memory of this machine, or of its control group if that is less; None without Linux."""
     total = _meminfo("MemTotal")
-    limits = [limit for limit, _ in group_numbers("memory", "memory.max", "memory.limit_in_bytes")]
+    limits = [limit for limit, _ in _group_memory()]
     return None if total is None else min([total, *limits])
 
 
 def available_memory() -> int | None:
     """Return the bytes that this process may still take, of the machine and its control group; None without Linux."""
     free = _meminfo("MemAvailable")
-    used = ("memory.current", "memory.usage_in_bytes")
-    groups = group_numbers("memory", "memory.max", "memory.limit_in_bytes", *used)
-    return None if free is None else min([free, *(limit - (used or 0) for limit, used in groups)])
+    return None if free is None else min([free, *(limit - used for limit, used in _group_memory())])
 
 
-def group_numbers(
-    controller: str, limit: str, old_limit: str, used: str = "", old_used: str = ""
-) -> list[tuple[int, int | None]]:
-    """Return the limits of this process' control group and of those above it, each with what is used of it.
+def _group_memory() -> list[tuple[int, int]]:
+    """Return limit and use of memory in this process' control group and in those above it, in both versions.
 
     A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost that
     can be seen is the container's.
     """
-    found: list[tuple[int, int | None]] = []
-    for folder in _groups(controller):
-        for file, other in ((limit, used), (old_limit, old_used)):
-            if (number := _number(folder / file)) is not None:
-                found.append((number, _number(folder / other) if other else None))
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    found: list[tuple[int, int]] = []
+    for folder in _groups("memory"):
+        for limit, used in names:
+            if (number := _number(folder / limit)) is not None:
+                found.append((number, _number(folder / used) or 0))
     return found
 
 

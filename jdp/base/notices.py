@@ -10,11 +10,10 @@ import logging
 import sys
 from collections.abc import Generator
 
-from jdp.base.terminal_text import for_stream
+from jdp.base.terminal import for_stream
 
 logger = logging.getLogger("jdp")
 _said: set[str] = set()
-_shown_as: dict[str, str] = {}
 _MOST_LINES = 3
 _start: list[str] | None = None
 """The notices of the start of a command that prints few of them; None: all are printed."""
@@ -42,7 +41,6 @@ def notice_anywhere(message: str) -> None:
 
 
 def _report(message: str, *, counts: bool) -> None:
-    message = shown(message)
     if message in _said:
         return
     _said.add(message)
@@ -78,15 +76,3 @@ def end_of_start() -> None:
     held, _start = (_start or [])[_MOST_LINES - 1 :], None
     if held:
         _print(held[0] if len(held) == 1 else f"{len(held)} more notices: --verbose")
-
-
-def show_as(path: str, name: str) -> None:
-    """Have messages show `name`, which the user knows, in place of a path."""
-    _shown_as[path] = name
-
-
-def shown(message: str) -> str:
-    """Return a message with the names that `show_as` gave to paths."""
-    for path, name in _shown_as.items():
-        message = message.replace(path, name)
-    return message

@@ -1,8 +1,12 @@
-"""Values and keys as TOML writes them, exactly."""
+"""TOML: values and keys written, shortened for messages, and read within limits.
+
+A message must not repeat ten megabytes of what was given.
+"""
 
 import json
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 
@@ -24,3 +28,103 @@ def toml_value(value: Any) -> str:
 def toml_key(key: str) -> str:
     """Return a key as TOML writes it: bare, or in quotes if it has characters that a bare key may not have."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
+LONGEST = 100
+"""Characters of a value that a message repeats."""
+_ENTRIES, _UNCUT = 3, 10
+"""Entries shown of a long array or table; one of up to `_UNCUT` is shown in full."""
+
+
+def brief(value: Any) -> str:
+    """Return a value as TOML writes it, shortened for a message: long text is cut, long arrays have three entries."""
+    match value:
+        case str():
+            return toml_value(value) if len(value) <= LONGEST else f"{toml_value(value[:60])} … {_length(value)}"
+        case list() | tuple():
+            return f"[{_joined(map(brief, _first(value)), len(value))}]"
+        case Mapping():
+            items = (f"{shown_key(str(key))} = {brief(value[key])}" for key in _first(list(value)))
+            return f"{{{_joined(items, len(value))}}}"
+        case int() if value.bit_length() > 64:
+            return f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
+        case _:
+            return cut(toml_value(value))
+
+
+def described(value: Any) -> str:
+    """Return what a Python value is, in a few words: a number or a text itself, of anything larger its kind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return cut(repr(value))
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if hasattr(value, "__code__"):
+        return f"the function {value.__name__}"
+    if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if type(value) is tuple:
+        return f"a tuple ({_joined((type(entry).__name__ for entry in _first(value)), len(value))})"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def shown_key(key: str) -> str:
+    """Return a key for a message: as it is if it is short and printable, else in quotes and cut."""
+    return key if len(key) <= LONGEST and key.isprintable() and key.strip() else brief(key)
+
+
+def cut(text: str, most: int = LONGEST) -> str:
+    """Return text without its middle if it is longer than about `most` characters."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {_length(text)} … {text[-most // 3 :]}"
+
+
+def _first(entries: Any) -> Any:
+    return entries if len(entries) <= _UNCUT else entries[:_ENTRIES]
+
+
+def _joined(shown: Iterable[str], count: int) -> str:
+    return ", ".join(shown) + (f", … and {count - _ENTRIES:,} more" if count > _UNCUT else "")
+
+
+def _length(text: str) -> str:
+    return f"({len(text):,} characters)"
+
+
+DEEPEST = 16
+"""Levels of tables and arrays that may be nested; an experiment has four."""
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Parse TOML text."""
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"is not valid TOML: {cut(str(error), 200)}") from None
+    except ValueError:  # Python's own: it reads no number of more than 4300 digits
+        raise ValueError("is not valid TOML: it has a whole number beyond 64 bits") from None
+    check(table)
+    return table
+
+
+def check(table: Mapping[str, Any]) -> None:
+    """Check the limits of a table that did not come from `parse`."""
+    remaining: list[tuple[Any, tuple[str, ...]]] = [(table, ())]
+    while remaining:
+        value, path = remaining.pop()
+        if len(path) > DEEPEST:
+            raise ValueError(_too_deep())
+        if isinstance(value, Mapping):
+            remaining += [(inner, (*path, str(key))) for key, inner in cast("Mapping[Any, Any]", value).items()]
+        elif isinstance(value, list | tuple):
+            remaining += [(inner, (*path, "")) for inner in cast("list[Any]", value)]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            key = ".".join(shown_key(name) for name in path if name)
+            raise ValueError(f"has a whole number beyond 64 bits, which TOML has not: {key} = {brief(value)}")
+
+
+def _too_deep() -> str:
+    return (
+        f"is nested too deeply: tables and arrays may stand in one another {DEEPEST} levels deep, an experiment has 4"
+    )

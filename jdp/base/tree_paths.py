@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 
 PACKAGE = Path(__file__).parents[1]
 """The folder of the package itself. A folder *called* jdp may be a clone, or a user's."""

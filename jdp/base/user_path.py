@@ -1,8 +1,8 @@
-"""Check paths that users write before they are used, and tell them from addresses such as s3://bucket/run.
+"""Check paths that users write before they are used, and refuse addresses such as s3://bucket/run.
 
 To pathlib `gs://bucket/run` is a folder `gs:` below the working directory: files written there would be on this
 machine's disk only. For other paths it raises errors without a rule or a fix. So every path from a user goes through
-`user_path`, or `jdp.base.bucket.place_of` where an address is allowed.
+`user_path`.
 """
 
 import errno
@@ -11,7 +11,7 @@ import re
 import stat
 from pathlib import Path
 
-from jdp.base.shorten import brief, described
+from jdp.base.toml import brief, described
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")
@@ -19,6 +19,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")
 
 _KNOWN = re.compile(r"(gs|gcs|s3a?|az|abfss?|adl|oss|hdfs|https?|ftp|file|memory):", re.IGNORECASE)
 """Kinds that are addresses even if the slashes are missing, or if a folder of that name exists."""
+
+_ON_THIS_MACHINE = ("file", "local", "memory")
 
 _HUB = ("hf:", "hf-stream:")
 """Prefixes of an experiment's sources and models, which may stand before the path of a folder."""
@@ -62,10 +64,10 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 def _check_text(text: str) -> None:
     if "\0" in text:
         raise PathError(f"a path must have no NUL character, given {brief(text)}: remove it")
-    if address := address_of(text):
+    if address_of(text):
         raise PathError(
-            f"a path must be on a disk of this machine, given {brief(text)}: {scheme_of(address)}:// is taken for "
-            "runs, checkpoints and data only; mount it (gcsfuse, mountpoint-s3, rclone) or copy it, and give the folder"
+            f"a path must be on a disk of this machine, given {brief(text)}: mount it (gcsfuse, mountpoint-s3, rclone) "
+            "or copy it, and give the folder (jdp/outside.md); checkpoints are copied to storage by train.mirror"
         )
     try:
         text.encode()
@@ -76,8 +78,8 @@ def _check_text(text: str) -> None:
 def address_of(given: object) -> str | None:
     """Return an address as text, its kind in lower case, with two slashes and none at its end; None for a path.
 
-    An address without slashes, such as s3:bucket/run, stays as it is: `Remote.at` refuses it. A path whose first part
-    looks like a kind and exists here is a path.
+    An address without slashes, such as s3:bucket/run, stays as it is. A path whose first part looks like a kind and
+    exists here is a path.
     """
     if not isinstance(given, str | os.PathLike):
         return None
@@ -90,6 +92,13 @@ def address_of(given: object) -> str | None:
     return text if known else None
 
 
-def scheme_of(address: str) -> str:
-    """Return the kind of an address: "s3" of s3://bucket/run."""
-    return address.partition(":")[0].lower()
+def bucket_address(given: str) -> str:
+    """Return the address of a folder in object storage, such as s3://bucket/run. Raises PathError."""
+    address = address_of(given) or ""
+    scheme, _, place = address.partition("://")
+    if not place or scheme in _ON_THIS_MACHINE:
+        raise PathError(
+            f"a mirror must be the address of a folder in storage, given {brief(given)}: write s3://bucket/run or "
+            "gs://bucket/run; a folder of this machine is given as --run-dir"
+        )
+    return address

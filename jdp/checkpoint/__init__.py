@@ -3,7 +3,7 @@
 Checkpoints are written in the background, and always restored onto the plan at hand.
 
 single         one checkpoint in a folder
-directory      several, one a step; in a bucket with copies on this host (`bucket_copies`, `scratch`)
+directory      several, one a step
 format/        the content of a checkpoint, how it is stored and read onto a target, its checksums
 upkeep/        which checkpoints are kept, which may be deleted or are abandoned, which are damaged
 safetensors/   weights alone, in files that other libraries read
@@ -14,14 +14,10 @@ from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.single import restore, restore_params, save
 from jdp.checkpoint.upkeep.damage import Checked, check
 
-RemoteCheckpoints = Checkpoints
-"""The name of a directory in a bucket before `Checkpoints` was both."""
-
 __all__ = [
     "Checked",
     "CheckpointError",
     "Checkpoints",
-    "RemoteCheckpoints",
     "check",
     "restore",
     "restore_params",

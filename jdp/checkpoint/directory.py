@@ -3,7 +3,7 @@
 Orbax writes. A step counts only once its commit file is there, so a run killed while saving finds the step before.
 Opening a directory changes nothing in it: another process may read while a run trains. The first save removes what
 killed runs left half-written. `ownership` decides which entries may be deleted or set aside, `lineage` which steps a
-run that went back has abandoned. For a directory in a bucket `bucket_copies` keeps copies in a folder of this host.
+run that went back has abandoned.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import jax
 
 from jdp.base.notices import warn
 from jdp.base.progress_file import note_progress
-from jdp.checkpoint.bucket_copies import BucketCopies, named, parsed
+from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
-from jdp.checkpoint.format import committing, content
-from jdp.checkpoint.format.chunk_table import Source
+from jdp.checkpoint.format import committing, content, stored
+from jdp.checkpoint.format.content import Source
+from jdp.checkpoint.format.stored import Stored
 from jdp.checkpoint.format.trees import Content, check_values, number_of, to_json
 from jdp.checkpoint.memory.copies import MemoryCopies, check_every
 from jdp.checkpoint.memory.host import RUN_ID
+from jdp.checkpoint.mirror import Mirror
 from jdp.checkpoint.upkeep import damage, ownership
 from jdp.checkpoint.upkeep.lineage import Lineage
 from jdp.checkpoint.upkeep.retention import Best, PreserveForeign, policy
@@ -55,27 +57,25 @@ class Checkpoints:
     before it is restored. The damaged one is moved to `damaged-STEP`, and this is reported.
 
     Args:
-        directory: created if it does not exist; `~` is expanded. All processes see the same one. Or the address of a
-            folder in a bucket, such as s3://bucket/run.
+        directory: created if it does not exist; `~` is expanded. All processes see the same one.
         keep: how many of the newest to keep; None: all. Raise it when you may go back further.
         keep_every: also keep every step that this divides, for good; None: no others. Give it to evaluate or compare
             checkpoints later.
         best: also keep the one that is best by this metric, among those saved with a finite value of it; the newest of
             equals. Give it when the best model is needed, not the last.
+        mirror: where committed checkpoints are copied in the background: s3://bucket/run, gs://bucket/run, or another
+            storage that fsspec has. If the newest here is older, the mirror's newest is fetched first. None: nowhere.
         keep_in_memory: every how many steps `save_in_memory` copies the state into the hosts' memory (/dev/shm, or
             $JDP_MEMORY_DIR), from which a restart goes on; 0: never. Give it when storage is slow, or saves are rare.
         mode: "min" if less of that metric is better, as of a loss, "max" if more is, as of an accuracy.
 
-    Attributes:
-        before_commit: called on process 0 with the folder of a checkpoint before it counts in a bucket.
-
     Raises:
         CheckpointError: the directory cannot be created, or is none. It has an entry named by a number that is no
-            checkpoint. The metrics of one are damaged. A bucket cannot be reached.
+            checkpoint. The metrics of one are damaged. Or there
+            is none, and the mirror cannot be read.
         ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
 
-    @named()
     def __init__(
         self,
         directory: str | Path,
@@ -85,35 +85,31 @@ class Checkpoints:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         keep_in_memory: int = 0,
+        mirror: str | None = None,
     ) -> None:
         check_every(keep_in_memory)
         self._best = Best(best, mode)
         kept = policy(keep, keep_every, self._best)
-        place = parsed(directory)
-        place = place if isinstance(place, Path) else BucketCopies(place)
-        self._bucket = None if isinstance(place, Path) else place
-        self.directory = place if isinstance(place, Path) else place.folder
-        self.before_commit: Callable[[Path], None] | None = None
+        self.directory = user_path(directory).absolute()
         self._lineage = Lineage(self.directory)
         self._saving: int | None = None
         self._writer = ThreadPoolExecutor(1, "jdp checkpoint")  # one thread, as Orbax tells each of an error once
         self._writing: Future[bool] | None = None
         self._deleting: list[int] = []
-        self._announced: list[int] = []  # steps to delete in the bucket, once the next save has succeeded
         self._began = self._closed = False
         self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
         ownership.make_directory(self.directory)
         damage.set_unreadable_aside(self.directory)
+        self._mirror = None if mirror is None else Mirror(mirror, self.directory, kept)
         self._manager = committing.open_manager(
             self.directory,
-            content.item_handlers(),
-            PreserveForeign(self.directory, self._mark_for_deletion, kept),
+            stored.item_handlers(),
+            PreserveForeign(
+                self.directory, self._mark_for_deletion, kept, lambda: self._mirror and self._mirror.sending
+            ),
             self._best.score,
-            None if self._bucket is None else self._send,
         )
-        self._follow()
-        remote = None if self._bucket is None else self._bucket.remote
-        self._memory = MemoryCopies(self.directory, remote, keep_in_memory) if keep_in_memory else None
+        self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
 
     @property
     def latest(self) -> int | None:
@@ -123,13 +119,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Return all steps, committed by any process or being written by this one, oldest first.
-
-        In a bucket, steps of other runs are looked for until this one saves.
-        """
-        if self._bucket is not None and not self._began and jax.process_index() == 0:
-            with named():
-                self._bucket.look()
+        """Return all steps, committed by any process or being written by this one, oldest first."""
         committed = set(ownership.committed_steps(self.directory)) - set(self._deleting)
         return sorted(committed if self._saving is None else committed | {self._saving})
 
@@ -147,7 +137,6 @@ class Checkpoints:
         step = self._manager.best_step()
         return step if step is not None and math.isfinite(self._best.score(self._manager.metrics(step))) else None
 
-    @named()
     def save(
         self,
         state: Any,
@@ -183,8 +172,6 @@ class Checkpoints:
         check_values(Content.of(state).leaves)  # before the step's number is taken
         numbers = self._best.numbers(metrics or {})
         step = number_of(state, step)
-        if self._bucket is not None:
-            self._bucket.scratch.require_shared()
         self.wait()
         if self._lineage.has(step, state):
             return
@@ -199,7 +186,6 @@ class Checkpoints:
                 self._writing.result()  # when Orbax has copied the arrays
         self._lineage.saved(step, state)
 
-    @named()
     def save_in_memory(self, state: Any, record: Mapping[str, Any] | None = None, *, step: int | None = None) -> bool:
         """Copy `state` into the hosts' memory, at every `keep_in_memory`-th call. Every process calls it.
 
@@ -232,7 +218,6 @@ class Checkpoints:
         number = number_of(state, step)
         return self._memory.save(number, *content.arrays_and_table(state), to_json(record or {}, "record"))
 
-    @named()
     def restore(self, target: _T, step: int | Literal["best"] | None = None) -> tuple[_T, dict[str, Any]]:
         """Read a checkpoint onto the shardings of `target`; return the state and the record saved with it.
 
@@ -250,15 +235,12 @@ class Checkpoints:
         """
         self.wait()
         existing = ownership.committed_steps(self.directory)
-        chosen, (state, record) = self._read(
-            step, lambda source: (content.read_state(source, target), content.read_record(source))
-        )
+        chosen, (state, record) = self._read(step, lambda source: (content.read_state(source, target), source.record()))
         self._lineage.restored(chosen, existing, state)
         if self._memory is not None and chosen in existing:
             self._memory.restored(chosen)
         return state, record
 
-    @named()
     def restore_params(
         self,
         target: PyTree,
@@ -287,7 +269,6 @@ class Checkpoints:
         self.wait()
         return self._read(step, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))[1]
 
-    @named()
     def wait(self) -> None:
         """Return when everything saved so far is committed.
 
@@ -305,9 +286,7 @@ class Checkpoints:
                 ownership.unmark(self.directory, self._unfinished)
                 if self._saving is not None:
                     note_progress(self._saving)
-        gone, self._saving, self._deleting, self._announced = self._announced, None, [], []
-        if self._bucket is not None and jax.process_index() == 0:
-            self._bucket.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
+        self._saving, self._deleting = None, []
 
     def close(self) -> None:
         """Wait for the save in the background, and end Orbax' threads. Existing checkpoints can still be read.
@@ -325,6 +304,8 @@ class Checkpoints:
                 self._writer.submit(self._manager.close).result()
             self._writer.shutdown()
             self._restore_logging()
+            if self._mirror is not None:
+                self._mirror.close()
             if self._memory is not None:
                 self._memory.close(stored=max(ownership.committed_steps(self.directory), default=-1))
 
@@ -341,22 +322,17 @@ class Checkpoints:
 
     def _read(self, step: int | Literal["best"] | None, read: Callable[[Source], _T]) -> tuple[int, _T]:
         """Read a step, or the newest complete one: damaged ones after it are set aside. Return which it was."""
-
-        def read_copy(folder: Path, fix: str) -> _T:
-            return read(Source(folder, fix)) if self._bucket is None else self._bucket.read(folder, fix, read)
-
         if step is None and self._memory is not None:
             found = self._memory.read(max(self.steps, default=-1), read)
             if found is not None:
                 return found
         if step is None and self.steps:
-            value, chosen, damaged = damage.read_newest(self.directory, read_copy)
+            value, chosen, damaged = damage.read_newest(self.directory, read)
             damage.set_aside(self.directory, damaged, chosen)
         else:
             best_step = self.best if step == "best" else None
             folder, fix = chosen_step(self.directory, self.steps, step, self._best, best_step)
-            value, chosen = read_copy(folder, fix), int(folder.name)
-        self._follow()
+            value, chosen = read(Stored(folder, fix)), int(folder.name)
         return chosen, value
 
     @contextmanager
@@ -365,12 +341,10 @@ class Checkpoints:
         try:
             yield
         except BaseException as error:
-            try:
-                if isinstance(error, OSError | ValueError) and not isinstance(error, jax.errors.JaxRuntimeError):
-                    raise self._failure(error) from error
-                raise
-            finally:
-                self._announced, self._began = [], False  # no step is deleted in a bucket for one that was not saved
+            self._began = False
+            if isinstance(error, OSError | ValueError) and not isinstance(error, jax.errors.JaxRuntimeError):
+                raise self._failure(error) from error
+            raise
 
     def _failure(self, error: BaseException) -> CheckpointError:
         """Remove what there is of the step being saved, and return the error that names it."""
@@ -395,9 +369,6 @@ class Checkpoints:
         Its threads wait long for a folder that cannot be created, and creating the mark first fails at once.
         """
         if jax.process_index() == 0 and not self._began:
-            if self._bucket is not None:
-                self._bucket.look()
-                self._bucket.delete(self._bucket.unfinished)
             ownership.remove_leftovers(self.directory)
             if self._memory is None:  # what is in memory is of another past than the step that is written now
                 (self.directory / RUN_ID).unlink(missing_ok=True)
@@ -405,7 +376,6 @@ class Checkpoints:
         if jax.process_index() == 0:
             ownership.mark(self.directory, step)
         self._reload_if_changed()
-        self._follow()
         self._began = True
         self._lineage.report_skipped(step)
 
@@ -413,22 +383,11 @@ class Checkpoints:
         """Have Orbax read the directory again if another process wrote to it or steps were set aside."""
         if sorted(self._manager.all_steps()) != (steps := ownership.committed_steps(self.directory)):
             for step in steps:
-                content.check_metrics(self.directory / str(step))  # Orbax reads all of them
+                stored.check_metrics(self.directory / str(step))  # Orbax reads all of them
             self._manager.reload()
 
     def _mark_for_deletion(self, steps: Sequence[int]) -> None:
         """Mark these steps before any of them is deleted."""
         self._deleting = list(steps)
-        self._announced += steps
         for step in steps if jax.process_index() == 0 else ():
             ownership.mark(self.directory, step)
-
-    def _send(self, folder: Path) -> None:
-        """Send a checkpoint that was just committed on this host to the bucket."""
-        assert self._bucket is not None
-        self._bucket.send(folder, self.before_commit)
-
-    def _follow(self) -> None:
-        """Move in the bucket what was renamed on this host."""
-        if self._bucket is not None and jax.process_index() == 0:
-            self._bucket.follow()

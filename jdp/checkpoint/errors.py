@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 
-from jdp.base.bucket import RemoteError
 from jdp.core.cluster.barrier import from_every_process
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
@@ -65,9 +64,9 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return True for trouble of a disk or a bucket that may pass, or an error with such a cause."""
+    """Return True for trouble of a disk that may pass, or an error with such a cause."""
     while error is not None:
-        if (isinstance(error, RemoteError) and error.passing) or _os_number(error) in _PASSING:
+        if _os_number(error) in _PASSING:
             return True
         error = error.__cause__
     return False
@@ -79,7 +78,7 @@ def on_first_process(action: Callable[[], None]) -> None:
     if jax.process_index() == 0:
         try:
             action()
-        except (CheckpointError, RemoteError, OSError) as raised:
+        except (CheckpointError, OSError) as raised:
             error, problem = raised, str(raised) or type(raised).__name__
     if problem := from_every_process("what process 0 does with a checkpoint", problem)[0]:
         raise CheckpointError(problem) from error
@@ -89,12 +88,12 @@ def on_first_process(action: Callable[[], None]) -> None:
 def reading(what: str, fix: str) -> Generator[None]:
     """Turn any exception of the code inside, which reads files, into a DamagedError that names what is damaged.
 
-    Running out of memory is left alone, and so is a bucket that cannot be reached.
+    Running out of memory is left alone.
     """
     restore_logging = hush()
     try:
         yield
-    except (CheckpointError, RemoteError, MemoryError, jax.errors.JaxRuntimeError):
+    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
         problem = f"a file is damaged or missing: {_reason(error)}"
@@ -146,10 +145,8 @@ def _reason(error: BaseException) -> str:
     number = _os_number(error)
     if number is not None:
         return os.strerror(number)
-    while error.__cause__ is not None and not isinstance(error, RemoteError):
+    while error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, RemoteError):
-        return str(error)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # TensorStore nests what went wrong, innermost last, and appends a description of the store in brackets.
     return lines[0].partition(" [tensorstore_spec")[0].rpartition(": ")[2].strip().rstrip(".")[:200]

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdp.checkpoint import bucket_copies
+from jdp.base.user_path import user_path
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
 from jdp.checkpoint.format import content
-from jdp.checkpoint.format.chunk_table import Source
+from jdp.checkpoint.format.content import Source
+from jdp.checkpoint.format.stored import Stored, is_checkpoint
 from jdp.checkpoint.format.trees import Content, check_values
 from jdp.checkpoint.upkeep import damage, ownership
 from jdp.core.state import TrainState
@@ -33,30 +34,21 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
         >>> jdp.save("checkpoint", {"weights": state.params, "epoch": 3}, overwrite=True)  # any tree
 
     Args:
-        path: a folder that does not exist or is empty; all processes must see the same one. Or the address of a folder
-            in a bucket, such as s3://bucket/run/weights.
+        path: a folder that does not exist or is empty; all processes must see the same one.
         state: the complete train state, of any plan; or any tree of arrays, numbers, NNX modules and optimizers.
         overwrite: True replaces a checkpoint at `path`, for a loop that keeps only its last one. Anything else is never
             replaced.
 
     Raises:
-        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed. Or a
-            bucket cannot be reached.
+        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
     """
-    place = bucket_copies.parsed(path)
+    path = user_path(path).absolute()
     check_values(Content.of(state).leaves)
-    if isinstance(place, Path):
-        _save_here(place, state, overwrite=overwrite)
-    else:
-        bucket_copies.save(place, lambda folder: _save_here(folder, state), overwrite=overwrite)
-
-
-def _save_here(path: Path, state: Any, *, overwrite: bool = False) -> None:
     step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = path.resolve() if path.is_symlink() else path
     _check_free(path, overwrite)
     staging, old = path.with_name(f".{path.name}.saving"), _old_path(path)
-    if old.is_symlink() or (old.exists() and not content.is_checkpoint(old)):
+    if old.is_symlink() or (old.exists() and not is_checkpoint(old)):
         raise CheckpointError(f"{old} is where the checkpoint before is kept for a moment, and is none. Move it away.")
     on_first_process(lambda: ownership.remove_staging(staging))
     try:
@@ -83,8 +75,7 @@ def restore(path: str | Path, target: _T) -> _T:
 
     Args:
         path: a checkpoint of `jdp.save`, or the folder of one step. Or a directory of `jdp.Checkpoints` or the folder
-            of a run: the newest complete checkpoint in it is read. Or the address of one of these, such as
-            s3://bucket/run: each process downloads the parts that it reads.
+            of a run: the newest complete checkpoint in it is read.
         target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not read.
 
     Returns:
@@ -92,7 +83,7 @@ def restore(path: str | Path, target: _T) -> _T:
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged. Or a bucket cannot be reached.
+            is damaged.
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(path, lambda source: content.read_state(source, target))
@@ -138,7 +129,7 @@ def _check_free(path: Path, overwrite: bool) -> None:
     """Raise CheckpointError if `path` is taken, except by a checkpoint to overwrite."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
-    if not content.is_checkpoint(path):
+    if not is_checkpoint(path):
         raise CheckpointError(f"{path} is there already and is not a checkpoint, so it is left alone. Choose another.")
     if not overwrite:
         raise CheckpointError(f"{path} holds a checkpoint already. Choose another path, or pass overwrite=True.")
@@ -159,19 +150,10 @@ def _old_path(path: Path) -> Path:
 
 
 def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
-    """Read the checkpoint at a path or an address; of a directory, the newest that is complete."""
-    place = bucket_copies.parsed(path)
-    if isinstance(place, Path):
-        return _read_here(place, lambda folder, fix: read(Source(folder, fix)))
-    return bucket_copies.read(
-        place,
-        lambda copies: _read_here(copies.folder, lambda folder, fix: copies.read(folder, fix, read)),
-    )
-
-
-def _read_here(path: Path, read: Callable[[Path, str], _T]) -> _T:
-    if content.is_checkpoint(path):
-        return read(path, "Restore another checkpoint")
+    """Read the checkpoint at a path; of a directory, the newest that is complete."""
+    path = user_path(path).absolute()
+    if is_checkpoint(path):
+        return read(Stored(path, "Restore another checkpoint"))
     for directory in (path, path / damage.RUN_FOLDER):
         if ownership.committed_steps(directory):
             value, step, damaged = damage.read_newest(directory, read)

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
-from jdp.base.timer import call_after
 from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
-    from jdp.core.cluster.schedulers import Cluster
     from jdp.launch.doctor.findings import Finding
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
 
 UNHEALTHY = 1
 _BEFORE_OTHERS = 5.0  # seconds by which process 0 reports a wait in vain before the others end
@@ -31,9 +34,9 @@ _REPORTING, _VERIFYING = 60.0, 86400.0  # how long the others wait for process 0
 class Options:
     """Examines this machine, or all processes together, and reports each fault with the command that fixes it.
 
-    It checks devices, versions, names, ports, disk, memory and limits; for two seconds all devices all-reduce. As
-    several processes it also checks that they reach each other, run the same, share a folder and have the same time.
-    Start it as the training will be: jdp launch -n 2 -- -m jdp doctor, srun jdp doctor, mpirun jdp doctor.
+    It checks versions, devices and the disk of the runs; for two seconds all devices all-reduce. As several processes
+    it also checks that all of them come and run the same versions. Start it as the training will be: jdp launch -n 2 --
+    -m jdp doctor, srun jdp doctor, mpirun jdp doctor.
 
     With RUN it also compares the run's checkpoints with their checksums. Exit 0 if nothing is wrong, else 1.
     """
@@ -42,8 +45,6 @@ class Options:
     """Folder of a run, or name of a run in --run-dir, whose checkpoints are to be verified."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs, whose disk is examined; it need not exist."""
-    shared: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder that all processes should see. Default: that of --run-dir, or the nearest above it that exists."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 25.0
     """How long to wait for the other processes, and for an all-reduce that hangs. JAX ends a process by itself half a
     minute after a peer died."""
@@ -64,8 +65,6 @@ def _check(options: Options) -> Path | None:
     """Return the folder of RUN; None if none is given."""
     if not (math.isfinite(options.timeout) and 0 < options.timeout <= 86400):
         raise UsageError(f"--timeout takes seconds, above 0 and at most a day; given {options.timeout}: write 25")
-    if options.shared is not None and not options.shared.is_dir():
-        raise UsageError(f"--shared takes a folder that exists; given {options.shared}: make it, or name another")
     if options.run is None:
         return None
     try:
@@ -96,20 +95,17 @@ class _Examination:
     def examine(self) -> int:
         """Examine this machine, then the processes together, and return the exit code."""
         from jdp.base.machine import choose_platform
-        from jdp.core.cluster.schedulers import find_cluster
+        from jdp.core.cluster.barrier import from_first_process
+        from jdp.launch.doctor.disk import examine_cache, examine_disk
         from jdp.launch.doctor.findings import Finding
+        from jdp.launch.doctor.versions import examine_versions
 
-        try:
-            cluster = find_cluster(os.environ)
-        except ValueError as error:
-            self.findings.append(Finding("cluster", "wrong", str(error)))
-            return self._report()
-        if cluster is not None:
-            self.me, self.count = cluster.process_id or 0, cluster.num_processes or 1
-        self._examine_machine(cluster)
+        self.findings += [*examine_versions(), *examine_disk(self.run_folder or self.options.run_dir), examine_cache()]
         choose_platform()
+        if not self._join():
+            return self._report()
         try:
-            if (cluster is not None and self._cannot_join(cluster)) or not self._examine_together():
+            if not self._examine_together():
                 return self._report()
         except Exception as error:
             from jdp.core.cluster.initialize import is_lost_peer
@@ -120,94 +116,58 @@ class _Examination:
             return self._report()
         if self.run_folder is not None and self.me == 0:
             self.findings += _verified(self.run_folder)
-        from jdp.core.cluster.barrier import from_first_process
-
         seconds = _VERIFYING if self.run_folder else _REPORTING
         return from_first_process("whether all is well", self._report(), seconds=seconds)
 
-    def _examine_machine(self, cluster: "Cluster | None") -> None:
-        """Look at what needs neither JAX nor other processes."""
-        from jdp.launch.doctor.disk import examine_cache, examine_disk
-        from jdp.launch.doctor.limits import examine_limits
-        from jdp.launch.doctor.network import examine_names, examine_port
-        from jdp.launch.doctor.versions import examine_versions
-
-        self.findings += [
-            *examine_versions(),
-            *examine_limits(),
-            *examine_disk(self.run_folder or self.options.run_dir),
-            examine_cache(),
-            *examine_names(os.environ, cluster),
-            examine_port(),
-        ]
-
-    def _cannot_join(self, cluster: "Cluster") -> bool:
-        """Join the cluster; return True, with a finding, if that cannot be."""
+    def _join(self) -> bool:
+        """Join the cluster if there is one; return False, with a finding, if that cannot be."""
         from jdp.core.cluster.initialize import initialize, joined_as
-        from jdp.core.cluster.tls import TLSError
+        from jdp.core.cluster.schedulers import find_cluster
         from jdp.launch.doctor.findings import Finding
-        from jdp.launch.doctor.network import call_roll
 
-        if cluster.coordinator is not None and self.count > 1:
-            self.findings.append(call_roll(cluster, self.options.timeout))
-            if self.findings[-1].status == "wrong":
-                return True
         try:
+            if cluster := find_cluster():
+                self.me, self.count = cluster.process_id or 0, cluster.num_processes or 1
             initialize(timeout_seconds=math.ceil(self.options.timeout))
-        except (RuntimeError, TLSError) as error:
+        except (RuntimeError, ValueError) as error:
             self.findings.append(Finding("cluster", "wrong", str(error)))
-            return True
+            return False
         self.me, self.count = joined_as() or (0, 1)  # of a TPU pod JAX alone knows it
-        return False
+        return True
 
     def _examine_together(self) -> bool:
-        """Look at the processes together, and let all devices all-reduce; return False if JAX has no devices."""
-        from jdp.launch.doctor import together
+        """Examine the devices, and let all of them all-reduce; return False if JAX has no devices."""
         from jdp.launch.doctor.devices import examine_all_reduce, examine_devices
-        from jdp.launch.doctor.disk import existing
-        from jdp.launch.doctor.findings import Finding
+        from jdp.launch.doctor.findings import gather
 
         seconds = 0.8 * self.options.timeout  # those waits name who is missing, so they end before `_bounded` does
-        shared = self.options.shared or self.run_folder or existing(self.options.run_dir)
         with self._bounded("devices"):
             self.findings += examine_devices()
         if self.findings[-1].check == "devices":
             return False
         with self._bounded("processes"):
-            if self.count > 1:
-                self.findings += together.compare(os.environ, seconds)
-                self.findings += together.examine_shared(shared, seconds)
-                self.findings += together.examine_clocks(seconds)
-            else:
-                self.findings.append(Finding("shared folder", "ok", f"{shared}: one process, so for writing only"))
-            self.gathered, self.hosts = together.gather(self.findings, seconds)
+            self.gathered, self.hosts = gather(self.findings, seconds)
         self.findings = []
         with self._bounded("all-reduce"):
             self.findings = examine_all_reduce()
-            if self.findings[0].status == "wrong":
-                together.tell_failure(self.findings[0])
-            last, _ = together.gather(self.findings, seconds)
+            last, _ = gather(self.findings, seconds)
         self.findings, self.gathered = [], {each: [*self.gathered[each], *last[each]] for each in self.gathered}
         return True
 
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Generator[None]:
         """Report and end this process if the code in `with` does not end in time: it may hang in C++."""
-        from jdp.launch.doctor import nccl
+        from jdp.launch.doctor import devices
         from jdp.launch.doctor.findings import Finding
-        from jdp.launch.doctor.together import told_failures
 
         seconds = self.options.timeout + (_BEFORE_OTHERS if self.me else 0)  # process 0 reports first
 
         def give_up() -> None:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
             mend = "examine fewer hosts at a time to find it; jdp doctor --timeout 120 where starting takes longer"
-            if what == "all-reduce" and self.count == 1 and nccl.is_used():
+            if what == "all-reduce" and self.count == 1 and devices.is_nccl_used():
                 found, mend = self._without_a_way(found)
             self.findings.append(Finding(what, "wrong", found, mend))
-            for process, finding in told_failures().items():
-                if process in self.gathered:
-                    self.gathered[process].append(finding)
             self._report()
             os._exit(UNHEALTHY)
 
@@ -216,19 +176,18 @@ class _Examination:
 
     def _without_a_way(self, found: str) -> tuple[str, str]:
         """Try the all-reduce in other processes, without NCCL's ways of sending; return what was found and the fix."""
-        from jdp.launch.doctor import nccl
+        from jdp.launch.doctor import devices
 
-        if variables := nccl.cure(self.options.timeout):
-            line = nccl.in_shell(variables)
-            why = "; look for an IOMMU or PCI ACS in the BIOS" * (nccl.P2P in variables)
+        if variables := devices.nccl_cure(self.options.timeout):
+            line = devices.in_shell(variables)
+            why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
             return f"{found}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
         return f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""
         from jdp.guard.diagnosis import ERRORS
-        from jdp.launch.doctor.findings import Examined
-        from jdp.launch.doctor.together import described
+        from jdp.launch.doctor.findings import Examined, described
 
         if self.me:  # process 0 reports, where the others could tell it what they found
             unwell = [each for each in self.findings if each.status == "wrong"]
@@ -263,11 +222,20 @@ def _verified(folder: Path) -> "list[Finding]":
         if each.status == "damaged":
             mend = f"jdp train takes the newest that is whole, and sets this one aside; or: rm -r {place}"
             findings.append(Finding(name, "wrong", each.problem, mend))
-        elif each.status == "unverified":
-            mend = "go on with jdp train: what it saves has them"
-            findings.append(Finding(name, "note", "saved without checksums, by an older jdp", mend))
         else:
             findings.append(Finding(name, "ok", "every file is as it was saved"))
     if not checkpoints:
         return [Finding("checkpoints", "note", f"there are none in {folder}")]
     return [*findings, examine_room(folder, checkpoints[-1].folder)]
+
+
+@contextmanager
+def call_after(seconds: float, function: Callable[..., Any], *arguments: Any) -> Generator[None]:
+    """Call the function in a thread after some seconds, unless the code in `with` has ended by then."""
+    timer = threading.Timer(seconds, function, arguments)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

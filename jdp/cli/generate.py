@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.base.shorten import brief
-from jdp.base.terminal_text import escaped
+from jdp.base.terminal import escaped
+from jdp.base.toml import brief
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
@@ -34,8 +34,8 @@ class Options:
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run or its address (s3://…), or the name of a run in --run-dir. Or an export, or a model of
-    Hugging Face: a folder with config.json, model.safetensors and tokenizer.json."""
+    """The folder of a run, or the name of a run in --run-dir. Or an export, or a model of Hugging Face: a folder with
+    config.json, model.safetensors and tokenizer.json."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """Text to continue; "-" reads it from stdin. May be given several times. Default: a line break."""
     length: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -48,14 +48,12 @@ class Options:
     """Of these, draw among the likeliest that together have the probability P. Default: among all."""
     seed: int = 0
     """Where the draws start: with the same seed a prompt has the same text."""
-    chat: bool = False
-    """Prompts are a user's messages: the tokenizer's chat template leads to the answer. A run on chats has it so."""
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
     """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """Where the tokenizer of a run is now. Default: where it was when the run began."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs, or its address."""
+    """Folder that holds the runs."""
     plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
     """The plug-in of a run that has one."""
     json: bool = False
@@ -64,7 +62,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Find the model, check the prompts, read the weights, and write. Raises UsageError."""
-    options = parse(Options, "generate", arguments, addresses=("run_dir",))
+    options = parse(Options, "generate", arguments)
     if not 0 <= options.seed < 2**32:
         raise UsageError(f"--seed is 0 to 2^32 - 1; given {options.seed}: choose another")
     prompts = _prompts(options.prompt or ("\n",))
@@ -80,14 +78,13 @@ def run(arguments: list[str]) -> int:
                 options.model,
                 options.run_dir,
                 step=options.step,
-                chat=options.chat,
                 plugin=options.plugin,
                 tokenizer=options.tokenizer,
             )
         except PathError as error:
             raise UsageError(f"RUN: {error}") from None
         draw = Draw.checked(found.config.vocab_size, options.temperature, options.top_k, options.top_p)
-        encoded = [found.prompt(prompt).tolist() for prompt in prompts]
+        encoded = [found.tokenizer.encode(prompt).tolist() for prompt in prompts]
         length = _length(options.length, encoded, found)
 
         import jax
@@ -102,7 +99,7 @@ def run(arguments: list[str]) -> int:
     key = jax.random.fold_in(jax.random.key(options.seed), 2)  # that of a run's [sample], so with its draws
     for prompt, tokens in zip(prompts, encoded, strict=True):
         drawn = stream(model, tokens, length=length, draw=draw, rng=key, longest=longest)
-        texts.append(_written(prompt + "\n" * found.chat, tokens, drawn, found.tokenizer, quiet=options.json))
+        texts.append(_written(prompt, tokens, drawn, found.tokenizer, quiet=options.json))
     if options.json:
         print(as_json.dumps({"model": found.name, "texts": texts}))
     return 0

@@ -4,22 +4,19 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jdp.base.user_path import address_of
-from jdp.cli import sweep, train_options
+from jdp.cli import train
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 if TYPE_CHECKING:
     from jdp.experiment.schema.experiment import Experiment
-    from jdp.launch.rendezvous import Nodes
+    from jdp.launch.process_environment import Nodes
 
 
 @dataclass(frozen=True)
@@ -38,16 +35,16 @@ class Options:
 
     Each line of output begins with the number of its process: [0] ... When a process fails, the others are ended. The
     last lines then name the process that failed first, and the exit code is that process's. Ctrl-C and SIGTERM are
-    passed on. With --sweep among the options of `jdp train`, its runs are launched one after another.
+    passed on.
 
     With --max-restarts all are then started again, and an experiment resumes from its newest checkpoint. Not after exit
     codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), and not a third time without a new
     checkpoint.
 
     On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
-    --coordinator node0:29500 -- FILE. Under Slurm: srun --ntasks-per-node=1 jdp launch -n 8 -- FILE. When a process
-    fails or a machine is lost, all of them stop, and start again together. Give all of them the same secret, in
-    JDP_SECRET or in a file that JDP_SECRET_FILE names: whoever reaches the coordinator's port can else end the job.
+    --coordinator node0:29500 -- FILE. The program calls jdp.initialize(), as jdp train does. When a process fails or a
+    machine is lost, the processes of all machines end, and each machine starts its own again: they wait for each other,
+    five minutes at most. Slurm, Kubernetes and mpirun start the processes themselves: leave jdp launch out there.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
@@ -58,18 +55,13 @@ class Options:
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder that holds the runs, as for `jdp train`."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """How often all processes are started again after one has failed; node 0's counts."""
+    """How often all processes are started again after one has failed; give all machines the same."""
     nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Number of machines (default: one; in a Slurm step with one task on each of several machines, these)."""
+    """Number of machines (default: this one alone)."""
     node_rank: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Number of this machine, from 0."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Address of node 0 and a port there that is free. The processes themselves use other ports, new at each start."""
-    min_nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Number of machines with which to go on when others stay away (default: all). The global batch and the order of
-    samples stay the same; an experiment uses as many as its mesh and batch allow. Node 0's counts."""
-    rejoin_seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 300.0
-    """How long to wait for machines, at the start and after a failure."""
+    """Address of node 0 and a port that is free there: process 0 listens at it. Keep it in a private network."""
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a log file for each process, rank-00000.log; that of the attempt before is rank-00000.1.log (default:
     for an experiment RUN_DIR/NAME/logs, else none)."""
@@ -84,7 +76,7 @@ def run(arguments: list[str]) -> int:
     if not command and not {"-h", "--help"} & set(own):
         given = "nothing after --" if "--" in arguments else "no --"
         raise UsageError(f"what to launch comes after --; given {given}: write jdp launch -n 2 -- FILE …")
-    return _launch(parse(Options, "launch", own, addresses=("run_dir",)), command)
+    return _launch(parse(Options, "launch", own), command)
 
 
 def _launch(options: Options, command: list[str]) -> int:
@@ -97,8 +89,7 @@ def _launch(options: Options, command: list[str]) -> int:
         raise UsageError(f"-n must be 1 or more processes; given {options.processes}: raise it")
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
-    nodes, fits = _nodes(_under_slurm(options, os.environ)), None
-    count = 1 if nodes is None else nodes.count
+    nodes = _nodes(options)
     environment, log_dir = dict(os.environ), options.log_dir
     command = [_expand_home(command[0]), *command[1:]]
     started = _program(command)
@@ -110,19 +101,13 @@ def _launch(options: Options, command: list[str]) -> int:
     else:
         added = ["--json"] if options.json else []
         added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
-        given, overrides = _train_options([*command, *added])
-        if given.sweep and nodes is not None:
-            raise UsageError("--sweep runs on one machine; given --nodes: start a job for each value, with --name")
-        if given.sweep:
-            return sweep.run(given, overrides, _one_of_a_sweep(options), processes=options.processes)
+        given, _ = _train_options([*command, *added])
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
-        experiment = _check_before_launch([*command, *added], options.processes * count)
-        fits = partial(_fits, experiment, options, len(visible_gpus(environment)))
+        experiment = _check_before_launch([*command, *added], options.processes * (nodes.count if nodes else 1))
         if experiment.devices is not None:
             environment["JAX_PLATFORMS"] = "cpu"
-        own = Path("runs") if address_of(given.run_dir) else given.run_dir
-        log_dir = log_dir or own / experiment.name / LOGS
+        log_dir = log_dir or given.run_dir / experiment.name / LOGS
         started = [sys.executable, "-m", "jdp", "train", *command, *added]
     return start(
         started,
@@ -134,27 +119,14 @@ def _launch(options: Options, command: list[str]) -> int:
         log_dir=log_dir,
         reports_progress=is_experiment,
         nodes=nodes,
-        facts={"-n": str(options.processes), "--nodes": str(count), "what is launched": " ".join(command)},
-        fits=fits or (lambda processes: True),
     )
-
-
-def _under_slurm(options: Options, environment: Mapping[str, str]) -> Options:
-    """Fill in the machines of a Slurm step that has one task on each, if the options name none."""
-    count = environment.get("SLURM_STEP_NUM_NODES", "1")
-    if options.nodes is not None or count == "1" or environment.get("SLURM_STEP_NUM_TASKS") != count:
-        return options
-    from jdp.core.cluster.schedulers import slurm_coordinator
-
-    coordinator = options.coordinator or slurm_coordinator(environment)
-    return replace(options, nodes=int(count), node_rank=int(environment["SLURM_PROCID"]), coordinator=coordinator)
 
 
 def _nodes(options: Options) -> "Nodes | None":
     """Return the machines of the run; None for this one alone."""
-    from jdp.launch.rendezvous import Nodes
+    from jdp.launch.process_environment import Nodes
 
-    given = {"--node-rank": options.node_rank, "--coordinator": options.coordinator, "--min-nodes": options.min_nodes}
+    given = {"--node-rank": options.node_rank, "--coordinator": options.coordinator}
     if options.nodes is not None and options.nodes < 1:
         raise UsageError(f"--nodes must be 1 or more machines; given {options.nodes}: leave it out for this one alone")
     if options.nodes in (None, 1) and (named := [flag for flag, value in given.items() if value is not None]):
@@ -168,33 +140,9 @@ def _nodes(options: Options) -> "Nodes | None":
             f"write --nodes {options.nodes} --node-rank 0 --coordinator HOST:PORT, and on each its own number"
         )
     try:
-        return Nodes(options.nodes, options.node_rank, options.coordinator, options.min_nodes, options.rejoin_seconds)
+        return Nodes(options.nodes, options.node_rank, options.coordinator)
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-def _fits(experiment: "Experiment", options: Options, gpus: int, processes: int) -> bool:
-    """Return True if the experiment's mesh and batch fit so many processes, as far as that is known here."""
-    from jdp.experiment.file import ExperimentError, check_for_devices
-
-    each = experiment.devices or options.devices_per_process or gpus // options.processes
-    if not each:
-        return True
-    try:
-        check_for_devices(experiment, processes * each)
-    except ExperimentError:
-        return False
-    return True
-
-
-def _one_of_a_sweep(options: Options) -> list[str]:
-    """Return what starts one run of a sweep, a cluster of its own."""
-    if options.log_dir is not None:
-        raise UsageError("the runs of a sweep have a folder of logs each, RUN_DIR/NAME/logs: leave --log-dir out")
-    count = options.devices_per_process
-    more = [] if count is None else [f"--devices-per-process={count}"]
-    more += [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
-    return [sys.executable, "-m", "jdp", "launch", f"-n={options.processes}", *more, "--"]
 
 
 def _program(command: list[str]) -> list[str] | None:
@@ -250,8 +198,8 @@ def _expand_home(word: str) -> str:
         raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}: write the folder") from None
 
 
-def _train_options(arguments: list[str]) -> tuple[train_options.Options, dict[str, str]]:
-    return parse_with_overrides(train_options.Options, "train", arguments, addresses=("run_dir",))
+def _train_options(arguments: list[str]) -> tuple[train.Options, dict[str, str]]:
+    return parse_with_overrides(train.Options, "train", arguments)
 
 
 def _check_before_launch(arguments: list[str], processes: int) -> "Experiment":

@@ -3,39 +3,40 @@
 | exit code | meaning                                                                                             |
 |-----------|-----------------------------------------------------------------------------------------------------|
 | 0         | done                                                                                                |
-| 1         | the answer is no: `verify`, `prove`, `doctor`, `plan --tune`; or a run of a sweep failed            |
+| 1         | the answer is no: `verify`, `prove`, `doctor`                                                       |
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
-|           | or a device computed wrong results: a line that names the device and the part of the state          |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; a step did not end in time; or, in  |
-|           | mid-run, a disk stayed full, or storage was away, for minutes                                       |
+|           | mid-run, a disk stayed full for minutes; or processes did not come                                  |
 | 78        | the processes of the run do not match; each reports how: fix this before you run again              |
-|           | or a device computed wrong results twice: leave its host out before you run again                   |
+|           | or a device computed wrong results: leave its host out before you run again                         |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
 | 141       | the reader of stdout has exited, as `head` does; `train` and `launch` go on without it              |
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
 experiment file. Commands are imported when they run, and JAX late inside them, so that help and mistakes in
-options answer at once.
+options answer at once. The help of a command is kept on disk: its imports take a quarter of a second of processor time.
 """
 
 import contextlib
 import errno
 import importlib
+import importlib.util
 import io
 import os
 import platform
+import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import jdp
-from jdp.base.hints import nearest
-from jdp.base.lasting_output import lasting
-from jdp.base.notices import shown
-from jdp.base.shorten import cut
-from jdp.cli import help_text
+from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.terminal import lasting
+from jdp.base.toml import cut
+from jdp.base.words import nearest
 from jdp.cli.options import UsageError, wrapped
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
@@ -50,14 +51,13 @@ _PACKAGES = {
 }
 """Packages of which --version shows those that are installed, with their names there."""
 COMMANDS = {
-    "new": "Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.",
+    "new": "Writes NAME.toml, a copy of an experiment that jdp ships, under its own name.",
     "train": "Runs an experiment.",
     "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
     "verify": "Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.",
     "prove": "Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.",
     "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
     "generate": "Continues prompts with a run's model, or with an export, and prints the text while it is written.",
-    "manifest": "Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.",
     "report": "Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.",
     "why": "Says why a run is slow, hung or dead, and which process caused it.",
     "doctor": (
@@ -104,7 +104,7 @@ def _in_words(arguments: list[str]) -> int:
             print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
             return _leave(USER_ERROR)
         is_mistake, is_device = _is_users_mistake(error), _is_wrong_device(error)
-        in_words = is_mistake or is_device
+        in_words = is_mistake or is_device or hasattr(error, "exit_code")
         message = f"error: {_printable(error)}" if in_words else traceback.format_exc()
         print(f"{_prefix()}{message}", file=sys.stderr)
         code = USER_ERROR if is_mistake else SOFTWARE_ERROR
@@ -149,7 +149,7 @@ def _run(arguments: list[str]) -> int:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"jdp has no command {name!r}{hint}")
     if arguments[1:] in (["--help"], ["-h"]):
-        return help_text.show(name)
+        return show_help(name)
     return importlib.import_module(f"jdp.cli.{name}").run(arguments[1:])
 
 
@@ -159,7 +159,7 @@ def _printable(error: Exception) -> str:
     def escaped(letter: str) -> str:
         return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
 
-    lines = shown(str(error)).split("\n")
+    lines = str(error).split("\n")
     kept = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
     more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
     return "\n".join([*kept, *more])
@@ -226,3 +226,42 @@ def _versions() -> str:
             if package in _NEEDED:
                 lines.append(f"{name} not installed")
     return "\n".join(lines)
+
+
+def show_help(name: str) -> int:
+    """Print a command's help: the kept one if jdp's files and the terminal are the same, else a new one."""
+    cache = Cache(default_folder() / "help", limit_bytes=2**20, names=r"[0-9a-f]{64}\.txt", contents="")
+    terminal = (shutil.get_terminal_size(), sys.stdout.isatty(), sys.stdout.encoding, os.environ.get("TERM"))
+    key = Cache.key(name, sys.version, repr(terminal), *_stamps()) + ".txt"
+    text = cache.load(key, lambda file: file.read().decode())
+    if text is None:
+        recorded = _Recorded(sys.stdout)
+        with contextlib.redirect_stdout(recorded), contextlib.suppress(SystemExit):
+            importlib.import_module(f"jdp.cli.{name}").run(["--help"])
+        recorded.flush()
+        text = recorded.kept.getvalue().decode(recorded.encoding)
+        cache.store(key, lambda file: file.write(text.encode()))
+    sys.stdout.write(text)
+    return 0
+
+
+class _Recorded(io.TextIOWrapper):
+    """Keeps what is printed; it reports the terminal and the encoding of the stream that it replaces."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.kept = io.BytesIO()
+        super().__init__(self.kept, encoding=stream.encoding, errors=stream.errors, newline="")
+        self._is_terminal = stream.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def _stamps() -> Iterator[str]:
+    """Yield each file of jdp and tyro with its size and time: the help depends on them."""
+    tyro = importlib.util.find_spec("tyro")
+    folders = [Path(__file__).parents[1], *([Path(tyro.origin).parent] if tyro and tyro.origin else [])]
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            found = path.stat()
+            yield f"{path} {found.st_size} {found.st_mtime_ns}"

@@ -1,14 +1,15 @@
-"""`jdp new`: write an experiment file to start from."""
+"""`jdp new`: copy an experiment that jdp ships, to start from."""
 
 import math
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import brief
+from jdp.base.toml import brief
+from jdp.base.words import nearest
 from jdp.cli.options import UsageError, parse
 
 _GPUS = 8
@@ -17,7 +18,7 @@ _GPUS = 8
 
 @dataclass(frozen=True)
 class Options:
-    """Writes NAME.toml, an experiment to start from: the keys of one that jdp ships, each with what it means.
+    """Writes NAME.toml, a copy of an experiment that jdp ships, under its own name.
 
     It replaces no file. At the end it prints the next two commands.
     """
@@ -25,7 +26,7 @@ class Options:
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """Name of the run, and of the file in the working directory."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SHIPPED")] = "quickstart"
-    """The experiment that jdp ships to start from: continue_pretraining, digits_resnet, dpo, finetune_hf_llama,
+    """The experiment that jdp ships to start from: continue_pretraining, digits_resnet, finetune_hf_llama,
     finetune_lora, gpt2_124m, gpt_1b, hsdp, imagenet_resnet50, imagenet_vit, llama_8b_zero3, quickstart,
     quickstart_muon, sft_chat, tensor_parallel."""
 
@@ -34,9 +35,9 @@ def run(arguments: list[str]) -> int:
     """Write the file, and print the commands that come next. Raises UsageError."""
     options = parse(Options, "new", arguments)
     _check(options)
-    from jdp.experiment.template import template
+    from jdp.experiment.shipped import copied
 
-    text, table = template(options.from_, options.name)
+    text = copied(options.from_, options.name)
     file = Path(f"{options.name}.toml")
     try:
         with file.open("x", encoding="utf-8") as opened:
@@ -45,7 +46,7 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"jdp new replaces no file; given {file}, which exists: choose another NAME") from None
     except OSError as error:
         raise UsageError(f"{file} cannot be written here: {error.strerror}; go to a folder of yours") from None
-    print(f"wrote {file}. Next:\n  jdp plan {file}{_target(table)}\n  jdp train {file}")
+    print(f"wrote {file}. Next:\n  jdp plan {file}{_target(tomllib.loads(text))}\n  jdp train {file}")
     return 0
 
 

@@ -10,17 +10,16 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.base.bucket import Remote
-from jdp.base.hints import nearest
-from jdp.base.shorten import brief
-from jdp.base.user_path import address_of, user_path
+from jdp.base.toml import brief
+from jdp.base.user_path import user_path
+from jdp.base.words import nearest
 
 
 class UsageError(ValueError):
     """A mistake on the command line itself."""
 
 
-def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()) -> Any:
+def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2."""
     import tyro  # late, as it takes a tenth of a second
 
@@ -30,26 +29,21 @@ def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Seq
         value = getattr(parsed, field.name)
         if isinstance(value, Path):
             try:
-                if field.name in addresses and address_of(value):
-                    Remote.at(value)  # its package is there
-                else:
-                    paths[field.name] = user_path(value)
+                paths[field.name] = user_path(value)
             except ValueError as error:
                 flag = "FILE" if field.name == "file" else flag_of(field.name)
                 raise UsageError(f"{flag}: {error}") from None
     return dataclasses.replace(parsed, **paths)
 
 
-def parse_with_overrides(
-    options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()
-) -> tuple[Any, dict[str, str]]:
+def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
     if {"-h", "--help"} & set(arguments):
-        _help_with_keys(options, name, arguments)
+        _help_with_keys(options, name)
         raise SystemExit(0)
     flags = flags_of(options)
     own, overrides = split_overrides(arguments, flags)
-    return parse(options, name, own, addresses=addresses), overrides
+    return parse(options, name, own), overrides
 
 
 def flags_of(options: type[Any]) -> list[str]:
@@ -77,7 +71,8 @@ def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[
             raise UsageError(f"there is no option {flag}{hint}")
         value = value if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
-            raise UsageError(f"{flag} needs a value: {flag} VALUE, or {flag}=VALUE")
+            what = f"{flag} needs a value" if "." in key else f"{flag} is no option here, or needs a value as a key"
+            raise UsageError(f"{what}: {flag} VALUE, or {flag}=VALUE")
         if key in overrides:
             raise UsageError(f"{flag} is given twice: {overrides[key]} and {value}; remove one")
         overrides[key] = value
@@ -101,17 +96,13 @@ def stdout_to_stderr(wanted: bool = True) -> Generator[None]:
         os.close(kept)
 
 
-def _help_with_keys(options: type[Any], name: str, arguments: Sequence[str]) -> None:
-    """Print tyro's help of the options, then every key of an experiment, first the fields of the plug-in."""
+def _help_with_keys(options: type[Any], name: str) -> None:
+    """Print tyro's help of the options, then every key of an experiment."""
     from jdp.experiment.file import describe
-    from jdp.experiment.plugins import use
 
-    _, overrides = split_overrides([word for word in arguments if word not in ("-h", "--help")], flags_of(options))
-    if (plugin := overrides.get("plugin")) is not None:
-        use(plugin)
     with contextlib.suppress(SystemExit):
         parse(options, name, ["--help"])
-    for heading, keys in describe(plugin):
+    for heading, keys in describe():
         print(f"\n{heading}")
         for key in keys:
             default = key.default if key.default in ("required", "by size") else f"default {key.default}"

@@ -3,10 +3,9 @@
 import dataclasses
 import json as as_json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jdp.base.shorten import brief
+from jdp.base.toml import brief
 from jdp.cli.options import (
     UsageError,
     check_writable,
@@ -17,104 +16,174 @@ from jdp.cli.options import (
     words,
     write_file,
 )
-from jdp.cli.plan_compile import Plans, compile_plans
-from jdp.cli.plan_costs import check_bill, read_failures
-from jdp.cli.plan_options import Options
-from jdp.cli.plan_tune import check_tune, tune
 from jdp.cli.programs import is_program
 
 if TYPE_CHECKING:
-    from jdp.foresight.advice.scaling import Scaling
     from jdp.foresight.forecast import PlanReport
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from jdp.cli.options import choose_target_platform
+
+if TYPE_CHECKING:
+    from jdp.foresight.forecast import PlanReport
+
+import subprocess
+import sys
+from typing import Any
+
+from jdp.base.formatting import format_bytes, format_percent, format_seconds
+from jdp.cli.programs import check_only, forecast_on
+
+
+@dataclass(frozen=True)
+class Options:
+    """Reports what every device will hold, send and wait for, under every strategy, before you launch.
+
+    The real compiler compiles the experiment's real step for the devices of --target, which this machine need not
+    have: jdp plan FILE --target h100:8x8. The report compares memory by class with the device's, and bytes sent with
+    theory. It has the step time and the share of hidden communication (simulated), and says what fits, what to choose,
+    and why.
+
+    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
+
+    A program of yours, my_train.py:make_step, is compiled as it is: jdp verify --help says what the function returns.
+
+    Without an experiment, jdp plan --table 70e9:8 prints ZeRO's closed form for a size.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
+    """The experiment (TOML), the name of one that jdp ships, such as quickstart, or a program, FILE.py:FUNCTION."""
+    table: Annotated[str | None, tyro.conf.arg(metavar="PARAMETERS:DEVICES")] = None
+    """Print what each device keeps and sends by ZeRO's closed form, such as 70e9:8, and compile nothing. It takes
+    --strategy, --accumulate (one number) and --json."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
+    """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
+    machine's. Several with commas between, such as h100:1x8,h100:8x8,h100:64x8, are compared: a row each."""
+    strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
+    """Strategies to compile, with commas between."""
+    accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
+    """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
+    host_memory: Annotated[float | None, tyro.conf.arg(metavar="GIB")] = None
+    """Memory of each host of --target, in GiB, such as 2048: where [guard] keep_in_memory copies the state into it, a
+    strategy that needs more does not fit. Default: known of this machine only."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
+    """Write a self-contained page on one target: memory, timelines, collectives."""
+    no_cache: bool = False
+    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    json: bool = False
+    """Print one JSON object on stdout, and everything else on stderr."""
 
 
 def run(arguments: list[str]) -> int:
-    """Plan an experiment, tune it, or print a size's table; write the files that are asked for."""
+    """Plan an experiment, or print a size's table; write the page of --html."""
     options, overrides = parse_with_overrides(Options, "plan", arguments)
     if options.table is not None:
         return _closed_form(options, overrides)
     if options.file is None:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
+    targets = [None] if options.target is None else words(options.target, "--target")
     if is_program(options.file):
-        from jdp.cli import plan_program
-
-        return plan_program.run(options, overrides, _targets(options))
-    check_tune(options)
-    check_bill(options)
-    if options.tune:
-        return tune(options, overrides)
-    for path in (options.html, options.trace):
-        check_writable(path)
-    failures = read_failures(options)
-    targets = _targets(options)
+        check_only(options, overrides, TAKEN)
+        return _one(options, targets[0]) if len(targets) == 1 else _several(options, targets)
+    if len(targets) > 1 and options.html is not None:
+        raise UsageError(f"--html writes a page on one target; given {len(targets)}: name one --target, or remove it")
+    check_writable(options.html)
     with stdout_to_stderr(options.json):
-        from jdp.foresight.advice.scaling import Scaling
-
-        plans = compile_plans(options, overrides, failures, targets)
-        scaling = None if len(plans.reports) == 1 else Scaling(plans.reports)
+        plans = compile_plans(options, overrides, targets)
         if not options.json:
-            _show(plans, scaling)
+            _show(plans)
     if options.json:
-        found = plans.reports[0] if scaling is None else scaling
-        print(as_json.dumps(found.to_json(), allow_nan=False), flush=True)
+        found = [report.to_json() for report in plans.reports]
+        print(as_json.dumps(found[0] if len(found) == 1 else {"targets": found}, allow_nan=False), flush=True)
     with stdout_to_stderr(options.json):
-        if scaling is None:
-            _write(options, plans.reports[0], plans.described[0])
-        elif options.html is not None:
-            from jdp.report.scaling_page import scaling_page
+        if options.html is not None:
+            from jdp.report.plan_page import plan_page
 
-            title = f"{plans.stem} on {len(plans.reports)} targets"
-            _put(options.html, scaling_page(scaling, title=title, described=plans.described[0]))
+            report = plans.reports[0]
+            title = f"{options.file.stem} on {report.target}"
+            write_file(options.html, plan_page(report, title=title, described=plans.described[0]))
+            print(f"wrote {options.html}")
     return 0
 
 
-def _targets(options: Options) -> list[str | None]:
-    """Return the names of --target; None for this machine's devices."""
-    if options.target is None:
-        return [None]
-    targets = words(options.target, "--target")
-    if len(targets) > 1 and options.trace is not None:
-        raise UsageError(f"--trace shows the step of one target; given {len(targets)}: name one --target, or remove it")
-    return [*targets]
+@dataclass(frozen=True)
+class Plans:
+    """An experiment's plan for each target."""
+
+    name: str  # the experiment's
+    stem: str  # of its file
+    reports: tuple["PlanReport", ...]  # one a target
+    described: tuple[str, ...]  # the experiment in a sentence, for each target
 
 
-def _show(plans: Plans, scaling: "Scaling | None") -> None:
+def compile_plans(options: Options, overrides: dict[str, str], targets: Sequence[str | None]) -> Plans:
+    """Compile every candidate for every target."""
+    from jdp.experiment.file import load
+
+    assert options.file is not None
+    strategies = words(options.strategy, "--strategy")
+    experiment = load(options.file, overrides)
+    choose_target_platform(targets, experiment.devices)
+
+    from jdp.cli.terminal import Progress
+    from jdp.experiment.plan import candidates_of, described_batch, with_hosts
+    from jdp.foresight.foresee import make_plan_report
+    from jdp.foresight.targets.resolve import target_of
+
+    accumulate = counts(options.accumulate, "--accumulate") or [experiment.train.accumulate]
+    hosts = None if options.host_memory is None else round(options.host_memory * 2**30)
+    resolved = [target_of(name) for name in targets]
+    candidates = [
+        candidates_of(experiment, target, strategies=strategies, accumulate=accumulate) for target in resolved
+    ]
+    reports = list["PlanReport"]()
+    for target, tried in zip(resolved, candidates, strict=True):
+        with Progress() as progress:
+            report = make_plan_report(tried, target, cache=not options.no_cache, progress=progress.compiling)
+        reports.append(with_hosts(report, experiment, tried, target, hosts))
+    if all(estimate.error is not None for report in reports for estimate in report.estimates):
+        raise UsageError("\n".join(dict.fromkeys(note for report in reports for note in report.notes)))
+    model = f"{experiment.model.name or experiment.model.make}, {experiment.precision}"
+    described = tuple(f"{model}, batches of {described_batch(tried[0].batch)}" for tried in candidates)
+    return Plans(experiment.name, options.file.stem, tuple(reports), described)
+
+
+def _show(plans: Plans) -> None:
     """Print one plan with everything in it, or several as a table of one row each."""
     from jdp.cli.terminal import show_plan, show_table
 
-    if scaling is None:
-        show_plan(plans.reports[0], plans.name, plans.described[0])
+    reports = plans.reports
+    if len(reports) == 1:
+        show_plan(reports[0], plans.name, plans.described[0])
         return
-    show_table(f"{plans.name} on {len(plans.reports)} targets (simulated)", scaling.headings, scaling.table())
+    unit = reports[0].unit
+    headings = ("target", "devices", "take", "fits", f"{unit} a step", "hidden", "waits", "step", "MFU", f"{unit}/s")
+    title = f"{plans.name} on {len(reports)} targets (simulated)"
+    show_table(title, headings, [_target_row(report) for report in reports])
+    on = dict[str, list[str]]()
+    for report in reports:
+        for note in report.notes:
+            on.setdefault(note, []).append(report.target)
     print()
-    bills = [report.bill.assumed for report in plans.reports if report.bill is not None][:1]
-    print(*scaling.why, *bills, *(f"Note: {note}" for note in scaling.notes), sep="\n")
+    for note, names in on.items():
+        print(f"Note: {note}" if len(names) == len(reports) else f"Note: {', '.join(names)}: {note}")
     print(f"Why, and every candidate: jdp plan {plans.stem}.toml with one --target.")
 
 
-def _write(options: Options, forecast: "PlanReport", described: str) -> None:
-    """Write the files of --html and --trace. Raises UsageError."""
-    if options.html is not None:
-        from jdp.report.plan_page import plan_page
-
-        assert options.file is not None
-        page = plan_page(forecast, title=f"{options.file.stem} on {forecast.target}", described=described)
-        _put(options.html, page)
-    if options.trace is not None:
-        from jdp.foresight.timing.chrome_trace import chrome_trace
-
-        shown = forecast.choice or next((o for o in forecast.estimates if o.timeline is not None), None)
-        if shown is None or shown.timeline is None:
-            raise UsageError(
-                f"--trace needs the simulated timeline of a candidate that fits; {forecast.target} has none: remove "
-                "it, or name another --target"
-            )
-        _put(options.trace, as_json.dumps(chrome_trace(shown.timeline, shown.name)))
-
-
-def _put(path: Path, text: str) -> None:
-    write_file(path, text)
-    print(f"wrote {path}")
+def _target_row(report: "PlanReport") -> tuple[str, ...]:
+    """Return the cells of one of several targets: the choice there."""
+    shown = report.choice or report.estimates[0]
+    fits, name = shown.fits_in_words, shown.name
+    if report.choice is None:
+        name = "–"
+        fits = "no" if any(estimate.error is None for estimate in report.estimates) else "did not compile"
+    return (report.target, f"{report.devices:,}", name, fits, f"{shown.tokens:,}", *shown.speed_cells)
 
 
 # --table: ZeRO's closed form, without an experiment.
@@ -127,7 +196,7 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     names, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate") or [1]
     if len(accumulate) > 1:
         raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
-    from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
+    from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
     k = accumulate[0]
     rows: dict[str, dict[str, dict[str, int]]] = {"paper": {}, "jdp": {}}
@@ -205,3 +274,51 @@ def _size(text: str) -> tuple[int, int]:
 def _number(value: float) -> str:
     """Return a number in three digits, or with all digits before the point."""
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
+
+
+# A program of the user's: any step, on one target or several.
+
+
+TAKEN = ("file", "target", "no_cache", "json")
+_HEADINGS = ("target", "holds", "of its memory", "sends", "computes", "waits", "step")
+
+
+def _one(options: Options, target: str | None) -> int:
+    assert options.file is not None
+    with stdout_to_stderr():  # the user's file may print
+        _, report = forecast_on(options.file, target, cache=not options.no_cache)
+    print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
+    return 0
+
+
+def _several(options: Options, targets: Sequence[str | None]) -> int:
+    """Compile for each target in a process of its own, in which `jax.devices()` are as many as the target's."""
+    reports = list[dict[str, Any]]()
+    for target in targets:
+        command = [sys.executable, "-m", "jdp", "plan", str(options.file), f"--target={target}", "--json"]
+        done = subprocess.run(
+            [*command, *(["--no-cache"] if options.no_cache else [])], stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            return done.returncode  # its error is on stderr
+        reports.append(as_json.loads(done.stdout))
+    if options.json:
+        print(as_json.dumps({"targets": reports}, allow_nan=False))
+        return 0
+    from jdp.cli.terminal import show_table
+
+    show_table(f"{options.file} on {len(reports)} targets (simulated)", _HEADINGS, [*map(_program_row, reports)])
+    notes = dict.fromkeys(note for report in reports for note in report["notes"])
+    print("", *(f"Note: {note}" for note in notes), sep="\n")
+    print(f"By argument and source line: jdp plan {options.file} with one --target.")
+    return 0
+
+
+def _program_row(report: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a target: bytes and times per device and step."""
+    memory, schedule = report["memory"], report["schedule"]
+    share = "–" if memory["headroom"] is None else format_percent(memory["total"] / memory["headroom"]["available"])
+    names = ("compute_seconds", "exposed_seconds", "step_seconds")
+    times = ("–",) * 3 if schedule is None else tuple(format_seconds(schedule[name]) for name in names)
+    sends = format_bytes(report["wire_bytes_per_device"])
+    return report["target"], format_bytes(memory["total"]), share, sends, *times

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.base.shorten import cut
-from jdp.base.toml import toml_value
-from jdp.base.user_path import PathError, address_of
+from jdp.base.toml import cut, toml_value
+from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ PAGE = "report.html"
 class Options:
     """Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.
 
-    The page needs no network and no other file. It has all metrics of a run, such as the loss, the learning
-    rate and a measured noise scale. It also has throughput, the share of time waiting for data, resumes, stops, skipped
+    The page needs no network and no other file. It has all metrics of a run, such as the loss and the learning
+    rate. It also has throughput, the share of time waiting for data, resumes, stops, skipped
     steps, and the experiment as run. Several runs are drawn over each other, with a table of what differs.
 
     For memory and timeline the step is compiled again, not run, for the devices that the run had; this machine
@@ -35,10 +34,9 @@ class Options:
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN…")] = ()
-    """Folders of runs or their addresses (s3://…), or names of runs in --run-dir."""
+    """Folders of runs, or names of runs in --run-dir."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PAGE", aliases=["-o"])] = None
-    """The page. Default: report.html in the run's folder; for several runs, or one in a bucket, in the current
-    folder."""
+    """The page. Default: report.html in the run's folder; for several runs, in the current folder."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs that are named without a folder."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
@@ -55,14 +53,13 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Read the runs, compile their steps, write the page, and print where it is."""
-    options = parse(Options, "report", arguments, addresses=("run_dir",))
+    options = parse(Options, "report", arguments)
     with stdout_to_stderr(options.json):
         from jdp.report.run_page import run_page
         from jdp.run.read_folder import read_run
 
         folders = _folders(options.runs, options.run_dir)
-        behind = any(address_of(each) for each in (*options.runs, options.run_dir))
-        path = options.output or (Path(PAGE) if behind or len(folders) > 1 else folders[0] / PAGE)
+        path = options.output or (Path(PAGE) if len(folders) > 1 else folders[0] / PAGE)
         check_writable(path)
         names = _names(folders)
         recorded = dict(zip(names, map(read_run, folders), strict=True))
@@ -102,7 +99,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"]:
     """Return each run as recorded, with its compiled step or the reason why there is none."""
-    from jdp.cli.found import read_found
     from jdp.cli.terminal import Progress
     from jdp.report.run_page import Run
 
@@ -121,12 +117,10 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
                 except Exception as error:  # whatever it is, the page has all the rest
                     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                     missing[name] = f"The step was not compiled: {kind}{cut(' '.join(str(error).split()), 600)}"
-    found = {name: read_found(each.folder, each.notes) for name, each in recorded.items()}
     return [
         Run(
             name,
             **{field.name: getattr(each, field.name) for field in fields(each) if field.name != "folder"},
-            found=found[name],
             step=steps.get(name),
             no_step=missing[name],
         )

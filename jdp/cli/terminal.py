@@ -10,7 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from jdp.foresight.cost.goodput import HEADINGS
 from jdp.foresight.forecast import PlanReport
 
 
@@ -87,12 +86,4 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
     print()
     show_table("Traffic and time (simulated)", report.speed_headings, report.speed_table(), marked=marked)
     print()
-    if report.phases:
-        title = f"Phases of the run, {(report.choice or report.estimates[0]).name}"
-        show_table(title, report.phase_headings, [phase.cells for phase in report.phases])
-        print()
     print(*report.sentences, sep="\n")
-    if report.goodput is not None:
-        print()
-        show_table(report.goodput.title, HEADINGS, report.goodput.table(), marked=0)
-        print(*report.goodput.why, *(f"Note: {note}" for note in report.goodput.notes), sep="\n")

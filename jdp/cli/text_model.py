@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from numpy.typing import NDArray
 
-from jdp.base.bucket import place_of
-from jdp.base.notices import shown
-from jdp.base.read_toml import parse
-from jdp.base.user_path import address_of
+from jdp.base.toml import parse
+from jdp.base.user_path import user_path
 from jdp.checkpoint import Checkpoints, restore, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
@@ -34,24 +29,18 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import TrainState
 from jdp.core.types import Device
-from jdp.data.sources.in_bucket import local_copy
-from jdp.data.text.chat import with_template
-from jdp.data.text.tokenizers import BESIDE, Tokenizer, open_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
+from jdp.data.text.tokenizers import Tokenizer, open_tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
-from jdp.experiment.schema.data import TEMPLATED
-from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
-from jdp.experiment.schema.model import HF
-from jdp.experiment.schema.wire import LocalStepsTable, WireTable
-from jdp.models import GPT, SIZES, GPTConfig
+from jdp.experiment.schema.experiment import NONE, Experiment
+from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE
 from jdp.run.initial_weights import names_of
 from jdp.run.read_folder import find_run
 
 BEST = "best"
-_OF_EXPORT = (CONFIG, TOKENIZER, *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -61,36 +50,25 @@ class TextModel:
     Attributes:
         config: the model's.
         tokenizer: turns text into its tokens, and back; its separator ends a text.
-        prompt: turns a prompt into tokens, int32 [n]; of a chat a user's message, ready for the answer.
-        chat: whether it is one.
         name: of the folder and the step, for people.
         load: reads the weights onto a device.
     """
 
     config: GPTConfig
     tokenizer: Tokenizer
-    prompt: Callable[[str], NDArray[Any]]
-    chat: bool
     name: str
     load: Callable[[Device], GPT]
 
 
 def find_model(
-    given: str,
-    runs: Path,
-    *,
-    step: str | None = None,
-    chat: bool = False,
-    plugin: str | None = None,
-    tokenizer: str | None = None,
+    given: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
 ) -> TextModel:
     """Return the model of a run, or of an export, without its weights.
 
     Args:
-        given: the folder of a run or of an export, or its address; or the name of a run in `runs`.
-        runs: the folder of runs, or its address.
+        given: the folder of a run or of an export; or the name of a run in `runs`.
+        runs: the folder of runs.
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
-        chat: prompts are a user's messages, as they always are for a run on chats.
         plugin: the plug-in of a run that has one.
         tokenizer: of a run, where its tokenizer is now; None: where it was.
 
@@ -100,7 +78,7 @@ def find_model(
     folder = _export(given)
     if folder is None:
         changed = {"plugin": plugin, "data.tokenizer": tokenizer}
-        return _of_run(given, runs, step, chat, {key: value for key, value in changed.items() if value is not None})
+        return _of_run(given, runs, step, {key: value for key, value in changed.items() if value is not None})
     if step is not None:
         raise ExperimentError(f"an export has one model; given {folder} and step {step}: name the run, or no step")
     if not (folder / TOKENIZER).is_file():
@@ -108,25 +86,19 @@ def find_model(
             f"text needs the model's tokenizer; {folder} has no {TOKENIZER}: copy it there from the original model"
         )
     config = _on_any_device(gpt_config_from_hf(folder))
-    name, opened = shown(str(folder)), open_tokenizer(str(folder))
-    prompt = with_template(opened, None, None).prompt if chat else opened.encode
-    return TextModel(config, opened, prompt, chat, name, lambda device: _imported(folder, config, device))
+    name, opened = str(folder), open_tokenizer(str(folder))
+    return TextModel(config, opened, name, lambda device: _imported(folder, config, device))
 
 
 def _export(given: str) -> Path | None:
-    """Return the folder of an export, from an address a copy; None if it is a run, or nothing."""
-    place = place_of(given)
-    if isinstance(place, Path):
-        return place if (place / CONFIG).is_file() and not (place / FILE).exists() else None
-    if CONFIG not in place.matching("*"):
-        return None
-    weights = (files.SUFFIX, f"{files.SUFFIX}.index.json")
-    return local_copy(place, only=lambda name: name in _OF_EXPORT or name.endswith(weights))
+    """Return the folder of an export; None if it is a run, or nothing."""
+    folder = user_path(given)
+    return folder if (folder / CONFIG).is_file() and not (folder / FILE).exists() else None
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
     """Read an export in float32; on GPUs and TPUs weights of bfloat16 stay so."""
-    names, target = names_of(folder, config, learned=config.positions == "learned"), _abstract(config, device)
+    names, target = names_of(folder, config), _abstract(config, device)
     stored = next(iter(files.read(folder).values())).dtype
     if stored == jnp.bfloat16 and device.platform != "cpu":
         params = jax.tree.map(
@@ -139,24 +111,21 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 # A run.
 
 
-def _of_run(given: str, runs: Path, step: str | None, chat: bool, changed: Mapping[str, str]) -> TextModel:
-    folder, bucket = find_run(given, runs), address_of(runs)
-    place = address_of(given) or (f"{bucket}/{given}" if bucket and len(Path(given).parts) == 1 else str(folder))
-    experiment = _experiment(folder, place, changed)
+def _of_run(given: str, runs: Path, step: str | None, changed: Mapping[str, str]) -> TextModel:
+    folder = find_run(given, runs)
+    experiment = _experiment(folder, changed)
     config = _on_any_device(experiment.model.config)
     saved = sorted(int(path.name) for path in (folder / CHECKPOINTS).glob("*") if path.name.isdecimal())
     there = ", ".join(map(str, saved))
     if not saved:
-        raise ExperimentError(f"a model is read from a checkpoint; {place} has none yet: wait for one, or train on")
-    chosen = _best(experiment, f"{place}/{CHECKPOINTS}", there) if step == BEST else step
+        raise ExperimentError(f"a model is read from a checkpoint; {folder} has none yet: wait for one, or train on")
+    chosen = _best(experiment, folder / CHECKPOINTS, there) if step == BEST else step
     if chosen is not None and chosen not in map(str, saved):
-        raise ExperimentError(f'--step must be a checkpoint of {place}, {there}, or "{BEST}"; given {chosen}')
-    path = place if chosen is None else f"{place}/{CHECKPOINTS}/{chosen}"
-    name = f"{place}, step {chosen or saved[-1]}"
-    data, tokenizer = experiment.data, _opened(experiment.data.tokenizer)
-    chat, day = chat or data.format in TEMPLATED, data.chat_date and date.fromisoformat(data.chat_date)
-    prompt = with_template(tokenizer, data.chat_template, day or None).prompt if chat else tokenizer.encode
-    return TextModel(config, tokenizer, prompt, chat, name, lambda device: _restored(path, experiment, config, device))
+        raise ExperimentError(f'--step must be a checkpoint of {folder}, {there}, or "{BEST}"; given {chosen}')
+    path = folder if chosen is None else folder / CHECKPOINTS / chosen
+    name = f"{folder}, step {chosen or saved[-1]}"
+    tokenizer = _opened(experiment.data.tokenizer)
+    return TextModel(config, tokenizer, name, lambda device: _restored(path, experiment, config, device))
 
 
 def _opened(name: str) -> Tokenizer:
@@ -166,23 +135,23 @@ def _opened(name: str) -> Tokenizer:
         raise ExperimentError(f"{error}; if it was moved, give its folder (--tokenizer FOLDER)") from error
 
 
-def _experiment(folder: Path, name: str, changed: Mapping[str, str]) -> Experiment:
+def _experiment(folder: Path, changed: Mapping[str, str]) -> Experiment:
     """Return a run's experiment. Raises ExperimentError unless a GPT of jdp's learns text in it."""
-    rule = f"text is written by a GPT that learned text; {name} has"
+    rule = f"text is written by a GPT that learned text; {folder} has"
     try:
         table = parse((folder / FILE).read_text("utf-8"))
-        model, by = table["model"]["name"], table.get("plugin", NONE)
-    except (ValueError, KeyError, TypeError, OSError):
-        model, by = HF, NONE  # `load` reports what is wrong
-    if by != NONE and not str(model).startswith(HF) and model not in SIZES:
-        raise ExperimentError(f"{rule} model.name = {model!r} of the plug-in {by}: name another run")
+        made = table["model"].get("make", NONE)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        made = NONE  # `load` reports what is wrong
+    if made != NONE:
+        raise ExperimentError(f"{rule} model.make = {made!r}: name another run")
     experiment = load(folder / FILE, changed)
     data = experiment.data
     if not isinstance(experiment.model.config, GPTConfig):
-        raise ExperimentError(f"{rule} model.name = {model!r}: name another run")
+        raise ExperimentError(f"{rule} {experiment.model.chosen}: name another run")
     if experiment.kind != "text":
-        raise ExperimentError(f"{rule} data.name = {data.name!r}, a plug-in's, whose tokens only it knows: export it")
-    if data.tokenizer == NONE or any(source.endswith(ARRAYS) for source in data.sources):
+        raise ExperimentError(f"{rule} data.make = {data.make!r}, whose tokens only it knows: export it")
+    if not data.knows_text:
         raise ExperimentError(
             f'{rule} token ids, and no tokenizer: export it (train.export = "hf"), and put the {TOKENIZER} that made '
             "them beside the weights"
@@ -190,10 +159,10 @@ def _experiment(folder: Path, name: str, changed: Mapping[str, str]) -> Experime
     return experiment
 
 
-def _best(experiment: Experiment, checkpoints: str, there: str) -> str:
+def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
     """Return the step of the best checkpoint."""
     metric = experiment.train.best_metric
-    if metric is None:
+    if not experiment.train.keep_best:
         raise ExperimentError(
             f"--step {BEST} is for a run that keeps its best checkpoint, and this one has no train.keep_best: name a "
             f"step, {there}"
@@ -205,12 +174,11 @@ def _best(experiment: Experiment, checkpoints: str, there: str) -> str:
     return str(best)
 
 
-def _restored(path: str, experiment: Experiment, config: GPTConfig, device: Device) -> GPT:
+def _restored(path: Path, experiment: Experiment, config: GPTConfig, device: Device) -> GPT:
     """Read the parameters of a checkpoint; where they are averaged the complete state, which has the average."""
     if experiment.optimizer.ema_decay is None:
         return restore_params(path, _abstract(config, device)).model
-    alone = {"mesh": {DATA: 1}, "strategy": "ddp", "rules": {}, "offload": None}
-    alone |= {"wire": WireTable(), "local_steps": LocalStepsTable()}
+    alone = {"mesh": {DATA: 1}, "strategy": "ddp", "rules": {}, "offload": None, "wire": None}
     assembly = Assembly.on_devices(experiment.model_copy(update=alone), [device])
     return assembly.averaged(restore(path, assembly.abstract_state())).model
 

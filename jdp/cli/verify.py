@@ -1,14 +1,63 @@
-"""`jdp verify`: compare what a compiled step sends with the communication contract, or with a baseline."""
+"""`jdp verify`: compare what a compiled step sends with the communication contract, or with a baseline.
+
+A program, FILE.py:FUNCTION, has only the latter."""
 
 import json as as_json
 from typing import TYPE_CHECKING
 
 from jdp.cli.options import choose_target_platform, parse_with_overrides, stdout_to_stderr
 from jdp.cli.programs import check_experiment, is_program
-from jdp.cli.verify_options import Options
 
 if TYPE_CHECKING:
     from jdp.foresight.verify import Report
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jdp.base.toml import brief
+from jdp.cli.options import UsageError, check_writable, write_file
+from jdp.cli.programs import check_only, forecast_on
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.
+
+    Collectives are counted in the compiled program, loops included, and compared with theory: the README's table of
+    strategies; under zero3, what the step's own trace gathers. A breach names the collective, the parameter, the source
+    line, and the fix. What is sent besides is listed even if the contract is kept, and so is a zero3 that keeps its
+    weights gathered, like zero2. On CPU devices nothing is judged, as XLA:CPU sends what XLA:GPU does not: exit 0.
+
+    Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
+
+    A program of yours is given as my_train.py:make_step, or package.module:make_step. The function returns a jitted
+    step and a tuple of its arguments, real or abstract; if it takes `devices`, it gets those of --target. --save writes
+    what the step sends by source line, holds and waits for; --against compares with that.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """The experiment (TOML), the name of one that jdp ships, such as quickstart, or a program, FILE.py:FUNCTION."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
+    """Devices to compile for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
+    machine's."""
+    save: Annotated[Path | None, tyro.conf.arg(metavar="JSON")] = None
+    """For a program: write its numbers, to compare with later."""
+    against: Annotated[Path | None, tyro.conf.arg(metavar="JSON")] = None
+    """For a program: compare with numbers that --save wrote, and exit with 1 if it sends, holds or waits for more.
+    --target defaults to theirs."""
+    tolerance: Annotated[str, tyro.conf.arg(metavar="PERCENT")] = "2%"
+    """For --against: how much a number may grow."""
+    markdown: bool = False
+    """For a program: print a table for a pull request."""
+    no_cache: bool = False
+    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    json: bool = False
+    """Print one JSON object on stdout, and everything else on stderr."""
+
 
 BROKEN = 1
 
@@ -17,9 +66,7 @@ def run(arguments: list[str]) -> int:
     """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
     if is_program(options.file):
-        from jdp.cli import verify_program
-
-        return verify_program.run(options, overrides)
+        return _run_program(options, overrides)
     check_experiment(options, ("save", "against", "tolerance", "markdown"))
     with stdout_to_stderr(options.json):
         report = _verify(options, overrides)
@@ -34,22 +81,64 @@ def _verify(options: Options, overrides: dict[str, str]) -> "Report":
     experiment = load(options.file, overrides)
     choose_target_platform([options.target], experiment.devices)
 
-    from jdp.base.disk_cache import Cache
-    from jdp.base.notices import notice
     from jdp.cli.terminal import Progress
     from jdp.experiment.assembly import Assembly
-    from jdp.experiment.phases import phases
-    from jdp.experiment.plan import described_batch
-    from jdp.experiment.remat import settled
-    from jdp.foresight.targets.this_machine import target_of
+    from jdp.foresight.targets.resolve import target_of
     from jdp.foresight.verify import verify
 
     target = target_of(options.target)
-    experiment = settled(experiment, target, Cache.usual(not options.no_cache))
     assembly = Assembly.on_devices(experiment, list(target.devices))
-    if len(phases(experiment)) > 1:
-        notice(f"batches change during the run: the largest is verified, {described_batch(assembly.abstract_batch())}")
     step, state, batch = assembly.train_step, assembly.abstract_state(), assembly.abstract_batch()
     with Progress() as progress:
         progress.compiling(0, 1, f"{experiment.strategy} for {target}")
         return verify(step, state, batch, target, cache=not options.no_cache)
+
+
+TAKEN = ("file", "target", "save", "against", "tolerance", "markdown", "no_cache", "json")
+
+
+def _run_program(options: Options, overrides: dict[str, str]) -> int:
+    """Compile a program's step and print what it sends, or how that differs from the baseline; return the exit code."""
+    check_only(options, overrides, TAKEN)
+    tolerance = _tolerance(options)
+    with stdout_to_stderr():  # the user's file may print
+        from jdp.foresight.any_step.baseline import baseline_of, read_baseline
+        from jdp.foresight.any_step.compare import WORSE, compare, report_markdown
+
+        before = None if options.against is None else read_baseline(options.against)
+        named = options.target or (None if before is None else before.target)
+        program, report = forecast_on(options.file, named, cache=not options.no_cache)
+        now = baseline_of(report, program.name, program.root)
+        comparison = None
+        if before is not None and options.against is not None:
+            comparison = compare(before, now, tolerance=tolerance, file=options.against.name)
+        if options.save is not None:
+            write_file(options.save, now.to_text())
+            print(f"wrote {options.save}")
+    is_worse = comparison is not None and comparison.verdict == WORSE
+    if options.json:
+        against: dict[str, Any] = {} if comparison is None else {"against": comparison.to_json()}
+        print(as_json.dumps({**report.to_json(), "kept": not is_worse, **against}, allow_nan=False))
+    elif comparison is None:
+        print(report_markdown(now) if options.markdown else report)
+    else:
+        print(comparison.to_markdown() if options.markdown else comparison)
+        if is_worse and report.symptoms:
+            print("\nSymptoms:", "", *(f"- {each}" for each in report.symptoms), sep="\n")
+    return int(is_worse)
+
+
+def _tolerance(options: Options) -> float:
+    """Return the tolerance as a fraction, and check the other options against each other. Raises UsageError."""
+    found = re.fullmatch(r"(\d{1,4}(?:\.\d{1,6})?) ?%", options.tolerance)
+    if found is None:
+        raise UsageError(f"--tolerance is a percentage; given {brief(options.tolerance)}: write 2%")
+    if options.markdown and options.json:
+        raise UsageError("--markdown and --json both print on stdout; given both: remove one")
+    if options.save is not None and options.against is not None and options.save.resolve() == options.against.resolve():
+        raise UsageError(
+            f"--save would replace the baseline of --against before anyone reads how they differ; given {options.save} "
+            "for both: save to another file"
+        )
+    check_writable(options.save)
+    return float(found[1]) / 100

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from jdp.base.notices import shown
-from jdp.base.terminal_text import for_stream
+from jdp.base.terminal import for_stream
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse
 
@@ -26,7 +25,7 @@ class Options:
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run or its address (s3://…), or the name of a run in --run-dir."""
+    """The folder of a run, or the name of a run in --run-dir."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs."""
     json: bool = False
@@ -36,7 +35,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Read the recorders and print the diagnosis. Raises UsageError."""
-    options = parse(Options, "why", arguments, addresses=("run_dir",))
+    options = parse(Options, "why", arguments)
     from jdp.guard.diagnosis import ERRORS, diagnose
     from jdp.run.read_folder import find_run
 
@@ -46,11 +45,11 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"RUN: {error}") from None
     found = diagnose(folder)
     if options.json:
-        values = {"run": shown(str(folder)), "state": found.state, "began": found.began, "words": found.words}
+        values = {"run": str(folder), "state": found.state, "began": found.began, "words": found.words}
         values["slow"] = found.slow
         print(as_json.dumps(values | {"steps": found.pace, "goodput": found.goodput.as_summary()}))
     else:
         broken = found.state in ("failed", "killed", "deadline", "hung")  # this comes first, however slow it was
         first = f"{folder}: {found.state}{'' if broken or found.slow is None else f'; {found.slow}'}"
-        print(for_stream(shown("\n".join([first, *found.words, *[ERRORS] * broken])), sys.stdout))
+        print(for_stream("\n".join([first, *found.words, *[ERRORS] * broken]), sys.stdout))
     return 0

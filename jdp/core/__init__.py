@@ -9,8 +9,7 @@ value_and_grad.py   the gradient alone, for your own loop
 init/           makes the state, sharded from the start
 sharding/       the mesh, the table of strategies, how one array is sharded
 gradients/      the one algorithm behind every strategy, with XLA's collectives (`auto`) or with its own (`manual`)
-wire/           what is sent encoded, and in buckets
-update/         how an optimizer updates what is padded or offloaded; weight averages, learning rates, local steps
+update/         how an optimizer updates what is padded or offloaded; weight averages, learning rates
 tracing/        reads and runs traced programs (jaxprs)
 random/         the same random numbers for a row of the batch on any mesh
 cluster/        joins a cluster of processes, whose programs are compared before the first step

@@ -8,12 +8,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jdp.base.shorten import cut, described
+from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.plan import Plan
-from jdp.core.state import AnyState, TrainState, unread_leaves
+from jdp.core.state import AnyState, TrainState
 from jdp.core.types import Batch
 
 
@@ -41,19 +41,18 @@ def batch_rows(batch: Batch) -> int:
     return next(iter(sizes.values()))[0]
 
 
-def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
+def interleave(x: jax.Array, count: int) -> jax.Array:
     """Split rows into microbatches: [rows, ...] -> [count, rows / count, ...], with rows k, k + count, ... in row k.
 
     Every device then splits its own rows and nothing is sent; a contiguous split makes XLA gather the whole batch.
     """
     rows, dims = x.shape[0], x.shape[1:]
-    return x.reshape(rows // (count * group), count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
+    return x.reshape(rows // count, count, *dims).swapaxes(0, 1)
 
 
-def joined(x: jax.Array, group: int = 1) -> jax.Array:
+def joined(x: jax.Array) -> jax.Array:
     """Undo `interleave`: [count, rows / count, ...] -> [rows, ...]."""
-    count, rows, dims = x.shape[0], x.shape[0] * x.shape[1], x.shape[2:]
-    return x.reshape(count, -1, group, *dims).swapaxes(0, 1).reshape(rows, *dims)
+    return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def owned(leaf: Any) -> Any:
@@ -140,12 +139,9 @@ def check_alive(state: Any) -> None:
 
     Only two leaves are tested, because every call does it: the number of steps and the first of the parameters.
     """
-    if (unread := unread_leaves(state)) is not None:
-        step, first = (*unread.leaves[:2], None)[:2]
-    else:
-        step, first = getattr(state, "step", None), getattr(state, "params", None)
-        while isinstance(first, dict) and first:
-            first = next(iter(first.values()))
+    step, first = getattr(state, "step", None), getattr(state, "params", None)
+    while isinstance(first, dict) and first:
+        first = next(iter(first.values()))
     if _is_deleted(step) or _is_deleted(first):
         raise ValueError(
             "A train step takes its state's memory over (donates it), and this state was given to one before: go on "

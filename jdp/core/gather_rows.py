@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.core.sharding.traced_mesh import manual_batch_axes
 
 _SEEN: ContextVar[list[bool] | None] = ContextVar("jdp_gathered_rows", default=None)
@@ -29,9 +29,8 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Needed for losses that compare examples with each other. Under partitioning="manual" a loss sees one device's rows:
     the others are gathered (all_gather over the batch axes). Their gradient comes back by a reduce-scatter, so the sum
     over devices is the gradient of the whole batch's loss. Elsewhere a loss sees the whole batch, and `x` is returned.
-    A loss that calls this is taken to mix examples on purpose. It is refused with several microbatches or local steps,
-    each of which would have other negatives. It is also refused with a measured noise scale, which needs independent
-    rows.
+    A loss that calls this is taken to mix examples on purpose. It is refused with several microbatches, each of
+    which would have other negatives.
 
     Args:
         x: [rows, ...], one for each row of the batch that the loss was called with, in order.

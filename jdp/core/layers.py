@@ -19,7 +19,7 @@ import jax
 
 from jdp.base.notices import notice
 from jdp.base.public import public
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
 from jdp.base.words import Rematerialise
 from jdp.core import flax_nnx

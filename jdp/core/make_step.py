@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
+from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core.compiling.options import Compiler, CompilerOptions
 from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss
@@ -13,8 +13,6 @@ from jdp.core.precision import Precision
 from jdp.core.step import Step
 from jdp.core.step_settings import StepSettings, check_settings, check_training_settings, settled_partitioning
 from jdp.core.types import LossFn
-from jdp.core.update.local_steps import LocalSteps
-from jdp.core.wire.settings import Wire
 
 
 def make_train_step(
@@ -26,11 +24,8 @@ def make_train_step(
     partitioning: Partitioning | None = None,
     clip_norm: float | None = None,
     sync_batch_norm: bool = True,
-    group: int = 1,
-    wire: Encoding | Wire | None = None,
-    buckets: Buckets | None = None,
-    local_steps: int | LocalSteps | None = None,
-    noise_scale: bool = False,
+    wire: Encoding | None = None,
+    buckets: int | None = None,
     overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
@@ -55,9 +50,8 @@ def make_train_step(
         plan: the mesh and the strategy.
         accumulate: number of microbatches per step, K. Raise it when the activations of a batch do not fit into memory.
             The rows of a batch must divide by K × the plan's batch shards.
-        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); "fp8"; or a
-            `Precision`. "bf16" is usual on GPUs and TPUs. "fp8" also makes the products of activations and weights in
-            float8, for H100 GPUs and later.
+        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); or a
+            `Precision`. "bf16" is usual on GPUs and TPUs.
         partitioning: "auto" (XLA places the collectives), "manual" (jdp does, under `jax.shard_map`), or None: the one
             that keeps the communication contract. Set it to compare the two, or when `jdp.verify` advises it. After the
             first trace `Step.partitioning` and `Step.why` report the choice.
@@ -68,24 +62,12 @@ def make_train_step(
         sync_batch_norm: True: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as
             under "auto". False: each device over its own rows, and the running averages are averaged; it saves
             collectives when a device's rows are enough. In both cases the statistics are those of one microbatch.
-        group: number of neighbouring rows that belong together and are never split over devices or microbatches. Needed
-            for losses of pairs (2), such as DPO or contrastive pairs.
-        wire: how gradients are encoded while they are sent, for slow links between devices. None (as `precision` says),
-            "bf16", "int8", "fp8", "topk", "powersgd", or a `Wire`, which can encode ZeRO's weights too. Sums are made
-            in float32. The error of encoding is kept in the state and added to the next gradient, except under zero3.
-            Requires partitioning="manual".
-        buckets: the most bytes of gradients that one collective carries, in the order in which the backward pass
-            finishes them. Useful for models of many small parameters, whose collectives take latency. "auto": jdp
-            chooses. None: one collective a parameter, which XLA may combine; "auto" if gradients are encoded. zero3
-            reduces layer by layer instead. Requires partitioning="manual".
-        local_steps: H, for replicas with slow links between them (`replica` of 2 or more). Every replica takes H
-            optimizer steps by itself, each with 1/H of its rows. Then the replicas' weights are averaged, or updated by
-            an outer optimizer (DiLoCo) if a `LocalSteps` is given. A batch is then the rows of H steps, and metrics are
-            means over them. Requires partitioning="manual", and no `wire` or `buckets`.
-        noise_scale: add the gradient noise scale to the metrics (McCandlish et al. 2018, arXiv:1812.06162), averaged
-            over some 20 steps. Use it to choose a batch size: up to it, more rows a step reduce the number of steps.
-            Its unit is that of the metric `weight`: rows, or tokens if the loss's weight counts tokens. Requires
-            partitioning="manual" and a strategy other than zero3, which never has a device's whole gradient.
+        wire: how gradients are encoded while they are sent, for slow links. None: as `precision` says. "bf16": 2 bytes
+            an element. "int8": 1, and a scale for each block of 256. They are added up in float32.
+            Rounding is drawn from the step's key, so it is right on average. Requires partitioning="manual".
+        buckets: the bytes up to which XLA's compiler for GPUs joins collectives of one kind into one, in place of the
+            limits that `compiler` sets. Give it, such as 25 * 2**20, for models of many small parameters, whose
+            collectives take latency; joined ones start later. On CPUs it does nothing.
         overlap: under "manual", have `scan_layers` communicate while it computes. A layer's weights are gathered during
             the layer before, and its gradient is reduced during the next. That takes memory for one more layer's
             weights and gradient, and some compile time: give False when this memory is needed. None: where less is
@@ -113,24 +95,19 @@ def make_train_step(
     """
     check_plan(plan, "jdp.make_train_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
-    check_settings(accumulate, group, partitioning)
-    check_training_settings(clip_norm, noise_scale, overlap, donate)
-    wire, local = Wire.of(wire), LocalSteps.of(local_steps, plan)
+    check_settings(accumulate, partitioning)
+    check_training_settings(clip_norm, overlap, donate)
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, plan, wire, buckets, local, noise_scale),
+        requested=settled_partitioning(partitioning, wire),
         accumulate=accumulate,
         clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
-        group=group,
         wire=wire,
-        buckets=buckets,
-        local_steps=local,
-        noise_scale=noise_scale,
         overlap=overlap,
         check_loss=check_loss,
         donate=donate,
-        compiler=Compiler.of(compiler),
+        compiler=Compiler.of(compiler, buckets),
     )
     return Step(PartitionedLoss(loss_fn, plan, settings, "train step"))
 
@@ -142,7 +119,6 @@ def make_eval_step(
     accumulate: int = 1,
     precision: PrecisionName | Precision = "fp32",
     partitioning: Partitioning | None = None,
-    group: int = 1,
     check_loss: bool = True,
     compiler: CompilerOptions | Compiler = "auto",
 ) -> Step[Literal["eval"]]:
@@ -157,7 +133,7 @@ def make_eval_step(
         loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
             `rng` is None, and an NNX module is in evaluation mode.
         plan: the mesh and the strategy.
-        accumulate, precision, partitioning, group, check_loss, compiler: as for `make_train_step`, and needed when it
+        accumulate, precision, partitioning, check_loss, compiler: as for `make_train_step`, and needed when it
             needs them. Microbatches are computed one after another.
 
     Returns:
@@ -170,13 +146,12 @@ def make_eval_step(
     """
     check_plan(plan, "jdp.make_eval_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
-    check_settings(accumulate, group, partitioning)
+    check_settings(accumulate, partitioning)
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=partitioning,
         accumulate=accumulate,
         train=False,
-        group=group,
         check_loss=check_loss,
         compiler=Compiler.of(compiler),
     )

@@ -13,23 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.base.formatting import listed
-from jdp.base.notebook import Drawn
+from jdp.base.formatting import html_table, listed
 from jdp.base.notices import notice
-from jdp.base.numbers import is_integer
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.base.tree_paths import matches, path_of
-from jdp.base.words import Offload, StrategyName
-from jdp.core.sharding import user_mesh as homes
+from jdp.base.words import Offload, StrategyName, is_integer
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.host_memory import check_offload, rest_sharding
-from jdp.core.sharding.mesh import batch_axes
+from jdp.core.sharding.leaf_table import Placements
+from jdp.core.sharding.mesh import batch_axes, check_mesh
 from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.padded import Flat
 from jdp.core.sharding.placement import (
@@ -41,10 +38,9 @@ from jdp.core.sharding.placement import (
     rest_spec,
     shards,
 )
-from jdp.core.sharding.placement_list import Placements
 from jdp.core.sharding.rules import check_fits, checked_rules
 from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
-from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
+from jdp.core.state import Static, TrainState, map_flat, own_shapes
 from jdp.core.types import PyTree
 
 MIN_SHARD_SIZE = 1024
@@ -52,7 +48,7 @@ MIN_SHARD_SIZE = 1024
 
 
 @dataclass(frozen=True)
-class Plan(Drawn):
+class Plan:
     """A mesh and a strategy: they determine how every leaf of a state is sharded. Immutable; `print(plan)` describes
     it.
 
@@ -61,10 +57,8 @@ class Plan(Drawn):
         zero1 on data=8 cpu devices: gathered once a step
 
     Args:
-        mesh: a mesh with a `data` axis, of `jdp.make_mesh` (axes of type Auto) or of `jax.make_mesh` (type Explicit by
-            default). Arrays that jdp returns are on this mesh, `plan.home`; with Explicit axes their type has the
-            sharding (`jax.typeof`). Losses and `init` are traced for `plan.mesh`: the same devices, with Auto axes, and
-            `data` and `replica` as names of the batch's axes.
+        mesh: a mesh of `jdp.make_mesh`, or another whose axes have type Auto and whose batch's axes are called `data`
+            and, over slow links, `replica`.
         strategy: "ddp" replicates everything: take it when the state fits on each device. "zero1", "zero2" and "zero3"
             shard parameters and optimizer state over `data`, for states that do not fit. They differ in when gradients
             are reduced and weights gathered (`jdp.core.sharding.strategy`).
@@ -85,18 +79,15 @@ class Plan(Drawn):
             device for its update (`jdp.core.update.whole_matrices`). Every device computes its share of the matrices,
             which are sent there and back. Give False, and each device computes all of them, if matrices are so small
             that the two exchanges take longer.
-        offload: "optimizer" keeps the optimizer state and the master weights in the hosts' pinned memory between steps,
-            except leaves of fewer than `min_shard_size` elements. Take it when the state does not fit into device
-            memory under zero3 either. None: everything is on the devices.
-        data, replica: the names of the batch's axes in `mesh`. Give them for a mesh that was made elsewhere with other
-            names. Rules and metadata use the mesh's names; placements (`rest`, `compute`) and `plan.mesh` use jdp's.
-        home: not for users: `dataclasses.replace` passes on the mesh that was given.
+        offload: "optimizer" keeps the optimizer state in the hosts' pinned memory except during the update. Leaves of
+            fewer than `min_shard_size` elements stay on the devices. Take it when the
+            activations do not fit beside it under zero3 either. None: everything is on the devices.
 
     Raises:
-        ValueError: `mesh` is no mesh. The strategy or `offload` is unknown, or `offload` needs memory that the devices
-            do not have. The mesh has no axis called `data`, or one of type Manual. `data` and `replica` are the same,
-            or name no axis of the mesh. A rule is no pair of a pattern and a spec, or names the replicas' axis or an
-            unknown one. `min_shard_size` is no whole number, `pad` or `whole_matrices` no truth value.
+        ValueError: `mesh` is no mesh, has no axis called `data`, or has an axis of another type than Auto. The strategy
+            or `offload` is unknown, or `offload` needs memory that the devices do not have. A rule is no pair of a
+            pattern and a spec, or names the replicas' axis or an unknown one. `min_shard_size` is no whole number,
+            `pad` or `whole_matrices` no truth value.
     """
 
     mesh: Mesh
@@ -106,9 +97,6 @@ class Plan(Drawn):
     pad: bool = field(default=True, kw_only=True)
     whole_matrices: bool = field(default=True, kw_only=True)
     offload: Offload | None = field(default=None, kw_only=True)
-    data: str = field(default=DATA, kw_only=True)
-    replica: str = field(default=REPLICA, kw_only=True)
-    home: Mesh = field(default=cast(Any, None), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(cast("object", self.mesh), Mesh):
@@ -121,45 +109,42 @@ class Plan(Drawn):
         for name in ("pad", "whole_matrices"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False; given {given!r}. Give one of them.")
-        home = cast("Mesh | None", self.home)
-        if (
-            home is None
-            or self.data not in home.shape
-            or self.mesh != homes.mesh_of_home(home, homes.axis_names(home, self.data, self.replica))
-        ):
-            object.__setattr__(self, "home", self.mesh)
-        object.__setattr__(self, "mesh", homes.mesh_of_home(self.home, self.axis_names))
-        object.__setattr__(self, "rules", checked_rules(self.rules, tuple(self.axis_names), self.data, self.replica))
+        check_mesh(self.mesh)
+        object.__setattr__(self, "rules", checked_rules(self.rules, self.mesh.axis_names))
         check_offload(self.offload, self.mesh)
 
     def __repr__(self) -> str:
         usual = {each.name: each.default for each in fields(self)}
-        names = ("rules", "min_shard_size", "pad", "whole_matrices", "offload", "data", "replica")
+        names = ("rules", "min_shard_size", "pad", "whole_matrices", "offload")
         own = {name: getattr(self, name) for name in names}
         changed = "".join(f", {name}={value!r}" for name, value in own.items() if value != usual[name])
         platform = self.mesh.devices.flat[0].platform
-        return f"Plan({factors(self.home.shape)} {platform} devices, {self.strategy!r}{changed})"
+        return f"Plan({factors(self.mesh.shape)} {platform} devices, {self.strategy!r}{changed})"
 
     def __str__(self) -> str:
         gather = {"never": "everything replicated", "step": "gathered once a step", "use": "gathered at each use"}
         platform = self.mesh.devices.flat[0].platform
-        host = "" if self.offload is None else "; optimizer state and master weights in host memory"
-        return f"{self.strategy} on {factors(self.home.shape)} {platform} devices: {gather[self.row.gather]}{host}"
+        host = "" if self.offload is None else "; optimizer state in host memory"
+        return f"{self.strategy} on {factors(self.mesh.shape)} {platform} devices: {gather[self.row.gather]}{host}"
+
+    def _repr_html_(self) -> str:
+        row, sharded = self.row, f"sharded over {DATA}"
+        reduced = "at each microbatch" if row.reduce_each_microbatch else "once a step"
+        gather = {"never": "–", "step": "gathered once a step", "use": "gathered at each use"}
+        rows = [
+            ("what", "how"),
+            ("parameters, optimizer state", sharded if row.shard_state else "replicated"),
+            ("gradients", f"{'reduce-scattered' if row.shard_state else 'all-reduced'} {reduced}"),
+            ("working copy of the parameters", gather[row.gather]),
+            ("rows of a batch", f"split into {self.batch_shards}"),
+            *((f"rule for {pattern}", str(spec)) for pattern, spec in self.rules),
+        ]
+        return html_table(str(self), rows)
 
     @property
     def row(self) -> Strategy:
         """The strategy's row of the table of strategies."""
         return STRATEGIES[self.strategy]
-
-    @cached_property
-    def axis_names(self) -> dict[str, str]:
-        """The name of each axis of `home` -> its name in `mesh`."""
-        return homes.axis_names(self.home, self.data, self.replica)
-
-    @cached_property
-    def called(self) -> dict[str, str]:
-        """The name of each axis of `mesh` -> its name in `home`."""
-        return {ours: name for name, ours in self.axis_names.items()}
 
     @property
     def batch_shards(self) -> int:
@@ -178,60 +163,29 @@ class Plan(Drawn):
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch, on `home`: its leading dimension over `replica` and `data`."""
-        return NamedSharding(self.home, homes.renamed(self.batch_spec, self.called))
+        """Sharding of a batch: its leading dimension over `replica` and `data`."""
+        return NamedSharding(self.mesh, self.batch_spec)
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of an array that every device holds in full, on `home`."""
-        return NamedSharding(self.home, PartitionSpec())
+        """Sharding of an array that every device holds in full."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def rest_sharding(self, placement: Placement) -> NamedSharding:
-        """Return the sharding of a leaf between steps, on `home`, with its memory kind.
+        """Return the sharding of a leaf between steps, with its memory kind.
 
         Args:
             placement: the leaf's.
         """
-        own = replace(placement, rest=homes.renamed(placement.rest, self.called))
-        return homes.padded(rest_sharding(self.home, own), len(placement.shape))
-
-    def entered(self, tree: PyTree) -> PyTree:
-        """Return a tree with its arrays moved from `home` to `mesh`, where jdp's own code is traced.
-
-        Args:
-            tree: any pytree: of real arrays, of abstract ones, or inside of a traced function.
-        """
-        return homes.entered(tree, self.mesh)
-
-    def left(self, tree: PyTree, shardings: PyTree) -> PyTree:
-        """Return results of a traced function on `home`, while it is traced: the reverse of `entered`.
-
-        Args:
-            tree: a pytree of arrays; returned as it is if `home` is `mesh`.
-            shardings: on `home`: one for all of the tree, or a tree like it.
-        """
-        if self.home == self.mesh:
-            return tree
-        if isinstance(shardings, NamedSharding):
-            shardings = jax.tree.map(lambda _: shardings, tree)
-        return jax.tree.map(lambda x, sharding: homes.left(x, sharding, self.mesh), tree, shardings)
+        return rest_sharding(self.mesh, placement)
 
     def on(self, mesh: Mesh) -> Plan:
         """Return this plan for another mesh.
 
         Args:
-            mesh: as for `Plan`, for example of described devices; its axes have this plan's names or jdp's.
+            mesh: as for `Plan`, for example of described devices.
         """
-        if mesh in (self.mesh, self.home):
-            return self
-        if self.data in mesh.shape:
-            return replace(self, mesh=mesh, replica=self.replica if self.replica in mesh.shape else REPLICA)
-        return replace(self, mesh=mesh, rules=self._our_rules, data=DATA, replica=REPLICA)
-
-    @cached_property
-    def _our_rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
-        """The rules in the names of `mesh`."""
-        return tuple((pattern, homes.renamed(spec, self.axis_names)) for pattern, spec in self.rules)
+        return self if mesh == self.mesh else replace(self, mesh=mesh)
 
     def param_placements(self, params: PyTree, static: Static | None = None) -> PyTree:
         """Return a tree like `params` with a `Placement` for each leaf; paths start at the parameters.
@@ -242,7 +196,7 @@ class Plan(Drawn):
         """
         self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
         if static is None:
-            return jax.tree.map(self._in_memory, self.tree_placements(params))
+            return self.tree_placements(params)
         placements = self.tree_placements(own_shapes(params, static), static.specs)
         placements = map_flat(self._placed_flat, placements, "params", static)
         leaves, treedef = jax.tree.flatten(placements)
@@ -251,7 +205,7 @@ class Plan(Drawn):
         if static.whole:
             words = "; each matrix is whole on one device for the update, which mixes its elements"
             leaves = [replace(p, reason=p.reason + words) if p.path in static.whole else p for p in leaves]
-        return treedef.unflatten(list(map(self._in_memory, leaves)))
+        return treedef.unflatten(leaves)
 
     def check_rules(self, paths: Sequence[str]) -> None:
         """Check that every rule has a parameter that it matches.
@@ -301,19 +255,9 @@ class Plan(Drawn):
             head, _, tail = path.partition("/")
             if head == "params":
                 return replace(params[tail], path=path)
-            if head == "opt_state" and STACKED in state.sync:
-                one = self._place_optimizer_leaf(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-                rest, compute = (PartitionSpec(REPLICA, *spec) for spec in (one.rest, one.compute))
-                placement = self._placement(path, leaf, rest, compute, f"each replica's own; {one.reason}")
-                return replace(placement, flat=flat.get(path))
-            if path.startswith("sync/momentum/"):
-                return replace(params[tail.partition("/")[2]], path=path)
             if head == "opt_state":
                 placement = self._in_memory(self._place_optimizer_leaf(path, leaf, params))
                 return replace(placement, flat=flat.get(path))
-            if path.startswith("sync/mean_error/"):
-                spec = PartitionSpec(self.batch_axes, *params[tail.partition("/")[2]].compute)
-                return self._placement(path, leaf, spec, spec, "each shard of the batch has its own")
             return self._placement(path, leaf, PartitionSpec(), PartitionSpec(), f"replicated: {head}")
 
         return jax.tree.map_with_path(place, state)
@@ -339,36 +283,35 @@ class Plan(Drawn):
 
     def _on_this_mesh(self, specs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
         """Return the metadata's specs without the axis names that the mesh lacks; report those names once."""
-        known = set(self.home.shape) - {self.replica}
+        known = set(self.mesh.shape) - {REPLICA}
         names = {axis for _, spec in specs for entry in spec for axis in axes_of(entry)}
         if dropped := sorted(names - known):
             notice(
                 f"the model's sharding metadata names {', '.join(map(repr, dropped))}, no axes of the mesh "
-                f"({', '.join(self.home.shape)}) that parameters are sharded over: dropped there; Plan(rules=...) goes "
+                f"({', '.join(self.mesh.shape)}) that parameters are sharded over: dropped there; Plan(rules=...) goes "
                 "before metadata"
             )
-        kept = ((path, PartitionSpec(*(keep_axes(known, entry) for entry in spec))) for path, spec in specs)
-        return {path: homes.renamed(spec, self.axis_names) for path, spec in kept}
+        return {path: PartitionSpec(*(keep_axes(known, entry) for entry in spec)) for path, spec in specs}
 
     def _place_param(self, path: str, leaf: Any, metadata: dict[str, PartitionSpec]) -> Placement:
-        pattern, rule = next((rule for rule in self._our_rules if matches(path, [rule[0]])), ("", None))
+        pattern, rule = next((rule for rule in self.rules if matches(path, [rule[0]])), ("", None))
         source = "the model's metadata" if rule is None else f"the rule for {pattern!r}"
         spec = PartitionSpec(*map(data_last, metadata.get(path, PartitionSpec()) if rule is None else rule))
         compute = PartitionSpec(*(keep_axes(set(self.mesh.shape) - {DATA}, entry) for entry in spec))
-        check_fits(path, leaf.shape, spec, source, self.mesh.shape, self.home.shape)
+        check_fits(path, leaf.shape, spec, source, self.mesh.shape)
         if not self.row.shard_state:
             return self._placement(path, leaf, compute, compute, f"{self.strategy} replicates it over data")
         if compute != spec:
             reason = f"sharded as {source if rule is None else 'its rule'} says: {spec}"
             return self._placement(path, leaf, spec, compute, reason)
-        rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size, self.data)
+        rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size)
         return self._placement(path, leaf, rest, compute, reason)
 
     def _place_optimizer_leaf(self, path: str, leaf: Any, params: Mapping[str, Placement]) -> Placement:
         specs = specs_for_leaf(path.removeprefix("opt_state/"), tuple(leaf.shape), params)
         if specs.final or not self.row.shard_state or any(DATA in axes_of(entry) for entry in specs.rest):
             return self._placement(path, leaf, specs.rest, specs.compute, specs.reason)
-        rest, reason = rest_spec(leaf.shape, specs.compute, dict(self.mesh.shape), self.min_shard_size, self.data)
+        rest, reason = rest_spec(leaf.shape, specs.compute, dict(self.mesh.shape), self.min_shard_size)
         return self._placement(path, leaf, rest, specs.compute, f"{reason} ({specs.reason})")
 
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
@@ -381,18 +324,18 @@ class Plan(Drawn):
         if flat.at_rest[-1] % count:
             raise ValueError(
                 f"A state is on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
-                f"{list(flat.at_rest)}, which does not divide by {self.data}={count}. Shard it anew: "
+                f"{list(flat.at_rest)}, which does not divide by {DATA}={count}. Shard it anew: "
                 "jdp.place(state, plan)."
             )
         spec = PartitionSpec(*(None,) * (len(flat.at_rest) - 1), DATA)
         size = bytes_per_device(flat.at_rest, placement.dtype, count)
-        reason = f"sharded flat: {list(flat.shape)} padded to {list(flat.at_rest)} over {self.data}={count}"
+        reason = f"sharded flat: {list(flat.shape)} padded to {list(flat.at_rest)} over {DATA}={count}"
         return Placement(placement.path, flat.at_rest, placement.dtype, spec, PartitionSpec(), size, reason, flat=flat)
 
     def _in_memory(self, placement: Placement) -> Placement:
-        """Return the placement of a parameter or an optimizer leaf, in the memory of its offload."""
+        """Return the placement of an optimizer leaf, in the memory of its offload."""
         large = placement.shape and math.prod(placement.shape) >= self.min_shard_size
-        if self.offload is None or not large or not placement.trained:
+        if self.offload is None or not large:
             return placement
         return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
 

@@ -1,4 +1,4 @@
-"""The dtypes of the master weights, of the model's computation and products, and of the gradients when reduced."""
+"""The dtypes of the master weights, of the model's computation, and of the gradients when reduced."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jdp.base.tree_paths import path_of
-from jdp.base.words import DtypeName, PrecisionName, Products
+from jdp.base.words import DtypeName, PrecisionName
 from jdp.core.types import PyTree
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-SHORT = (*DTYPES, "fp8")
-"""The short names of `precision`."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +32,14 @@ class Precision:
         reduce: dtype of the gradients while they are summed over devices and microbatches. "bf16" halves the bytes
             sent, for slow links. It has no effect under `partitioning="auto"`, where XLA reduces in the dtype of the
             backward pass.
-        products: "fp8", with compute="bf16", makes products of activations and weights in float8. It pays on GPUs with
-            float8 units (H100 and later). It applies to bfloat16 operands and results: e4m3, gradients e5m2, summed in
-            float32, with one scale for each operand on a device, found at each use. So only rounding below 2^-15 of the
-            largest element depends on the mesh. Logits stay as they are if their product asks for a float32 result
-            (`preferred_element_type`), as those of jdp's models do. So does every product that names a `precision`, and
-            everything without a weight: attention, embeddings, convolutions. None: products are made in the dtypes of
-            their operands.
 
     Raises:
-        ValueError: one of the dtypes is neither "fp32" nor "bf16"; `products` is neither None nor "fp8", or "fp8" with
-            another `compute` than "bf16".
+        ValueError: one of the dtypes is neither "fp32" nor "bf16".
     """
 
     params: DtypeName = "fp32"
     compute: DtypeName = "fp32"
     reduce: DtypeName = "fp32"
-    products: Products | None = None
 
     def __post_init__(self) -> None:
         for field in ("params", "compute", "reduce"):
@@ -58,30 +47,22 @@ class Precision:
                 raise ValueError(
                     f"Precision.{field} is one of {', '.join(DTYPES)}; given {getattr(self, field)!r}. Name one."
                 )
-        if self.products not in (None, "fp8"):
-            raise ValueError(f'Precision.products is None or "fp8"; given {self.products!r}. Leave it out.')
-        if self.products and self.compute != "bf16":
-            raise ValueError(
-                f'Precision.products="fp8" rounds bfloat16 operands; given compute={self.compute!r}. Take "bf16".'
-            )
 
     @staticmethod
     def of(precision: PrecisionName | Precision) -> Precision:
         """Return the `Precision` that a short name stands for.
 
         Args:
-            precision: "fp32"; "bf16" (fp32 master weights, bf16 compute and gathers, fp32 reduction); "fp8" (the same,
-                and `products` in float8); or a `Precision`, which is returned as it is.
+            precision: "fp32"; "bf16" (fp32 master weights, bf16 compute and gathers, fp32 reduction); or a `Precision`,
+                which is returned as it is.
 
         Raises:
             ValueError: it is neither.
         """
         if isinstance(precision, Precision):
             return precision
-        if precision == "fp8":
-            return Precision(compute="bf16", products="fp8")
         if precision not in DTYPES:
-            raise ValueError(f"precision is {', '.join(SHORT)} or a jdp.Precision; given {precision!r}. Name one.")
+            raise ValueError(f"precision is {', '.join(DTYPES)} or a jdp.Precision; given {precision!r}. Name one.")
         return Precision(compute=precision)
 
     def check_params(self, params: PyTree) -> None:

@@ -1,17 +1,12 @@
 """The settings of a step, checked before anything is traced: what each may be, and which of them go together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
-from jdp.base.notices import notice
-from jdp.base.numbers import is_integer, is_number
-from jdp.base.words import Buckets, Partitioning
+from jdp.base.words import Encoding, Partitioning, is_integer, is_number, nearest
 from jdp.core.compiling.options import DEFAULT, Compiler
-from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.update.local_steps import LocalSteps
-from jdp.core.wire.settings import WIDE, Wire
 
 FP32 = Precision()
 
@@ -26,14 +21,10 @@ class StepSettings:
         accumulate: number of microbatches, K.
         train: True if the loss is differentiated, False if it is evaluated.
         sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
-        group: number of neighbouring rows that are never split.
-        wire: how gradients and weights are encoded while they are sent.
-        buckets: bytes of gradients that one collective carries at most, "auto", or None.
+        wire: how gradients are encoded while they are sent; None: not.
         overlap: True if layer loops send while they compute, None where devices can.
         check_loss: True if the loss is tried on a few rows before the first step.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
-        local_steps: the steps that a replica takes by itself; None: it takes none.
-        noise_scale: True if the gradient noise scale is measured.
         donate: True if the new state takes the old one's memory.
         compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
     """
@@ -43,72 +34,51 @@ class StepSettings:
     accumulate: int = 1
     train: bool = True
     sync_batch_norm: bool = True
-    group: int = 1
-    wire: Wire = WIDE
-    buckets: Buckets | None = None
+    wire: Encoding | None = None
     overlap: bool | None = None
     check_loss: bool = True
     clip_norm: float | None = None
-    local_steps: LocalSteps | None = None
-    noise_scale: bool = False
     donate: bool = True
     compiler: Compiler = DEFAULT
 
-    @property
-    def rounds(self) -> int:
-        """Number of optimizer steps that a replica takes in a call."""
-        return self.local_steps.steps if self.local_steps else 1
 
-
-def check_settings(accumulate: int, group: int, partitioning: Partitioning | None) -> None:
+def check_settings(accumulate: int, partitioning: Partitioning | None) -> None:
     """Check what every step has. Raises ValueError."""
-    counts = (
-        ("accumulate", "the number of microbatches", accumulate),
-        ("group", "the number of neighbouring rows that belong together", group),
-    )
-    for name, what, value in counts:
-        if not is_integer(value) or value < 1:
-            raise ValueError(f"{name} is {what}, at least 1; given {value!r}. Give an integer.")
+    if not is_integer(accumulate) or accumulate < 1:
+        raise ValueError(
+            f"accumulate is the number of microbatches, at least 1; given {accumulate!r}. Give an integer."
+        )
     if partitioning not in ("auto", "manual", None):
         raise ValueError(
             f'partitioning is "auto", "manual" or None (jdp chooses); given {partitioning!r}. Leave it out.'
         )
 
 
-def check_training_settings(clip_norm: float | None, noise_scale: bool, overlap: bool | None, donate: bool) -> None:
+def check_training_settings(clip_norm: float | None, overlap: bool | None, donate: bool) -> None:
     """Check what a training step has besides. Raises ValueError."""
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
-    if noise_scale not in (True, False):
-        raise ValueError(f"noise_scale is True, or False not to measure it; given {noise_scale!r}. Give a bool.")
     if overlap not in (True, False, None):
         raise ValueError(f"overlap is True, False, or None (jdp chooses); given {overlap!r}. Leave it out.")
     if donate not in (True, False):
         raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
 
 
-def settled_partitioning(
-    partitioning: Partitioning | None,
-    plan: Plan,
-    wire: Wire,
-    buckets: Any,
-    local: LocalSteps | None,
-    noise_scale: bool,
-) -> Partitioning | None:
-    """Return "manual" if a setting of a training step takes that, else what was asked for."""
-    sends_otherwise = wire != WIDE or buckets is not None
-    if local is not None:
-        _check_local_steps(wire, buckets, partitioning)
-        if plan.offload is not None:
-            raise ValueError(
-                f"local_steps keeps an optimizer on every replica's devices; given Plan(offload={plan.offload!r}) too: "
-                "leave one of them out."
-            )
-    if sends_otherwise:
-        _check_synchronisation(wire, buckets, partitioning, plan)
-    if noise_scale:
-        _check_noise_scale(plan, partitioning, local)
-    return "manual" if local is not None or sends_otherwise or noise_scale else partitioning
+def settled_partitioning(partitioning: Partitioning | None, wire: Encoding | None) -> Partitioning | None:
+    """Return "manual" if gradients are encoded, else what was asked for. Raises ValueError."""
+    if wire is None:
+        return partitioning
+    known = get_args(Encoding)
+    if wire not in known:
+        is_text = isinstance(wire, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = (nearest(wire, known) if is_text else None) or ". Give one of these."
+        raise ValueError(f"wire is one of {', '.join(known)}, or None; given {wire!r}{hint}")
+    if partitioning == "auto":
+        raise ValueError(
+            'wire takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where XLA '
+            "does: leave partitioning out."
+        )
+    return "manual"
 
 
 def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
@@ -125,67 +95,3 @@ def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
             "the parameters into a model that is trained and one that is read."
         )
     return numbers
-
-
-def without_feedback(wire: Wire) -> Wire:
-    """Return the encodings without error feedback. Raises ValueError for those that need it."""
-    if wire.gradients in ("topk", "powersgd"):
-        raise ValueError(
-            f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
-            f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
-        )
-    return wire if wire.gradients is None else replace(wire, error_feedback=False)
-
-
-def _check_local_steps(wire: Wire, buckets: Any, partitioning: Partitioning | None) -> None:
-    others = {"wire": wire != WIDE, "buckets": buckets is not None, 'partitioning="auto"': partitioning == "auto"}
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise ValueError(
-            'local_steps takes neither wire nor buckets nor partitioning="auto"; given '
-            f"{' and '.join(given)}: leave that out, or local_steps."
-        )
-
-
-def _check_synchronisation(wire: Wire, buckets: Any, partitioning: Partitioning | None, plan: Plan) -> None:
-    """Check wire and buckets against the partitioning and the strategy; report what a strategy leaves out of them."""
-    whole = is_integer(buckets) and buckets > 0
-    if buckets is not None and buckets != "auto" and not whole:
-        raise ValueError(
-            f'buckets is a number of bytes, at least 1, "auto" or None; given {buckets!r}: give an integer, such as '
-            "25_000_000."
-        )
-    name = "buckets" if wire == WIDE else "wire"
-    if partitioning == "auto":
-        raise ValueError(
-            f'{name} takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where '
-            "XLA does: leave partitioning out."
-        )
-    if wire.weights is not None and plan.row.gather == "never":
-        notice(f"{plan.strategy} gathers no weights: what Wire.weights={wire.weights!r} asks changes nothing there")
-    if plan.row.gather != "use":
-        return
-    if wire.gradients in ("topk", "powersgd"):
-        raise ValueError(
-            f"{wire.gradients} needs error feedback, which {plan.strategy} does not have, as it reduces inside the "
-            f"backward pass; given wire={wire.gradients!r}: take zero2, or int8, which rounds right on average."
-        )
-    if wire.gradients is not None and wire.error_feedback:
-        notice(f"{plan.strategy} reduces inside the backward pass: wire={wire.gradients!r} has no error feedback there")
-    if buckets is not None:
-        notice(f"{plan.strategy} reduces each layer where it is computed: buckets={buckets!r} holds for small leaves")
-
-
-def _check_noise_scale(plan: Plan, partitioning: Partitioning | None, local: LocalSteps | None) -> None:
-    fix = "leave noise_scale out"
-    if partitioning == "auto" or local is not None:
-        given = 'partitioning="auto"' if partitioning == "auto" else "local_steps"
-        raise ValueError(f"noise_scale needs each device's own gradient of a step; given {given}: {fix}, or that.")
-    if plan.row.gather == "use":
-        raise ValueError(
-            f"noise_scale needs each device's own gradient, and {plan.strategy} reduces it layer by layer; given "
-            f"{plan.strategy}: {fix}, or take zero2."
-        )
-    if plan.batch_shards == 1:
-        raise ValueError(
-            f"noise_scale compares gradients of 2 shards of the batch or more; given {dict(plan.mesh.shape)}: {fix}."
-        )

@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVarTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jdp.base.notices import notice
 from jdp.base.public import public
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.base.tree_paths import path_in_model
-from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
+from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import check_operands, owned_batch, signature
 from jdp.core.gradients import manual
@@ -29,7 +29,6 @@ from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
-from jdp.core.gradients.repeated_models import RepeatedModels
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_tree, refuse_offload
@@ -38,17 +37,15 @@ from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.mesh import followed, tracing_on
-from jdp.core.state import AnyState, Leaves, Models, Static, TrainState, together, trained_part
+from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
 from jdp.core.step_settings import (
     StepSettings,
     check_settings,
     check_training_settings,
     checked_numbers,
     settled_partitioning,
-    without_feedback,
 )
 from jdp.core.types import Batch, LossFn, PyTree
-from jdp.core.wire.settings import Wire
 
 Arguments = TypeVarTuple("Arguments")
 
@@ -64,9 +61,7 @@ def value_and_grad(
     precision: PrecisionName | Precision = "fp32",
     partitioning: Partitioning | None = None,
     sync_batch_norm: bool = True,
-    group: int = 1,
-    wire: Encoding | Wire | None = None,
-    buckets: Buckets | None = None,
+    wire: Encoding | None = None,
     overlap: bool | None = None,
     check_loss: bool = True,
 ) -> ValueAndGrad[*Arguments]:
@@ -105,10 +100,10 @@ def value_and_grad(
             array is returned. A sum over examples belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate, precision, partitioning, sync_batch_norm, group, buckets, overlap, check_loss: as for
-            `jdp.make_train_step`, and needed when it needs them.
-        wire: as for `jdp.make_train_step`, for slow links, but without error feedback, which a step keeps in its state.
-            Rounding is drawn from `rng`, and so right on average if each call gets another key.
+        accumulate, precision, partitioning, sync_batch_norm, overlap, check_loss: as for `jdp.make_train_step`,
+            and needed when it needs them.
+        wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, so it is right on average if each call gets
+            another key.
 
     Returns:
         A `ValueAndGrad`. Metrics are global float32: `loss` (Σtotal / Σweight), `weight` and the loss function's own.
@@ -124,19 +119,16 @@ def value_and_grad(
     """
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
-    check_settings(accumulate, group, partitioning)
-    check_training_settings(None, False, overlap, True)
+    check_settings(accumulate, partitioning)
+    check_training_settings(None, overlap, True)
     numbers = checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
-    wire = without_feedback(Wire.of(wire))
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, plan, wire, buckets, None, False),
+        requested=settled_partitioning(partitioning, wire),
         accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
-        group=group,
         wire=wire,
-        buckets=buckets,
         overlap=overlap,
         check_loss=check_loss,
     )
@@ -191,11 +183,12 @@ class ValueAndGrad(Generic[*Arguments]):
         plan: the mesh and the strategy.
         settings: all settings in one object; the gradient itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
-        precision, accumulate, sync_batch_norm, group, wire, buckets, overlap, check_loss: as in `make_train_step`.
+        precision, accumulate, sync_batch_norm, wire, overlap, check_loss: as in `make_train_step`.
     """
 
     __slots__ = (
-        "__weakref__", "_checked_counts", "_first_keys", "_last", "_numbers", "_on_meshes", "argnums", "loss", "wrt"
+        "__weakref__", "_checked_counts", "_checked_forms", "_first_keys", "_numbers", "_on_meshes", "argnums", "loss",
+        "wrt",
     )  # fmt: skip
 
     plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
@@ -209,9 +202,7 @@ class ValueAndGrad(Generic[*Arguments]):
     requested: Partitioning | None = read_only("settings.requested")
     accumulate: int = read_only("settings.accumulate")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
-    group: int = read_only("settings.group")
-    wire: Wire = read_only("settings.wire")
-    buckets: Buckets | None = read_only("settings.buckets")
+    wire: Encoding | None = read_only("settings.wire")
     overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
 
@@ -221,7 +212,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self._on_meshes: dict[Any, ValueAndGrad[*Arguments]] = {}
         self._first_keys: list[bytes] = []
         self._checked_counts: set[int] = set()  # of arguments
-        self._last: RepeatedModels | None = None
+        self._checked_forms: set[Any] = set()  # structures, shapes and shardings of models that are as the plan says
 
     def __repr__(self) -> str:
         return f"ValueAndGrad({self.loss.loss_fn!r}, {self.plan!r}, {self.settings!r}, argnums={self.argnums!r})"
@@ -235,30 +226,26 @@ class ValueAndGrad(Generic[*Arguments]):
             return self._on_meshes[mesh](*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((batch, rng)))
-        given = None if is_traced or self._last is None else self._last.joined(models, typed_key(rng))
-        if given is None:
-            state = self._joined(models, rng)
-            if is_traced or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
-                self._report_closed_over(state)
-                values, grads, model_state = self._compute(state, batch)
-                if not isinstance(rng, Tracer):
-                    self._report_same_draws("the same key, a constant of the jitted function that it is in")
-                return values, self._taken_apart(models, state, grads, model_state)
-            self._check_models(state)
-            self._last = RepeatedModels(state)
-            given = Leaves(self._last.layout, jax.tree.leaves(state))
+        state = self._joined(models, rng)
+        if is_traced or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+            self._report_closed_over(state)
+            values, grads, model_state = self._compute(state, batch)
+            if not isinstance(rng, Tracer):
+                self._report_same_draws("the same key, a constant of the jitted function that it is in")
+            return values, self._taken_apart(models, state, grads, model_state)
+        self._check_models(state)
         if loss.is_of_several:
-            shapes = given.layout, signature((given.leaves, batch))
-            loss.agree("the gradient", shapes, given.state(), batch, lambda: self.jitted.lower(given, batch))
+            shapes = signature((state, batch))
+            loss.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
         elif not loss.is_checked:
-            loss.check_first(given.state(), batch)
-        values, grads, model_state = self.jitted(given, owned_batch(batch))
+            loss.check_first(state, batch)
+        values, grads, model_state = self.jitted(state, owned_batch(batch))
         loss.limit_run_ahead(values if isinstance(values, dict) else values[0])
         if len(self._first_keys) < 2:
-            self._first_keys.append(np.asarray(jax.random.key_data(given.leaves[-1])).tobytes())
+            self._first_keys.append(np.asarray(jax.random.key_data(state.rng)).tobytes())
             if len(set(self._first_keys)) < len(self._first_keys):
                 self._report_same_draws("one key twice")
-        return values, self._taken_apart(models, given, grads, model_state)
+        return values, self._taken_apart(models, state, grads, model_state)
 
     @public(_check_call)
     def check(self, *arguments: *Arguments) -> None:
@@ -284,29 +271,25 @@ class ValueAndGrad(Generic[*Arguments]):
             compiled["gradient"] = jax.jit(self._compute)
         return compiled["gradient"]
 
-    def _compute(self, given: Models | Leaves, batch: Batch) -> tuple[Any, PyTree, PyTree]:
-        state: Models = together(given)
+    def _compute(self, state: Models, batch: Batch) -> tuple[Any, PyTree, PyTree]:
         keep, plan, own = jax.lax.with_sharding_constraint, self.loss.plan, state.model_state
 
         def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
-            return own if before is after else plan.left(keep(after, replicated), plan.replicated)
+            return own if before is after else keep(after, plan.replicated)
 
         with tracing_on(plan.mesh):
-            state, batch = plan.entered((state, batch))
             # A model that the same jitted function has updated would be gathered there, and stay so, without this.
-            placements, replicated = self.loss.param_placements(state), NamedSharding(plan.mesh, PartitionSpec())
+            placements = self.loss.param_placements(state)
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
             spec = self._spec_with_outputs(state, batch)
-            grads, sums, model_state, _ = self.loss.gradients(state, batch, state.rng, {}, spec)
+            grads, sums, model_state = self.loss.gradients(state, batch, state.rng, spec)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-            grads = plan.left(grads, trained_part(jax.tree.map(plan.rest_sharding, placements), state.static.trained))
             model_state = jax.tree.map(changed, own, state.model_state, model_state)
-            values = plan.left(means(sums), plan.replicated)
+            values = means(sums)
             if isinstance(spec.loss_fn, LossWithAux):
-                rows, whole = plan.left(sums.rows, plan.batch_sharding), plan.left(sums.whole, plan.replicated)
-                values = values, spec.loss_fn.aux(replace(sums, rows=rows, whole=whole))
+                values = values, spec.loss_fn.aux(sums)
             return values, grads, model_state
 
     def _spec_with_outputs(self, state: Models, batch: Batch) -> GradientSpec:
@@ -331,7 +314,7 @@ class ValueAndGrad(Generic[*Arguments]):
             loss_fn = self.loss.loss_fn
             check_loss_takes(loss_fn.fn if isinstance(loss_fn, LossWithAux) else loss_fn, len(arguments))
             self._checked_counts.add(len(arguments))
-        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.axis_names}:
+        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
             raise ValueError(
                 "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "
                 f"over {', '.join(sorted(manual))}. Call it outside."
@@ -352,12 +335,11 @@ class ValueAndGrad(Generic[*Arguments]):
         static = Static(None, adapter, (), None if all(trained) else tuple(trained))  # pyright: ignore[reportArgumentType]
         return Models(tuple(part[0] for part in parts), tuple(part[1] for part in parts), typed_key(rng), static)
 
-    def _taken_apart(self, models: Sequence[Any], given: Models | Leaves, grads: Any, model_state: Any) -> Any:
+    def _taken_apart(self, models: Sequence[Any], state: Models, grads: Any, model_state: Any) -> Any:
         """Write what the call changed into modules; return the gradients as the user gets them."""
-        adapters = (given.layout if isinstance(given, Leaves) else given).static.adapter.adapters
+        adapters = state.static.adapter.adapters
         if jax.tree.leaves(model_state):
-            own_state = together(given).model_state
-            for model, adapter, before, after in zip(models, adapters, own_state, model_state, strict=True):
+            for model, adapter, before, after in zip(models, adapters, state.model_state, model_state, strict=True):
                 if adapter is not None:
                     flax_nnx.write_back(model, adapter, before, after)
 
@@ -369,9 +351,12 @@ class ValueAndGrad(Generic[*Arguments]):
 
     def _check_models(self, state: Models) -> None:
         """Check that real models hold their arrays, and lie as the plan says. Raises ValueError."""
-        for leaf, placement in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(self.loss.param_placements(state)), strict=True
-        ):
+        leaves, tree = jax.tree.flatten(state.params)
+        form = tree, tuple([(leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves])
+        is_deleted = any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+        if form in self._checked_forms and not is_deleted:
+            return
+        for leaf, placement in zip(leaves, jax.tree.leaves(self.loss.param_placements(state)), strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
                     f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
@@ -385,6 +370,7 @@ class ValueAndGrad(Generic[*Arguments]):
                     f"{placement.path} is to lie as {rest.spec} and is {given}. Lay it out: "
                     "model = jdp.place(model, plan), by the gradient's own plan."
                 )
+        self._checked_forms.add(form)
 
     def _report_same_draws(self, given: str) -> None:
         if self.loss.last is not None and self.loss.last.draws:

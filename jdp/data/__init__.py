@@ -3,10 +3,9 @@
 They are the same on any number of processes.
 
 A source is found and read:
-  sources/       files, directories, data sets of Hugging Face; tables (parquet, Arrow, JSON), arrays, .gz and .zst
+  sources/       files of text, arrays, and what `datasets` reads
 It becomes a data set, by its kind:
-  text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document;
-                 conversations -> a chat template -> tokens, of which the answers are learnt; preferences likewise
+  text/          documents -> tokens, or rows of ids with weights -> samples of fixed length, cut anywhere or packed
   images/        pictures with classes, decoded when a sample is read; cropped and flipped anew in every epoch
   arrays.py      rows of NumPy arrays; labels.py numbers the classes of arrays and images
   held_out.py    each sample is trained on or held out, by a hash of its content
@@ -18,7 +17,7 @@ Its samples become batches:
 
 `global_batches` takes anything with a length and random access (a `grain.MapDataset` too). A data set is two such
 sources, `train` and `heldout`, and a `fingerprint`; another kind of data needs only its own. Packages for formats
-(pyarrow, zstandard, tokenizers, datasets, pillow) are imported when a source needs one.
+(datasets, tokenizers, pillow) are imported when a source needs one.
 """
 
 from jdp.data.arrays import ArrayData, array_data
@@ -28,7 +27,6 @@ from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Mixture, mixture
 from jdp.data.order import sample_index
 from jdp.data.text.packing import PackedSamples
-from jdp.data.text.preference_samples import PreferenceSamples
 from jdp.data.text.samples import TextData, TextSamples, decode, encode, text_data
 from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 
@@ -42,7 +40,6 @@ __all__ = [
     "NumpyBatch",
     "OrderedSource",
     "PackedSamples",
-    "PreferenceSamples",
     "Source",
     "TextData",
     "TextSamples",

@@ -1,7 +1,6 @@
 """Global batches: every process walks the same sequence of samples and reads only its own rows.
 
-1. The sequence: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the next B positions, where B
-   may change at given batches.
+1. The sequence: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the next B positions.
 2. A process' share: `rows` of each global batch. It reads nothing else of a batch. The number of batches follows from
    `len(source)` alone, so all processes stop together.
 3. A run of a given number of epochs keeps its last, uneven batch: filled up to B rows with rows of weight 0.
@@ -9,20 +8,17 @@
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.base.by_step import ByStep
 from jdp.base.notices import notice
-from jdp.base.shorten import cut
 from jdp.data.order import sample_index
 
 NumpyBatch = dict[str, NDArray[Any]]
-Sizes = int | Sequence[tuple[int, int]] | ByStep[int]
 
 # Small on purpose, as grain would read 500 ahead: a step waits for one batch only.
 _AHEAD = 4  # batches
@@ -111,7 +107,7 @@ def _in_epoch(source: Source, index: int, epoch: int) -> Mapping[str, NDArray[An
     return own(index, epoch) if own else source[index]
 
 
-def batch_count(source: Source, *, batch_size: Sizes, epochs: int = 1) -> int:
+def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
     """Return the number of global batches in a run, the padded last one included: ⌈epochs · samples / batch_size⌉.
 
     Args:
@@ -122,16 +118,17 @@ def batch_count(source: Source, *, batch_size: Sizes, epochs: int = 1) -> int:
     >>> batch_count(range(10), batch_size=4, epochs=2)
     5
     """
-    return _sizes(batch_size).reaches(epochs * len(source))
+    return -(-epochs * len(source) // batch_size)
 
 
 def global_batches(
     source: Source,
     *,
-    batch_size: Sizes,
+    batch_size: int,
     seed: int,
-    rows: Sequence[int] | slice | Callable[[int], Sequence[int]] | None = None,
+    rows: Sequence[int] | slice | None = None,
     start: int = 0,
+    samples: int | None = None,
     shuffle: bool = True,
     epochs: int | None = None,
     threads: int = 2,
@@ -139,19 +136,19 @@ def global_batches(
     """Return this process' rows of every global batch, in an order that does not depend on processes.
 
     Row r of global batch b is the sample at position b · batch_size + r of a sequence of epochs, each shuffled anew by
-    (seed, epoch). Where the size changes, the sum of the sizes before takes the product's place. Epochs follow one
-    another without a break, and each sample occurs once in each. A batch may be larger than the data set: it then
-    repeats samples, which is reported. An `OrderedSource`, such as `jdp.data.mixture`, is shuffled by its own order. An
-    `EpochSource`, such as `jdp.data.augmented`, gets the epoch, shuffled or not.
+    (seed, epoch). Epochs follow one another without a break, and each sample occurs once in each. A batch may be larger
+    than the data set: it then repeats samples, which is reported. An `OrderedSource`, such as `jdp.data.mixture`, is
+    shuffled by its own order. An `EpochSource`, such as `jdp.data.augmented`, gets the epoch, shuffled or not.
 
     Args:
         source: the samples; read at the indices of this process' rows only.
-        batch_size: rows of a global batch, over all processes. Pairs [(0, 64), (1000, 128)] change it from batch 1000
-            on.
+        batch_size: rows of a global batch, over all processes.
         seed: of the order, not negative; unused without `shuffle`.
-        rows: which rows of each global batch to read, in this order; all of them by default. Where the size changes, a
-            function of the size: `lambda size: jdp.process_rows(plan, size)`.
+        rows: which rows of each global batch to read, in this order, such as `jdp.process_rows(plan, batch_size)`; all
+            of them by default.
         start: the first global batch: to resume, the number of batches consumed so far. Costs nothing: no replay.
+        samples: the number of samples in the batches before `start`, if some of them had another size; `start` ·
+            batch_size by default.
         shuffle: False reads samples in their own order, every epoch.
         epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with
             the samples that would follow, their "weights" set to 0.
@@ -173,16 +170,18 @@ def global_batches(
     >>> [batch["weights"].tolist() for batch in global_batches(samples, batch_size=4, seed=0, epochs=1)]
     [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]
     """
-    sizes = _sizes(batch_size)
-    _check_run(len(source), batch_size=max(sizes.values), epochs=epochs, threads=threads)
+    _check_run(len(source), batch_size=batch_size, epochs=epochs, threads=threads)
     if shuffle:
         sample_index(seed, len(source), 0)  # a wrong seed is reported now, not by a reading thread
-    end = sys.maxsize if epochs is None else batch_count(source, batch_size=sizes, epochs=epochs)
+    end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
     if not 0 <= start <= end:
         raise ValueError(
             f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed so far"
         )
-    own = {size: _own_rows(rows, size, changes=sizes.changes) for size in {*sizes.values}}
+    before = start * batch_size if samples is None else samples
+    if before < 0:
+        raise ValueError(f"samples must not be negative; given {samples}: give the samples consumed so far")
+    own = _own_rows(rows, batch_size)
     padding = sys.maxsize if epochs is None else epochs * len(source)  # from this position on
 
     def take(position: int) -> Mapping[str, NDArray[Any]]:
@@ -193,25 +192,16 @@ def global_batches(
         return sample if position < padding else _weightless(sample)
 
     def read(batch: int) -> NumpyBatch:
-        first = sizes.total(batch)
-        samples = [take(first + row) for row in own[sizes.at(batch)]]
-        return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+        taken = [take(before + (batch - start) * batch_size + row) for row in own]
+        return {key: np.stack([sample[key] for sample in taken]) for key in taken[0]}
 
     ahead = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_AHEAD, threads))
     return grain.MapDataset.range(start, end).map(read).to_iter_dataset(ahead)
 
 
-def _sizes(batch_size: Sizes) -> ByStep[int]:
-    try:
-        sizes = ByStep[int].of(batch_size)
-    except ValueError as error:
-        raise ValueError(f"batch_size {error}; given {batch_size}: fix it") from None
-    if wrong := [size for size in sizes.values if size < 1]:
-        raise ValueError(f"batch_size must be at least 1; given {wrong[0]}: give the rows of a global batch")
-    return sizes
-
-
 def _check_run(samples: int, *, batch_size: int, epochs: int | None, threads: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1; given {batch_size}: give the rows of a global batch")
     if samples < 1:
         raise ValueError("the source must hold at least one sample; given none: give some data")
     if epochs is not None and epochs < 1:
@@ -222,17 +212,8 @@ def _check_run(samples: int, *, batch_size: int, epochs: int | None, threads: in
         notice(f"batch_size {batch_size} is larger than the data set ({samples} samples): a batch repeats some of them")
 
 
-def _own_rows(
-    rows: Sequence[int] | slice | Callable[[int], Sequence[int]] | None, batch_size: int, *, changes: bool
-) -> Sequence[int]:
+def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[int]:
     every_row = range(batch_size)
-    if callable(rows):
-        rows = rows(batch_size)
-    elif changes and isinstance(rows, Sequence):
-        raise ValueError(
-            f"rows must be a function of the size where batch_size changes; given {cut(repr(rows))}: write `lambda "
-            "size: jdp.process_rows(plan, size)`"
-        )
     match rows:
         case None:
             own = every_row

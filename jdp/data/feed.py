@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.base.numbers import is_integer
-from jdp.base.shorten import described
+from jdp.base.toml import described
+from jdp.base.words import is_integer
 from jdp.core.batch import batch_rows, owned
-from jdp.core.cluster.service import THREAD_SECONDS
+from jdp.core.cluster.barrier import THREAD_SECONDS
 from jdp.core.plan import Plan, check_plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.types import Batch
@@ -42,7 +42,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
         ValueError: `batch_size` does not divide by the plan's batch shards; or `plan` is no `jdp.Plan`.
     """
     check_plan(plan, "jdp.process_rows(plan, batch_size)", batch_size)
-    batch_unit(plan.mesh.shape, named=plan.called).check(batch_size)
+    batch_unit(plan.mesh.shape).check(batch_size)
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
 

@@ -8,7 +8,6 @@
    in a few dozen steps (`_floor_sum`, 20 to 50 µs a sample), so a resume costs nothing.
 3. Its k-th turn takes the k-th position of that data set's own endless, reshuffled run (jdp.data.order): it repeats no
    sample before all of its samples were taken.
-4. Weights that change at some positions change the arcs there. Turns are counted phase by phase, and go on.
 """
 
 import bisect
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.base.by_step import ByStep, together
 from jdp.data.batches import Source, sample_at
 
 _CIRCLE = 2**32
@@ -52,7 +50,6 @@ class MixedSamples:
     sources: tuple[Source, ...]  # the samples, of the same keys, shapes and dtypes
     weights: tuple[float, ...]  # not negative, relative to each other
     seed: int  # of the order, not negative
-    later: tuple[tuple[int, tuple[float, ...]], ...] = ()  # positions, ascending, and the weights from there on
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -68,43 +65,18 @@ class MixedSamples:
     def turn(self, position: int, seed: int) -> tuple[int, int]:
         """Return the index of the source that a position belongs to, and the number of earlier positions that did."""
         start = _seed(self.seed, seed, 0)
-        phase = bisect.bisect_right(self._starts, position) - 1
-        source = bisect.bisect_right(self._arcs[phase], (_STEP * position + start) % _CIRCLE) - 1
-        return source, self._turns(phase, source, start) + self._came(phase, source, start, position)
+        source = bisect.bisect_right(self._arcs, (_STEP * position + start) % _CIRCLE) - 1
 
-    def _turns(self, phase: int, source: int, start: int) -> int:
-        """Return how often a source came before a phase."""
-        key = phase, source, start
-        if key not in self._known:
-            ends = zip(range(phase), self._starts[1:], strict=False)
-            self._known[key] = sum(self._came(before, source, start, end) for before, end in ends)
-        return self._known[key]
+        def beyond(point: int) -> int:  # Σ ⌊(x - point) / circle⌋ over x: one less for each x before that point
+            return _floor_sum(position, _CIRCLE, _STEP, start + _CIRCLE - point)
 
-    def _came(self, phase: int, source: int, start: int, position: int) -> int:
-        """Return how often a source came from the beginning of a phase up to a position in it."""
-        arcs, first = self._arcs[phase], self._starts[phase]
-
-        def beyond(count: int, point: int) -> int:  # Σ ⌊(x - point) / circle⌋: one less for each x before that point
-            return _floor_sum(count, _CIRCLE, _STEP, start + _CIRCLE - point)
-
-        def before(count: int) -> int:
-            return beyond(count, arcs[source]) - beyond(count, arcs[source + 1])
-
-        return before(position) - (before(first) if first else 0)
+        return source, beyond(self._arcs[source]) - beyond(self._arcs[source + 1])
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[int, int, int], int]:
-        return {}
-
-    @functools.cached_property
-    def _starts(self) -> list[int]:
-        return [0, *(position for position, _ in self.later)]
-
-    @functools.cached_property
-    def _arcs(self) -> list[list[int]]:
-        """For each phase the start of each source's arc, and the end of the circle."""
-        phases = [list(accumulate(weights, initial=0.0)) for weights in (self.weights, *(w for _, w in self.later))]
-        return [[round(_CIRCLE * start / sums[-1]) for start in sums] for sums in phases]
+    def _arcs(self) -> list[int]:
+        """The start of each source's arc, and the end of the circle."""
+        sums = list(accumulate(self.weights, initial=0.0))
+        return [round(_CIRCLE * start / sums[-1]) for start in sums]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +104,8 @@ class Mixture:
 
     Attributes:
         parts: the data sets; each has its own `heldout`, to evaluate them one by one.
-        weights: as they were given, at first.
+        weights: as they were given.
         seed: of the order.
-        later: (position, weights from there on), where they change.
 
     >>> import numpy as np
     >>> from jdp.data import array_data
@@ -147,11 +118,10 @@ class Mixture:
     parts: tuple[Any, ...]
     weights: tuple[float, ...]
     seed: int
-    later: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
     @functools.cached_property
     def train(self) -> MixedSamples:
-        return MixedSamples(tuple(part.train for part in self.parts), self.weights, self.seed, self.later)
+        return MixedSamples(tuple(part.train for part in self.parts), self.weights, self.seed)
 
     @functools.cached_property
     def heldout(self) -> Concatenated:
@@ -161,16 +131,11 @@ class Mixture:
     def fingerprint(self) -> str:
         """16 hex digits, of the data sets, their weights and the seed."""
         described = [(part.fingerprint, float(weight)) for part, weight in zip(self.parts, self.weights, strict=True)]
-        later = f" {self.later}" if self.later else ""
-        return hashlib.blake2b(f"{described} {self.seed}{later}".encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(f"{described} {self.seed}".encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
-        changing = ByStep((0, *(position for position, _ in self.later)), (self.weights, *(w for _, w in self.later)))
-        shares = changing.map(lambda weights: [weight / sum(weights) for weight in weights])
-        shown = "; ".join(
-            f"{', then '.join(f'{share[index]:.3g}' for share in shares.values)} of {part}"
-            for index, part in enumerate(self.parts)
-        )
+        parts = zip(self.weights, self.parts, strict=True)
+        shown = "; ".join(f"{weight / sum(self.weights):.3g} of {part}" for weight, part in parts)
         return f"mixture of {len(self.parts)}, an epoch is {len(self.train):,} samples: {shown}"
 
     @property
@@ -194,26 +159,10 @@ class Mixture:
         """
         return self._tokenizing.encode(text)
 
-    def prompt(self, text: str) -> NDArray[np.int32]:
-        """Return text that a model goes on from, as tokens of the first part with a tokenizer: int32 [n].
-
-        Args:
-            text: of any length.
-
-        Raises:
-            ValueError: no part has a tokenizer.
-        """
-        return self._tokenizing.prompt(text)
-
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the first part that has one; None: there is none."""
         return getattr(self._tokenizing, "tokenizer", None)
-
-    @property
-    def answer_end(self) -> int | None:
-        """The token that ends an answer of a chat; None of other text."""
-        return self._tokenizing.answer_end
 
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text, by the first part with a tokenizer.
@@ -231,53 +180,40 @@ class Mixture:
         return next((part for part in self.parts if getattr(part, "tokenizer", None)), self.parts[0])
 
 
-def mixture(parts: Sequence[tuple[DataSet, float | Sequence[tuple[int, float]]]], *, seed: int = 0) -> Mixture:
+def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture:
     """Mix data sets, which are drawn from by weight.
 
     Args:
-        parts: data sets and their weights, positive, relative to each other: 3 and 1 are three samples in four. Pairs
-            [(0, 3), (5000, 1)] change a weight from the sample at position 5000 of the run on; it may be 0 for a while.
+        parts: data sets and their weights, positive, relative to each other: 3 and 1 are three samples in four.
         seed: of the order, in addition to the one that `global_batches` gets; not negative.
 
     Returns:
         The mixture, with `train`, `heldout`, `parts`, `fingerprint`.
 
     Raises:
-        ValueError: no parts; a negative seed; a weight that is not positive, or less than 2⁻³¹ of all; positions that
-            do not ascend from 0. Samples that differ in keys, shapes or dtypes. Parts whose tokens come from different
-            tokenizers.
+        ValueError: no parts; a negative seed; a weight that is not positive, or less than 2⁻³¹ of all. Samples that
+            differ in keys, shapes or dtypes. Parts whose tokens come from different tokenizers.
 
     >>> from jdp.data import array_data
     >>> first, second = (array_data({"x": [k, k + 1]}) for k in (0, 10))
     >>> both = mixture([(first, 3), (second, 1)])
     >>> [int(both.train.sample_at(position, seed=0)["x"]) >= 10 for position in range(8)].count(True)
     2
-    >>> later = mixture([(first, 1), (second, [(0, 0), (100, 1)])])
-    >>> [int(later.train.sample_at(position, seed=0)["x"]) >= 10 for position in range(90, 110)].index(True) >= 10
-    True
     """
     if not parts:
         raise ValueError("a mixture must have at least one data set; given none: give some, with weights")
-    try:
-        each = [ByStep.of(weight).map(float) for _, weight in parts]
-    except ValueError as error:
-        raise ValueError(f"a weight {error}; given {', '.join(str(weight) for _, weight in parts)}: fix it") from None
-    weights = together(each)
-    for now in weights.values:
-        for weight, own in zip(now, each, strict=True):
-            positive = weight > 0 or (weight == 0 and own.changes and any(own.values) and any(now))
-            if not (positive and weight < float("inf")) or 0 < weight / sum(now) < 2**-31:
-                raise ValueError(
-                    f"weights must be positive numbers of like size; given {', '.join(map(str, now))}: leave out data "
-                    "sets that are not to be drawn from"
-                )
+    weights = tuple(float(weight) for _, weight in parts)
+    if not all(0 < weight < float("inf") for weight in weights) or min(weights) / sum(weights) < 2**-31:
+        raise ValueError(
+            f"weights must be positive numbers of like size; given {', '.join(map(str, weights))}: leave out data sets "
+            "that are not to be drawn from"
+        )
     if seed < 0:
         raise ValueError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
     data = tuple(part for part, _ in parts)
     for other in data[1:]:
         _check_alike(data[0], other)
-    later = tuple(zip(weights.starts[1:], weights.values[1:], strict=True))
-    return Mixture(data, weights.values[0], seed, later)
+    return Mixture(data, weights, seed)
 
 
 def _check_alike(first: DataSet, other: DataSet) -> None:

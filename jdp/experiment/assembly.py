@@ -20,8 +20,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jdp.base.by_step import ByStep
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
 from jdp.core.init.train_state import abstract_state, init_state
@@ -33,24 +32,21 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device, LossFn
 from jdp.core.update.ema import ema_params
-from jdp.core.update.local_steps import LocalSteps
-from jdp.core.wire.settings import Wire
 from jdp.data import VOCAB_SIZE, NumpyBatch, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
 from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
-from jdp.experiment.losses import ROW, Measured, features_loss, image_loss, reference_loss, text_loss, text_scores
+from jdp.experiment.losses import features_loss, image_loss, text_loss, text_scores
+from jdp.experiment.make import function_of
 from jdp.experiment.optimizer import learning_rate, optimizer
-from jdp.experiment.phases import batch_shapes, in_rows, largest, lengths, phases
+from jdp.experiment.schema.evaluate import tops
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.optimizer import LOSSES
-from jdp.foresight.timing.mfu import seconds_at_peak
+from jdp.foresight.timing.model_flops import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig
-from jdp.models.configs.choices import AUTO
 from jdp.models.lower_bounds import parameter_lower_bound
-from jdp.models.sizes import parameter_shapes
+from jdp.models.sizes import build, parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -71,11 +67,6 @@ class Assembly:
         if devices is not None:
             mesh_sizes(experiment.mesh, len(devices))  # its error names [mesh]
         return Assembly(experiment, make_mesh(devices=devices, **experiment.mesh))
-
-    @property
-    def chooses_remat(self) -> bool:
-        """Whether `model.remat` is "auto", for which `jdp.experiment.remat` finds a policy before the step is used."""
-        return getattr(self.config, "remat", None) == AUTO
 
     @cached_property
     def plan(self) -> Plan:
@@ -110,12 +101,12 @@ class Assembly:
 
     @cached_property
     def config(self) -> Any:
-        """The model's configuration: a `ModelConfig`, or the dataclass of a plug-in's model.
+        """The model's configuration: a `ModelConfig`, or the keywords of model.make.
 
         Raises ExperimentError for a GPT of bytes with a vocabulary below 256, and for "cudnn" attention without GPUs.
         """
         config, data = self.experiment.model.config, self.experiment.data
-        bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
+        bytes_are_read = data.tokenizer == "bytes" and data.knows_text
         if self.experiment.kind == "text" and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
                 f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}: "
@@ -131,26 +122,19 @@ class Assembly:
     @cached_property
     def loss(self) -> LossFn:
         """The loss function of [loss], or that of the model's kind."""
-        table, learns = self.experiment.loss, self.experiment.model.entry.learns
-        if table.name is not None:
-            entry = LOSSES.entries[table.name]
-            return functools.partial(entry.make, entry.values(table))
-        assert learns is not None  # the schema asks for a loss then
-        return {"text": text_loss, "images": image_loss, "features": features_loss}[learns]
-
-    @cached_property
-    def measured(self) -> Measured:
-        """What evaluations measure beside the loss: [evaluate]."""
-        table = self.experiment.evaluate
-        return Measured(table.tops, self.eval_batch_size if table.documents or table.confusion else 0)
+        table, kind = self.experiment.loss, self.experiment.model.kind
+        if table.make is not None:
+            return functools.partial(function_of(table.make), **table.keywords)
+        assert kind is not None  # the schema asks for a loss then
+        return {"text": text_loss, "images": image_loss, "features": features_loss}[kind]
 
     @property
     def eval_loss(self) -> LossFn:
         """The loss function of the evaluations."""
-        if not (measured := self.measured):
+        if not (ranks := tops(self.experiment.train.eval_metrics)):
             return self.loss
         of_kind = {"text": text_scores, "images": image_loss, "features": features_loss}[self.experiment.kind]
-        return functools.partial(of_kind, measured=measured)
+        return functools.partial(of_kind, tops=ranks)
 
     @cached_property
     def data(self) -> Any:
@@ -162,22 +146,29 @@ class Assembly:
         """The data sets that are evaluated, by the prefix of their metrics: "eval", "eval_NAME"."""
         return open_eval_sets(self.experiment, self.data)
 
-    def train_batches(self, start: int, rows: Callable[[int], Sequence[int]] | None = None) -> Iterable[NumpyBatch]:
-        """Return these rows of the batches to train on, from the one of step `start` on; None: all rows."""
+    def train_batches(
+        self, start: int, rows: Sequence[int] | None = None, *, samples: int | None = None
+    ) -> Iterable[NumpyBatch]:
+        """Return these rows of the batches to train on, from the one of step `start` on; None: all rows.
+
+        `samples` is the number of samples consumed before, if earlier batches had another size.
+        """
         given = self.experiment
         return global_batches(
-            in_rows(given, self.data.train),
-            batch_size=given.train.sizes,
+            self.data.train,
+            batch_size=given.train.batch_size,
             seed=given.seed,
             rows=rows,
             start=start,
-            shuffle=given.data.shuffle or lengths(given).changes,
+            samples=samples,
+            shuffle=given.data.shuffle,
             threads=self._threads,
         )
 
-    def train_feed(self, start: int) -> Feed:
-        """Return the global batches to train on, from the one of step `start` on, on the devices, read ahead."""
-        return shard_batches(self.train_batches(start, functools.partial(process_rows, self.plan)), self.plan)
+    def train_feed(self, start: int, samples: int) -> Feed:
+        """Return the batches to train on, after `start` steps and `samples` samples, on the devices, read ahead."""
+        rows = process_rows(self.plan, self.experiment.train.batch_size)
+        return shard_batches(self.train_batches(start, rows, samples=samples), self.plan)
 
     def feed(
         self,
@@ -188,13 +179,9 @@ class Assembly:
         start: int = 0,
         epochs: int | None = None,
         most: int | None = None,
-        numbered: bool = False,
     ) -> Feed:
-        """Return global batches of `source` on the devices, all of one size, read ahead.
-
-        With `numbered` they have the numbers of their rows.
-        """
-        size = self.eval_batch_size
+        """Return global batches of `source` on the devices, read ahead."""
+        size = self.experiment.train.batch_size
         rows = process_rows(self.plan, size)
         batches = global_batches(
             source,
@@ -206,32 +193,28 @@ class Assembly:
             epochs=epochs,
             threads=self._threads,
         )
-        numbers = {ROW: np.array(rows, np.int32)} if numbered else {}
-        return shard_batches(({**batch, **numbers} for batch in itertools.islice(batches, most)), self.plan)
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples of every batch of an evaluation: the most of the batches of the longest samples that train."""
-        return max((length, rows) for rows, length in batch_shapes(self.experiment).values)[1]
+        return shard_batches(itertools.islice(batches, most), self.plan)
 
     @property
     def _threads(self) -> int:
-        """Reading threads: images and a plug-in's samples take a millisecond each, others microseconds."""
+        """Reading threads: images and samples of data.make take a millisecond each, others microseconds."""
         return min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
         """The function that makes the model from a key. It raises ExperimentError if the result is no model."""
-        config, entry = self.config, self.experiment.model.entry
+        config, table = self.config, self.experiment.model
 
         def make(rng: jax.Array) -> Any:
-            model = entry.make(config, nnx.Rngs(rng))
+            if table.make is None:
+                return build(config, rngs=nnx.Rngs(rng))
+            model = table.call(rng)
             leaves = jax.tree.leaves(model)
             wrong = [leaf for leaf in leaves or [model] if not isinstance(leaf, jax.Array | np.ndarray)]
             if wrong and not isinstance(model, nnx.Module):
                 raise ExperimentError(
-                    f"model.name = {entry.name!r} must be made an nnx.Module, or a pytree of arrays; given "
-                    f"{cut(repr(wrong[0]))}: return one from its function"
+                    f"{table.chosen} returns an nnx.Module, or a pytree of arrays; given {cut(repr(wrong[0]))}: return "
+                    "one"
                 )
             return model
 
@@ -268,33 +251,14 @@ class Assembly:
         """The unit of speed: "tokens" or "examples"."""
         return "tokens" if self.experiment.kind == "text" else "examples"
 
-    @cached_property
-    def units_per_step(self) -> ByStep[int]:
-        """Tokens, or examples, of a global batch, by step."""
-        answers = 2 if self.learns_preferences else 1
-        return batch_shapes(self.experiment).map(lambda shape: answers * math.prod(shape))
-
-    def scheduled(self, step: int) -> dict[str, float]:
-        """Return the metrics of what changes during the run: values of a step, counted from 1, and the units so far."""
-        given, mixture = self.experiment, self.experiment.data.mixture
-        changing = {"batch_size": given.train.sizes, "length": lengths(given)}
-        row: dict[str, float] = {name: by.at(step - 1) for name, by in changing.items() if by.changes}
-        row |= {f"{self.unit}_seen": self.units_per_step.total(step)} if row else {}
-        weights = {name: ByStep[float].of(part.weight) for name, part in mixture.items()}
-        if any(weight.changes for weight in weights.values()):
-            now = {name: weight.at(step - 1) for name, weight in weights.items()}
-            row |= {f"share_{name}": weight / sum(now.values()) for name, weight in now.items()}
-        return row
-
     @property
-    def learns_preferences(self) -> bool:
-        """Whether a row of a batch is a pair of answers."""
-        return self.experiment.data.format == "preferences"
+    def units_per_step(self) -> int:
+        """Tokens, or examples, of a global batch."""
+        return self.experiment.train.batch_size * (self.experiment.data.length if self.unit == "tokens" else 1)
 
     def state(self) -> TrainState:
         """Make a fresh state, sharded as the plan says."""
-        state = init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-        return self.train_step.complete(state)
+        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def abstract_state(self) -> TrainState:
         """Return the state's shapes, dtypes and shardings; traced once."""
@@ -302,33 +266,29 @@ class Assembly:
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        state = abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
-        return self.train_step.complete(state)
+        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def check_memory(self) -> None:
         """Check that weights, a batch and the state can fit into memory, before the data is read. Raises ValueError."""
-        given, own = self.experiment, isinstance(self.config, ModelConfig)  # a plug-in's model must be traced first
+        given, own = self.experiment, isinstance(self.config, ModelConfig)  # a user's model must be traced first
         count = parameter_lower_bound(self.config) if own else 0
         check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
-        check_batch(self.abstract_batch(), largest(given).train.sizes.at(0))
+        check_batch(self.abstract_batch(), given.train.batch_size)
         check_state(self.abstract_state(), self.mesh, given.strategy)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with its averaged parameters (`optimizer.ema_decay`), or unchanged if it has none."""
         return state if self.experiment.optimizer.ema_decay is None else ema_params(state)
 
-    def abstract_batch(self, phase: Experiment | None = None) -> Batch:
-        """Return the shapes, dtypes and shardings of a global batch: a phase's, or the largest."""
-        (rows, tokens), config = batch_shapes(phase or largest(self.experiment)).at(0), self.config
+    def abstract_batch(self) -> Batch:
+        """Return the shapes, dtypes and shardings of a global batch."""
+        rows, config = self.experiment.train.batch_size, self.config
         if self.experiment.kind == "own":
             shapes = {name: ((rows, *array.shape), array.dtype) for name, array in self.data.first.items()}
         elif self.experiment.kind == "text":
             names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
-            length = (rows, tokens)
-            if self.learns_preferences:
-                names, length = names[:2], (rows, 2, tokens)
+            length = (rows, self.experiment.data.length)
             shapes = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
-            shapes |= {"reference": ((rows, 2), "float32")} if self.learns_preferences else {}
         else:
             is_image = self.experiment.kind == "images"
             inputs = (config.image_size, config.image_size, config.channels) if is_image else (config.features_in,)
@@ -340,18 +300,12 @@ class Assembly:
     @cached_property
     def train_step(self) -> Step:
         """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
-        local = self.experiment.local_steps
-        local_steps = None if local.steps is None else LocalSteps(local.steps, local.lr, local.momentum)
-        clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         step = make_train_step(
             self.loss,
             self.plan,
-            clip_norm=clip_norm,
-            sync_batch_norm=sync_batch_norm,
-            wire=Wire(**self.experiment.wire.model_dump(exclude={"buckets"})),
-            buckets=self.experiment.wire.buckets,
-            local_steps=local_steps,
-            noise_scale=self.experiment.train.noise_scale,
+            clip_norm=self.experiment.optimizer.clip_norm,
+            wire=self.experiment.wire,
+            buckets=self.experiment.buckets,
             overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,
             **self._step_options,
         )
@@ -364,24 +318,14 @@ class Assembly:
         return Inspection(self.train_step)
 
     @cached_property
-    def seconds_at_peak(self) -> ByStep[float] | None:
-        """Seconds that a training step would take at the devices' peak, by step; None where that is not known."""
-        parts = phases(self.experiment)
-        batches = [self.abstract_batch(part.experiment) for part in parts]
-        found = [seconds_at_peak(self.train_step, self.abstract_state(), batch) for batch in batches]
-        seconds = [each for each in found if each is not None]
-        return ByStep(tuple(part.start for part in parts), tuple(seconds)) if len(seconds) == len(parts) else None
+    def seconds_at_peak(self) -> float | None:
+        """Seconds that a training step would take at the devices' peak; None where that is not known."""
+        return seconds_at_peak(self.train_step, self.abstract_state(), self.abstract_batch())
 
     @cached_property
     def eval_step(self) -> Step:
         """The evaluation step: means of the metrics over a batch, and their weight."""
         return make_eval_step(self.eval_loss, self.plan, **self._step_options)
-
-    @cached_property
-    def reference_step(self) -> Step:
-        """The step that computes the log-probabilities of a batch of pairs."""
-        loss = functools.partial(reference_loss, self.eval_batch_size)
-        return make_eval_step(loss, self.plan, **self._step_options)
 
     @property
     def precision(self) -> Precision:

@@ -1,6 +1,6 @@
 """From [data] and [eval.NAME] to data sets that fit the model; nothing below sees the file.
 
-1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or a plug-in's data set.
+1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or what data.make returns.
 2. Compare it with the model's configuration: vocabulary, image size, channels, classes. A misfit is one error
    with the value to set.
 3. Open the evaluation sets likewise. Their training and held-out sides are joined, so all of a set is evaluated. The
@@ -12,9 +12,7 @@ Only the training side of [data] is augmented.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +24,13 @@ from jdp.data.images.augment import augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.phases import samples_before
-from jdp.experiment.plugin_data import plugin_data
+from jdp.experiment.made_data import made_data
+from jdp.experiment.schema.data import ARRAYS
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE
-from jdp.experiment.schema.experiment import ARRAYS, Experiment
+from jdp.experiment.schema.experiment import Experiment
+
+LEAST_AREA = 0.08
+"""Least share of a picture's area that a resized crop shows (arXiv:1409.4842)."""
 
 
 @dataclass(frozen=True)
@@ -72,46 +73,38 @@ class Sides:
 
 def _augmented(images: Any, experiment: Experiment) -> Any:
     """Return a data set of images whose training side is cropped and flipped anew in every epoch, as [data] asks."""
-    padding, flip, seed = experiment.data.crop_padding, experiment.data.flip, experiment.seed
-    share = experiment.data.resized_crop
-    if not padding and not flip and not share:
+    chosen, seed = experiment.data.augment, experiment.seed
+    if chosen is None:
         return images
-    changes = [f"cropped after padding by {padding}"] * bool(padding) + ["flipped half the time"] * flip
-    changes = [f"crops of {share:g} of the area or more, resized"] * bool(share) + changes
-    train = augmented(images.train, crop_padding=padding, flip=flip, resized_crop=share, seed=seed)
-    drawn = f"{padding} {flip} {seed}" + (f" {share}" if share else "")
-    return Sides(images, train, images.heldout, f"to train on, {', '.join(changes)}", drawn)
+    padding = max(experiment.model.config.image_size // 8, 1)  # 4 of 32 pixels, as arXiv:1512.03385
+    crop: dict[str, Any] = {"crop_padding": padding} if chosen == "crop" else {"resized_crop": LEAST_AREA}
+    words = f"cropped after padding by {padding}" if chosen == "crop" else f"crops of {LEAST_AREA} of the area or more"
+    train = augmented(images.train, flip=True, seed=seed, **crop)
+    return Sides(images, train, images.heldout, f"to train on, {words}, flipped half the time", f"{crop} {seed}")
 
 
 def open_data(experiment: Experiment) -> Any:
     """Open the data set of [data]."""
     given = experiment.data
     if experiment.kind == "own":
-        return plugin_data(given)
+        return made_data(given)
     if not given.mixture:
         return _augmented(_fitting(experiment, "data", _opened(experiment, given.source, given.field)), experiment)
-    parts: list[tuple[Any, float | Sequence[tuple[int, float]]]] = []
+    parts: list[tuple[Any, float]] = []
     for name, part in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
         opened = _opened(experiment, part.source, given.field if part.field is None else part.field)
         fitting = _fitting(experiment, f"data.mixture.{name}", opened)
         if parts:
             _check_same_classes(f"data.mixture.{name}", _classes(parts[0][0]), _classes(fitting))
-        parts.append((_augmented(fitting, experiment), _by_sample(experiment, part.weight)))
+        parts.append((_augmented(fitting, experiment), part.weight))
     return mixture(parts, seed=experiment.seed)
-
-
-def _by_sample(experiment: Experiment, weight: float | Sequence[tuple[int, float]]) -> Any:
-    """Return an ingredient's weights by the position of a sample in the run, in place of the step that reads it."""
-    if not isinstance(weight, Sequence):
-        return weight
-    return list({samples_before(experiment, step): value for step, value in weight}.items())  # the last of equal ones
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
     """Open the evaluation sets."""
-    if BITS_PER_BYTE in experiment.evaluate.metrics and data.tokenizer.byte_counts() is None:
+    if BITS_PER_BYTE in experiment.train.eval_metrics and data.tokenizer.byte_counts() is None:
         raise ExperimentError(
-            f'evaluate.metrics has "{BITS_PER_BYTE}", for which tokens are pieces of text (byte-level, or as '
+            f'train.eval_metrics has "{BITS_PER_BYTE}", for which tokens are pieces of text (byte-level, or as '
             f"SentencePiece has them); given {data.tokenizer.name}, which adds or drops some: remove the metric"
         )
     sets: dict[str, Source] = {"eval": data.heldout}
@@ -130,17 +123,18 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
     given, kind = experiment.data, experiment.kind
     words = [source] if isinstance(source, str) else list(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
-    if kind == "text" and not is_arrays:
+    if kind == "text" and (given.ids or not is_arrays):
         return text_data(
             source if isinstance(source, str) else words,
-            length=given.longest,
+            length=given.length,
             heldout_fraction=given.heldout_fraction,
-            field=field,
-            tokenizer=given.tokenizer,
+            field=field or "text",
+            tokenizer=given.tokenizer if given.knows_text else None,
             packing=given.packing,
-            format=given.format,
-            chat_template=given.chat_template,
-            chat_date=None if given.chat_date is None else date.fromisoformat(given.chat_date),
+            ids=given.ids,
+            weights=given.weights,
+            labels=given.labels,
+            attention_mask=given.attention_mask,
             vocab_size=experiment.model.config.vocab_size,
         )
     if len(words) > 1:
@@ -150,7 +144,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
         )
     path = words[0]
     if kind == "text":
-        return array_data(path, heldout_fraction=given.heldout_fraction, length=given.longest)
+        return array_data(path, heldout_fraction=given.heldout_fraction, length=given.length)
     heldout = None if alone else given.heldout
     if kind == "features" and is_arrays and not _holds_images(path, field):
         return array_data(
@@ -190,7 +184,7 @@ def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
     if experiment.kind == "text":
         if isinstance(data, ArrayData):  # tokens of text were compared with the vocabulary when they were read
             check_tokens(data, config.vocab_size)
-            ((tokens,), length) = data.shape, experiment.data.longest
+            ((tokens,), length) = data.shape, experiment.data.length
             if tokens != length:
                 raise ExperimentError(
                     f"data.length must be the tokens of a sample, {tokens} in {key} ({data}); given {length}: set "

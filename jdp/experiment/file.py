@@ -10,31 +10,28 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from jdp.base.formatting import format_bytes
-from jdp.base.read_toml import check, parse
-from jdp.base.shorten import brief, cut
-from jdp.base.toml import toml_key, toml_value
+from jdp.base.hub_source import HubSource
+from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys
-from jdp.experiment.plugins import use
 from jdp.experiment.problems import problems
-from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.experiment import NONE, Experiment, Model
-from jdp.experiment.schema.fields import Section
-from jdp.experiment.schema.model import take_tokenizer
-from jdp.experiment.schema.optimizer import LOSSES, LossTable
-from jdp.experiment.schema.registered import Entry, section
+from jdp.experiment.schema.made import Made
+from jdp.experiment.schema.model import model_table, take_tokenizer
 from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
-HUB, STREAM = "hf:", "hf-stream:"
+HUB = "hf:"
 MOST_BYTES = 2**20
 """Of an experiment file: more is another file, named by mistake, and a million wrong keys take a minute to report."""
 NO_PATHS = ("stdlib", "digits", NONE)
@@ -55,11 +52,11 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
             paths in `data.source` start at the file's own folder; of one given by name, at the working directory.
         overrides: dotted key -> text as on a command line, such as {"train.steps": "50"}: read as a TOML value where
             that fits the key, else as text. Relative paths in an overriding `data.source` start at the working
-            directory. Only a `plugin` that is given here is imported.
+            directory. `make` is imported only from the package that is given here as `plugin`.
 
     Raises:
-        ExperimentError: the file cannot be read, is not TOML, or does not make an experiment; or it names a plug-in
-            that is not in `overrides`, or that does not import.
+        ExperimentError: the file cannot be read, is not TOML, or does not make an experiment. Or `make` names another
+            package than `plugin`, or one that does not import.
     """
     try:
         file = user_path(path)
@@ -84,10 +81,10 @@ def from_table(table: Mapping[str, Any], *, where: str = "experiment", plugin: s
     Args:
         table: the keys of an experiment file, nested as in TOML.
         where: the beginning of a message, in place of the file's name.
-        plugin: the plug-in that `plugin` in the table may name; None: none.
+        plugin: the package that `make` in the table may import; None: none.
 
     Raises:
-        ExperimentError: the table does not make an experiment, or names another plug-in.
+        ExperimentError: the table does not make an experiment, or names another package.
     """
     _check_limits(table, where)
     return _validated(copy.deepcopy(dict(table)), {}, where=where, plugin=plugin)
@@ -106,6 +103,8 @@ def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
     """Return the lines of a table: its keys, then the tables in it, each below its heading."""
     fields = type(table).model_fields if isinstance(table, BaseModel) else {}
     items = {name: getattr(table, name) for name in fields} if isinstance(table, BaseModel) else table
+    if isinstance(table, Made) and table.make is not None:
+        fields, items = {}, table.written()
     inner = {key: value for key, value in items.items() if isinstance(value, BaseModel | Mapping)}
     lines = [
         f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
@@ -131,50 +130,24 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
         ExperimentError: the mesh does not multiply to `device_count`, or the batch does not divide over it.
     """
     sizes = mesh_sizes(experiment.mesh, device_count)
-    counts = {"local_steps.steps": experiment.local_steps.steps, "train.accumulate": experiment.train.accumulate}
-    unit = BatchUnit({**batch_unit(sizes).factors, **{name: count for name, count in counts.items() if count}})
-    for size in experiment.train.sizes.values:
-        try:
-            unit.check(size, "train.batch_size")
-        except ValueError as error:
-            raise ExperimentError(str(error)) from None
+    unit = BatchUnit({**batch_unit(sizes).factors, "train.accumulate": experiment.train.accumulate})
+    try:
+        unit.check(experiment.train.batch_size, "train.batch_size")
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
     return sizes
 
 
-def describe(plugin: str | None = None) -> list[tuple[str, list[Key]]]:
-    """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them.
-
-    Args:
-        plugin: an imported plug-in, whose fields come first; None: none.
-    """
-    groups = [*_described_plugin(plugin), ("top level", table_keys(Experiment))]
+def describe() -> list[tuple[str, list[Key]]]:
+    """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them."""
+    groups = [("top level", table_keys(Experiment))]
     for path, table in Schemas(Experiment, {}).tables():
         groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
         if table is Model:
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
                 groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
-        elif table is LossTable:
-            own = (entry for entry in LOSSES.entries.values() if not entry.by)
-            groups += [(f'[loss] fields of name = "{each.name}"', _prefixed("loss", _own_keys(each))) for each in own]
     return groups
-
-
-def _own_keys(entry: Entry) -> list[Key]:
-    return [key for key in table_keys(section(entry, Section)) if key.name in entry.keys]
-
-
-def _described_plugin(plugin: str | None) -> list[tuple[str, list[Key]]]:
-    """Return a group for each name that a plug-in registered: its fields, with their defaults."""
-    return [
-        (
-            f'[{table.key}] fields of name = "{entry.name}", of the plug-in {plugin}{"" if entry.keys else ": none"}',
-            _prefixed(table.key, _own_keys(entry)),
-        )
-        for table in TABLES
-        for entry in table.entries.values()
-        if entry.registered_by(plugin)
-    ]
 
 
 def _prefixed(table: str, keys: list[Key]) -> list[Key]:
@@ -184,7 +157,7 @@ def _prefixed(table: str, keys: list[Key]) -> list[Key]:
 def _read(file: Path) -> dict[str, Any]:
     """Return the file's table. Raises ExperimentError."""
     try:
-        check_regular(file)  # a pipe could be read once only: runs of a sweep, and processes, each read the file anew
+        check_regular(file)  # a pipe could be read once only, and processes each read the file anew
         if (size := file.stat().st_size) > MOST_BYTES:
             raise ExperimentError(
                 f"an experiment file has at most {format_bytes(MOST_BYTES)}; {file} has {format_bytes(size)}: name the "
@@ -214,17 +187,15 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make relative paths in the table start at `folder`: those of data, tokenizer, template, model and weights."""
+    """Make relative paths in the table start at `folder`: those of data, tokenizer, model and weights."""
     data = _table(table, "data")
     texts, sets = _table(data, "mixture"), _table(table, "eval")
     for named in (data, *texts.values(), *sets.values()):
         if isinstance(named, dict):
             _anchor(named, "source", folder, but=NO_PATHS)
-    _anchor(data, "tokenizer", folder, but=("bytes", NONE))
+    _anchor(data, "tokenizer", folder, but=("bytes",))
     _anchor(data, "heldout", folder, but=NO_PATHS)
-    _anchor(data, "chat_template", folder, but=(NONE,))
-    for key in ("init_from", "init_adapter"):
-        _anchor(_table(table, "train"), key, folder, but=(NONE,))
+    _anchor(_table(table, "train"), "init_from", folder, but=(NONE,))
     model = _table(table, "model")
     name = model.get("name")
     if isinstance(name, str) and name.startswith(HUB):  # always a folder here, never a name on the hub
@@ -237,9 +208,8 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
     def anchored(path: Any) -> Any:
         if not isinstance(path, str) or path in ("", *but):
             return path
-        if path.startswith((HUB, STREAM)):  # a name on the hub, unless it is plainly a path
-            hub, _, name = path.partition(":")
-            return f"{hub}:{anchored(name)}" if name.startswith((".", "~")) else path
+        if hub := HubSource.of(path):
+            return hub.at(anchored) if hub.is_path else path
         try:
             return str((folder / user_path(path)).absolute())
         except PathError:  # the schema reports it, with its key
@@ -310,22 +280,22 @@ def _merged(table: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
 def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: str, plugin: Any) -> Experiment:
     """Validate, or raise all problems as an ExperimentError.
 
-    An override that fits only as text (`--name 2024`) is read as text. `plugin` is the one that may be imported.
+    An override that fits only as text (`--name 2024`) is read as text. `plugin` is the package that may be imported.
     """
-    _use_plugin(table.get("plugin"), where=where, allowed=plugin)
-    error = _error(table)
+    _check_plugin(table.get("plugin"), where=where, allowed=plugin)
+    error = _error(table, plugin)
     for key, text in texts.items():
         if isinstance(error, ValidationError) and _blamed(error, key):
             as_text = copy.deepcopy(table)
             _put(as_text, key, text, where=where)
             _anchor_paths(as_text, Path.cwd())
-            second = _error(as_text)
+            second = _error(as_text, plugin)
             if second is None or not _blamed(second, key):
                 table, error = as_text, second
     if error is None:
         take_tokenizer(table)
-        return Experiment.model_validate(table)
-    schemas = Schemas(Experiment, chosen_tables(table))
+        return Experiment.model_validate(table, context=plugin)
+    schemas = Schemas(Experiment, {"model": model_table(table.get("model"))})
     count, lines = problems(error, schemas, frozenset(texts))
     if count == 1:
         raise ExperimentError(f"{where}: {lines[0]}")
@@ -333,8 +303,8 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
     raise ExperimentError("\n  ".join([f"{where}: {count:,} problems", *lines, *more]))
 
 
-def _use_plugin(name: Any, *, where: str, allowed: Any) -> None:
-    """Import the plug-in that a table names, if that is allowed. Raises ExperimentError."""
+def _check_plugin(name: Any, *, where: str, allowed: Any) -> None:
+    """Check that the package that a table names is the one that may be imported. Raises ExperimentError."""
     if name in (None, NONE) or not isinstance(name, str):  # the schema reports what is no text
         return
     if name != allowed:
@@ -342,15 +312,17 @@ def _use_plugin(name: Any, *, where: str, allowed: Any) -> None:
             f"{where}: a plug-in is code, which an experiment file alone does not run; given plugin = {brief(name)} in "
             f"it without --plugin: add --plugin {cut(name)} if you trust it, or remove the key"
         )
-    try:
-        use(name)
-    except ValueError as error:
-        raise ExperimentError(f"{where}: {error}") from None
+    top = name.partition(".")[0]
+    if top.isidentifier() and not iskeyword(top) and find_spec(top) is None:  # else the schema reports it
+        raise ExperimentError(
+            f"{where}: --plugin names a package that Python finds; given {brief(name)}: install it (pip install -e "
+            "FOLDER), or name the folder that holds it in PYTHONPATH"
+        )
 
 
-def _error(table: dict[str, Any]) -> ValidationError | None:
+def _error(table: dict[str, Any], plugin: Any) -> ValidationError | None:
     try:
-        Experiment.model_validate(table)
+        Experiment.model_validate(table, context=plugin)
     except ValidationError as error:
         return error
     return None

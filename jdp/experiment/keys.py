@@ -76,7 +76,7 @@ def table_keys(schema: type[BaseModel]) -> list[Key]:
         Key(
             f"{name}.{_FREE_KEYS[name]}" if typing.get_origin(field.annotation) is dict else name,
             _type_text(field.annotation) + _range(field.metadata),
-            _default(field),
+            "required" if field.is_required() else "none" if field.default is None else toml_value(field.default),
             " ".join((field.description or "").split()),
         )
         for name, field in schema.model_fields.items()
@@ -104,12 +104,6 @@ def described_fields(kind: type) -> dict[str, str]:
         apart = len(each) == len(names)
         descriptions |= dict(zip(names, each, strict=True)) if apart else dict.fromkeys(names, description)
     return descriptions
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return "none" if field.default is None else toml_value(field.default)
 
 
 def _range(rules: Iterable[Any]) -> str:

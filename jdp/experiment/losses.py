@@ -1,13 +1,11 @@
 """The losses of the models that an experiment file can name: sums over examples, with the weights to divide by.
 
-An evaluation may measure more (`Measured`). Values of single examples leave a step as arrays of the global batch: each
-device adds its rows to zeros, so the sum over devices is exact.
+An evaluation may measure accuracies beside them, `tops`: name -> how many likeliest the label must be among.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,45 +13,7 @@ import jax.numpy as jnp
 
 from jdp.core.types import Batch, Loss
 from jdp.models import classification_loss
-from jdp.models.scores import next_token_scores, ranks
-
-ROW = "row"
-"""The rows of the global batch that a batch has, int32 [rows]: what `Measured` places values by."""
-NATS, PREDICTED, LABELS, COUNTED = "nats", "predicted", "labels", "counted"
-"""Values of single examples: of every target; of every row its class, its label, whether its weight is not 0."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What an evaluation measures beside the loss.
-
-    Attributes:
-        tops: accuracies: name -> how many likeliest the label must be among.
-        rows: of the global batch, for values of single examples; 0: there are none.
-    """
-
-    tops: Mapping[str, int] = field(default_factory=dict[str, int])
-    rows: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.tops or self.rows)
-
-    def accuracies(self, rank: jax.Array, weights: jax.Array) -> dict[str, Any]:
-        """Return the sums of the weights of labels that are likely enough."""
-        return {name: jnp.sum(weights * (rank < most)) for name, most in self.tops.items()}
-
-    def placed(self, batch: Batch, **values: jax.Array) -> dict[str, Any]:
-        """Return values of the batch's rows at their place in the global batch, float32, each with weight 1."""
-        if not self.rows:
-            return {}
-
-        def place(value: jax.Array) -> jax.Array:
-            return jnp.zeros((self.rows, *value.shape[1:]), jnp.float32).at[batch[ROW]].add(value)
-
-        return {name: (place(value), place(jnp.ones_like(value))) for name, value in values.items()}
-
-
-_NOTHING = Measured()
+from jdp.models.losses import next_token_scores, ranks
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
@@ -61,76 +21,39 @@ def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
     return Loss(*model.loss(batch["tokens"], batch["targets"], batch["weights"], rng=rng, **_packed(batch)))
 
 
-def text_scores(model: Any, batch: Batch, rng: jax.Array | None, *, measured: Measured) -> Loss:
-    """Compute what `text_loss` does, and what is measured: accuracies of the next token, the nats of every target."""
+def text_scores(model: Any, batch: Batch, rng: jax.Array | None, *, tops: Mapping[str, int]) -> Loss:
+    """Compute what `text_loss` does, and accuracies of the next token."""
     features = model.features(batch["tokens"], rng=rng, **_packed(batch))
     head = model.embed.tokens if model.head is None else model.head.kernel
     nats, rank = next_token_scores(features, head[...], batch["targets"], tied=model.head is None)
     weights = batch["weights"].astype(jnp.float32)
-    metrics = {**measured.accuracies(rank, weights), **measured.placed(batch, **{NATS: nats})}
-    return Loss(jnp.sum(nats * weights), jnp.sum(weights), metrics)
+    return Loss(jnp.sum(nats * weights), jnp.sum(weights), _accuracies(rank, weights, tops))
 
 
-def image_loss(model: Any, batch: Batch, rng: jax.Array | None, *, measured: Measured = _NOTHING) -> Loss:
+def image_loss(model: Any, batch: Batch, rng: jax.Array | None, *, tops: Mapping[str, int] | None = None) -> Loss:
     """Compute the cross-entropy in nats of the class of an image, summed over the images, and the accuracy.
 
     Padding rows have weight 0; BatchNorm's statistics leave them out too.
     """
-    return _classified(model(batch["images"], rng=rng, weights=batch["weights"]), batch, measured)
+    return _classified(model(batch["images"], rng=rng, weights=batch["weights"]), batch, tops or {})
 
 
-def features_loss(model: Any, batch: Batch, rng: jax.Array | None, *, measured: Measured = _NOTHING) -> Loss:
+def features_loss(model: Any, batch: Batch, rng: jax.Array | None, *, tops: Mapping[str, int] | None = None) -> Loss:
     """Compute the cross-entropy in nats of the class of a vector, summed over the vectors, and the accuracy."""
-    return _classified(model(batch["features"], rng=rng), batch, measured)
-
-
-def dpo_loss(model: Any, batch: Batch, *, beta: float, smoothing: float) -> Loss:
-    """Compute the loss of direct preference optimization, summed over the pairs, and what TRL reports beside it.
-
-    A reward is beta · (log-probability of an answer - that under the initial weights). Without dropout, as in TRL.
-    """
-    logps, there = _pairs(model, batch)
-    rewards = beta * (logps - batch["reference"])
-    chosen, rejected = rewards[:, 0], rewards[:, 1]
-    margins = chosen - rejected
-    losses = -(1 - smoothing) * jax.nn.log_sigmoid(margins) - smoothing * jax.nn.log_sigmoid(-margins)
-    reported = {
-        "rewards/accuracies": margins > 0,
-        "rewards/margins": margins,
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "logps/chosen": logps[:, 0],
-        "logps/rejected": logps[:, 1],
-    }
-    return Loss(
-        jnp.sum(losses * there), jnp.sum(there), {name: jnp.sum(each * there) for name, each in reported.items()}
-    )
-
-
-def reference_loss(rows: int, model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """Compute no loss, but the log-probabilities of each pair of a batch of that many rows."""
-    del rng
-    logps, there = _pairs(model, batch)
-    return Loss(jnp.sum(logps) * 0, jnp.sum(there), Measured({}, rows).placed(batch, logps=logps))
-
-
-def _pairs(model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probabilities of both answers of each pair, [pairs, 2], and 1 for pairs that are no padding."""
-    pairs, _, length = batch["tokens"].shape
-    tokens, targets, weights = (batch[name].reshape(2 * pairs, length) for name in ("tokens", "targets", "weights"))
-    there = jnp.any(batch["weights"] > 0, axis=(1, 2)).astype(jnp.float32)
-    return model.log_probs(tokens, targets, weights).reshape(pairs, 2), there
+    return _classified(model(batch["features"], rng=rng), batch, tops or {})
 
 
 def _packed(batch: Batch) -> dict[str, Any]:
     return {"segments": batch["segments"]} if "segments" in batch else {}
 
 
-def _classified(logits: jax.Array, batch: Batch, measured: Measured) -> Loss:
+def _accuracies(rank: jax.Array, weights: jax.Array, tops: Mapping[str, int]) -> dict[str, Any]:
+    """Return the sums of the weights of labels that are likely enough."""
+    return {name: jnp.sum(weights * (rank < most)) for name, most in tops.items()}
+
+
+def _classified(logits: jax.Array, batch: Batch, tops: Mapping[str, int]) -> Loss:
     labels, weights = batch["labels"], batch["weights"]
     total, weight, right = classification_loss(logits, labels, weights)
-    if not measured:
-        return Loss(total, weight, {"accuracy": right})
-    found = {PREDICTED: jnp.argmax(logits, axis=-1), LABELS: labels, COUNTED: weights != 0}
-    single = measured.placed(batch, **{name: value.astype(jnp.float32) for name, value in found.items()})
-    return Loss(total, weight, {**measured.accuracies(ranks(logits, labels), weights), "accuracy": right, **single})
+    more = _accuracies(ranks(logits, labels), weights, tops) if tops else {}
+    return Loss(total, weight, {**more, "accuracy": right})

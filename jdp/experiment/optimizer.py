@@ -1,7 +1,7 @@
 """From [optimizer] to optax: the learning rate over the run, and the update rule.
 
-The rate's peak is `lr`, scaled to the run's batch size if `lr_scaling` asks for it. Warm-up and schedule count global
-steps, so microbatches and devices do not change them. Nothing below the training loop sees the file.
+Warm-up and schedule count global steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor take a
+norm of each layer (`by_layer`). Nothing below the training loop sees the file.
 """
 
 from __future__ import annotations
@@ -10,34 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jdp.base.by_step import ByStep
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
+from jdp.base.tree_paths import path_of
 from jdp.core.update.ema import with_ema
-from jdp.core.update.schedules import scaled_lr, warmup
-from jdp.experiment.by_layer import by_layer
+from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.matrices import VECTORS
 from jdp.experiment.muon import muon
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.optimizer import OPTIMIZERS
 from jdp.models import GPTConfig, ViTConfig
-
-
-def peak_rates(experiment: Experiment) -> ByStep[float]:
-    """Return the learning rate after the warm-up: `lr`, scaled to the batch size of the step by `lr_scaling`."""
-    chosen, sizes = experiment.optimizer, experiment.train.sizes
-    rule, base = chosen.lr_scaling, chosen.base_batch_size
-    if rule == "none" or base is None:
-        return ByStep((0,), (chosen.lr,))
-    return sizes.map(lambda batch: scaled_lr(chosen.lr, base_batch=base, batch=batch, rule=rule))
-
-
-def peak_rate(experiment: Experiment) -> float:
-    """Return the highest of the `peak_rates`."""
-    return max(peak_rates(experiment).values)
 
 
 def learning_rate(experiment: Experiment) -> optax.Schedule:
@@ -45,31 +28,17 @@ def learning_rate(experiment: Experiment) -> optax.Schedule:
 
     It rises over the warm-up (`jdp.warmup`), whose last step has the peak. Then it is constant, or falls to
     `final_lr_fraction` of the peak at the end of the run: linearly, or as half a cosine (arXiv:1608.03983, eq. 5,
-    without restarts). Steps are global: accumulation and device count do not change them. Where the batch size changes,
-    all of it is scaled by `lr_scaling` from that step on.
+    without restarts). Steps are global: accumulation and device count do not change them.
     """
-    settings, peaks = experiment.optimizer, peak_rates(experiment)
-    steps, peak = max(experiment.train.steps - settings.warmup_steps, 1), peaks.values[0]
+    settings, peak = experiment.optimizer, experiment.optimizer.lr
+    steps = max(experiment.train.steps - settings.warmup_steps, 1)
     if settings.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, steps, alpha=settings.final_lr_fraction)
     elif settings.schedule == "linear":
         after = optax.linear_schedule(peak, peak * settings.final_lr_fraction, steps)
     else:
         after = optax.constant_schedule(peak)
-    rate = warmup(after, settings.warmup_steps)
-    return _scaled(rate, peaks.map(lambda each: each / peak)) if peaks.changes else rate
-
-
-def _scaled(rate: optax.Schedule, factors: ByStep[float]) -> optax.Schedule:
-    """Return a rate times a factor that changes at steps."""
-
-    def scaled(count: Any) -> Any:
-        factor: Any = factors.values[0]
-        for start, value in zip(factors.starts[1:], factors.values[1:], strict=True):
-            factor = jnp.where(jnp.asarray(count) >= start, value, factor)
-        return rate(count) * factor
-
-    return scaled
+    return warmup(after, settings.warmup_steps)
 
 
 def optimizer(
@@ -84,25 +53,19 @@ def optimizer(
     return rule if decay is None else with_ema(rule, decay)
 
 
-def _rate_of_a_count(experiment: Experiment) -> optax.Schedule:
-    """Return the learning rate as a function of the optimizer's own count, which grows by H in a round of H steps."""
-    rate, steps = learning_rate(experiment), experiment.local_steps.steps or 1
-    return rate if steps == 1 else lambda count: rate(jnp.asarray(count) // steps)
-
-
 def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> optax.GradientTransformation:
-    """Return the update rule. Raises ExperimentError if a plug-in's object is none.
+    """Return the update rule. Raises ExperimentError if optimizer.make returns none.
 
     Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
     have two.
     """
-    chosen, rate = experiment.optimizer, _rate_of_a_count(experiment)
-    if entry := OPTIMIZERS.entries.get(chosen.name):
-        made = entry.make(entry.values(chosen), rate)
+    chosen, rate = experiment.optimizer, learning_rate(experiment)
+    if chosen.make:
+        made = chosen.call(rate)
         if not isinstance(made, optax.GradientTransformation):
             raise ExperimentError(
-                f"optimizer.name = {entry.name!r} must be made an optax.GradientTransformation; given "
-                f"{cut(repr(made))}: return one from its function"
+                f"optimizer.make = {chosen.make!r} returns an optax.GradientTransformation; given {cut(repr(made))}: "
+                "return one"
             )
         return made
     config = experiment.model.config
@@ -129,7 +92,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
             trust = by_layer(optax.scale_by_trust_ratio(), stacked)
             return optax.chain(adam, optax.add_decayed_weights(**decay), trust, optax.scale_by_learning_rate(rate))
         case "lars":
-            trust = by_layer(optax.scale_by_trust_ratio(trust_coefficient=chosen.trust_coefficient), stacked)
+            trust = by_layer(optax.scale_by_trust_ratio(trust_coefficient=0.001), stacked)  # as optax.lars
             return optax.chain(
                 optax.add_decayed_weights(**decay),
                 optax.masked(trust, decay_mask),  # biases and scales keep the plain rate (arXiv:1708.03888, section 5)
@@ -143,8 +106,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
         case "muon":
             share = 1.0 if chosen.adam_lr is None else chosen.adam_lr / chosen.lr
             adamw = optax.adamw(lambda count: share * rate(count), b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
-            settings = {"beta": chosen.beta, "ns_steps": chosen.ns_steps, "eps": chosen.eps}
-            return muon(rate, adamw, optax.add_decayed_weights(**decay), shapes, **settings)
+            return muon(rate, adamw, optax.add_decayed_weights(**decay), shapes, beta=chosen.beta, eps=chosen.eps)
 
 
 def decay_mask(params: Any) -> Any:
@@ -154,3 +116,21 @@ def decay_mask(params: Any) -> Any:
         return jax.tree_util.keystr(path[-1:], simple=True) not in VECTORS
 
     return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def by_layer(rule: optax.GradientTransformation, stacked: bool) -> optax.GradientTransformation:
+    """Return a rule without state, of one leaf at a time, that sees each layer of the leaves below `layers` alone."""
+    if not stacked:
+        return rule
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        def one(update: jax.Array, *param: jax.Array) -> Any:
+            return rule.update(update, state, *param)[0]
+
+        def leaf(path: Any, *arrays: jax.Array) -> Any:
+            return (jax.vmap(one) if path_of(path).startswith("layers/") else one)(*arrays)
+
+        trees = (updates,) if params is None else (updates, params)
+        return jax.tree.map_with_path(leaf, *trees), state
+
+    return optax.GradientTransformation(rule.init, update)

@@ -6,28 +6,19 @@ through the same functions as `jdp.foresee` and `jdp.verify`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from jdp.base.disk_cache import Cache
 from jdp.base.machine import memory_bytes
 from jdp.checkpoint.format.content import stored_form
 from jdp.checkpoint.format.trees import Content
 from jdp.checkpoint.memory.layout import layout
-from jdp.core.batch import batch_rows
-from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.placement import axes_of
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import ExperimentError
-from jdp.experiment.phases import phases
 from jdp.experiment.schema.experiment import Experiment
-from jdp.foresight.advice.advice import advise
-from jdp.foresight.candidates.meshes import MeshSearch, search_axes
-from jdp.foresight.forecast import PhasePlan, PlanReport, Settings
-from jdp.foresight.foresee import candidates, count_batch, estimate
-from jdp.foresight.memory.host import HostMemory
+from jdp.foresight.forecast import PlanReport
+from jdp.foresight.foresee import candidates
+from jdp.foresight.memory import HostMemory
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
 
@@ -38,9 +29,6 @@ def candidates_of(
     *,
     strategies: Sequence[str],
     accumulate: Sequence[int],
-    remat: str | None = None,
-    hybrid: bool = True,
-    search: MeshSearch | None = None,
 ) -> list[Candidate]:
     """Return the experiment's step under each strategy and number of microbatches, on the target's devices."""
     assembly = Assembly.on_devices(experiment, list(target.devices))
@@ -51,74 +39,19 @@ def candidates_of(
         target,
         strategies=strategies,
         accumulate=accumulate,
-        remat=remat,
-        hybrid=hybrid and search is None and experiment.mesh == {DATA: -1},
-        others=[] if search is None else [(way.strategy, way.axes) for way in search.kept],
-    )
-
-
-def search_meshes(
-    experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int]
-) -> MeshSearch:
-    """Choose strategies on other meshes of a target that are worth compiling (`foresight/candidates/meshes.py`)."""
-    if experiment.local_steps.steps is not None:
-        raise ExperimentError(
-            "[local_steps] trains each replica by itself, so another mesh would learn something else; given --axes: "
-            "remove it"
-        )
-    assembly = Assembly.on_devices(experiment, list(target.devices))
-    batch, config = assembly.abstract_batch(), experiment.model.config
-    heads = {name: getattr(config, name, None) for name in ("heads", "key_value_heads")}
-    over = {
-        axis
-        for path, rule in experiment.rules.items()
-        if "attention" in path
-        for entry in rule
-        for axis in axes_of(entry or None)
-    }
-
-    def refuse(axes: Mapping[str, int]) -> str | None:
-        for axis, (name, count) in itertools.product(over & {*axes}, heads.items()):
-            if isinstance(count, int) and count % axes[axis]:
-                return f"{axis}={axes[axis]} does not divide the {count} {name.replace('_', ' ')}"
-        return None
-
-    return search_axes(
-        assembly.train_step,
-        assembly.abstract_state(),
-        batch,
-        target,
-        strategies=strategies,
-        accumulate=accumulate,
-        tokens=count_batch(batch)[0],
-        refuse=refuse,
     )
 
 
 def described_batch(batch: Batch) -> str:
     """Return a global batch in words: "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features".
 
-    For a plug-in's data it names the first array.
+    For data.make it names the first array.
     """
     if "images" in batch:
         rows, *shape = batch["images"].shape
         return f"{rows} images of {'×'.join(map(str, shape))}"
     name = next((name for name in ("tokens", "features") if name in batch), min(batch))
     return f"{' × '.join(map(str, batch[name].shape))} {name}"
-
-
-def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool = False) -> Settings:
-    """Return the settings of an experiment, for the advice on one of its candidates."""
-    model, step = experiment.model.config, candidate.step
-    return Settings(
-        precision=experiment.precision,
-        compiler=candidate.compiler,
-        remat=getattr(model, "remat", "") or ("none" if hasattr(model, "remat") else ""),
-        scan=getattr(model, "scan", False),
-        attention=getattr(model, "attention", None),
-        rows=batch_rows(candidate.batch) // (step.plan.batch_shards * step.microbatches),
-        max_batch=max_batch,
-    )
 
 
 def with_hosts(
@@ -143,37 +76,3 @@ def with_hosts(
         for one, each in zip(tried, report.estimates, strict=True)
     )
     return replace(report, estimates=estimates)
-
-
-def with_phases(
-    report: PlanReport, experiments: Mapping[str | None, Experiment], target: Target, cache: Cache | None
-) -> PlanReport:
-    """Return a report with what each phase needs under its choice, or its first candidate, where batches change."""
-    chosen = report.choice or report.estimates[0]
-    parts = phases(experiments[chosen.remat])
-    if len(parts) == 1:
-        return report
-    found: list[PhasePlan] = []
-    for part in parts:
-        assembly = Assembly.on_devices(part.experiment, list(target.devices))
-        [candidate] = candidates(
-            assembly.train_step,
-            assembly.abstract_state(),
-            assembly.abstract_batch(),
-            target,
-            strategies=(),
-            accumulate=[chosen.accumulate],
-            remat=chosen.remat,
-            others=[(chosen.strategy, chosen.axes)],
-        )
-        own = estimate(candidate, target, tokens=count_batch(candidate.batch)[0], cache=cache)
-        found.append(PhasePlan(part.start, part.end, part.steps, described_batch(candidate.batch), own))
-    note = "batches change during the run: the candidates, and days and money of --tokens, are for the largest"
-    return replace(report, phases=tuple(found), notes=(note, *report.notes))
-
-
-def advised(report: PlanReport, settings: Sequence[Settings]) -> PlanReport:
-    """Return a report whose advice leaves out what is set already."""
-    estimates = tuple(replace(each, settings=one) for each, one in zip(report.estimates, settings, strict=True))
-    choice, why = advise(estimates)
-    return replace(report, estimates=estimates, choice=choice, why=why)

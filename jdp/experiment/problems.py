@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import LONGEST, brief, cut, shown_key
+from jdp.base.toml import LONGEST, brief, cut, shown_key
 from jdp.base.user_path import PathError
+from jdp.base.words import nearest
 from jdp.core.sharding.strategy import strategy_hint
 from jdp.experiment.keys import Path, Schemas
 

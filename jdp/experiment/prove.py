@@ -15,8 +15,7 @@ from jdp.core.types import Device
 from jdp.data import NumpyBatch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import check_for_devices
-from jdp.experiment.remat import ladder, with_policy
-from jdp.experiment.schema.experiment import NONE, Experiment
+from jdp.experiment.schema.experiment import Experiment
 from jdp.prove.equivalence import Made, OnProgress, Proof, Setting, Training, prove_training, space_of
 
 
@@ -36,8 +35,6 @@ def prove_experiment(
     `train.init_from`.
     """
     space = space_of(devices, (1, 2, experiment.train.accumulate), experiment.mesh)
-    if ladder(experiment):
-        experiment = with_policy(experiment, NONE)
     own = Assembly.on_devices(experiment, list(space.devices))
     training = Training(
         own.init,
@@ -47,7 +44,6 @@ def prove_experiment(
         own.precision,
         experiment.optimizer.clip_norm,
         experiment.train.wrt,
-        experiment.sync_batch_norm,
     )
 
     def make(setting: Setting) -> Made:

@@ -33,8 +33,7 @@ class Writer:
     def rows(self, state: TrainState, step: int) -> list[Row]:
         """Return a row for each prompt: step, prompt, and the text, which begins with the prompt.
 
-        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out. A chat ends
-        with the answer.
+        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out.
         """
         table = self._assembly.experiment.sample
         if table is None:
@@ -46,14 +45,13 @@ class Writer:
     def _text(self, state: TrainState, prompt: NDArray[np.int32]) -> str:
         data = self._assembly.data
         drawn = np.asarray(jax.device_get(self._write(state, prompt)))[0]
-        ends = np.flatnonzero(drawn == data.answer_end)
-        tokens = np.concatenate([prompt, drawn[: ends[0] + 1] if len(ends) else drawn])
+        tokens = np.concatenate([prompt, drawn])
         return data.decode(tokens[tokens < data.vocab_size])
 
     @functools.cached_property
     def _prompts(self) -> list[NDArray[np.int32]]:
         table = self._assembly.experiment.sample
-        return [] if table is None else [self._assembly.data.prompt(text) for text in table.prompts]
+        return [] if table is None else [self._assembly.data.encode(text) for text in table.prompts]
 
     @functools.cached_property
     def _write(self) -> Callable[[TrainState, NDArray[np.int32]], jax.Array]:
@@ -62,20 +60,17 @@ class Writer:
         assert table is not None
         context, longest = assembly.config.context, max(map(len, self._prompts))
         rng = jax.random.fold_in(assembly.rng, 2)  # 0 and 1 are the weights' and the steps'
-        draw = Draw(table.temperature, table.top_k)
         replicated = assembly.plan.replicated
 
         @functools.partial(jax.jit, out_shardings=replicated)
         def cached(state: TrainState, tokens: jax.Array, last: jax.Array) -> jax.Array:
             with tracing_on(assembly.mesh):
-                return continued(state.model, tokens, last, rng, length=table.length, draw=draw)
+                return continued(state.model, tokens, last, rng, length=table.length, draw=Draw())
 
         @functools.partial(jax.jit, out_shardings=replicated)
         def windowed(state: TrainState, tokens: jax.Array) -> jax.Array:
             with tracing_on(assembly.mesh):
-                text = generate(
-                    state.model, tokens, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
-                )
+                text = generate(state.model, tokens, length=table.length, rng=rng)
                 return text[:, tokens.shape[1] :]
 
         def write(state: TrainState, prompt: NDArray[np.int32]) -> jax.Array:

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
-from jdp.base.hints import nearest
-from jdp.experiment.schema.fields import HUB
+from jdp.base.hub_source import BUILDERS
+from jdp.base.words import nearest
 
 _INSTALLED = Path(__file__).parent / "shipped_files"
 _CLONED = Path(__file__).parents[2] / "experiments"
@@ -26,6 +26,9 @@ def shipped_file(path: Path) -> Path | None:
     return None if os.path.lexists(path) else shipped().get(str(path))
 
 
+_UP = re.compile(rf"^(hf:(?:(?:{'|'.join(BUILDERS)}):)?)?\.\./")
+
+
 def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
     """Return a shipped experiment's table with its relative paths, such as "../runs/quickstart", as "runs/quickstart".
 
@@ -34,10 +37,17 @@ def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
     return {key: _beside(value) for key, value in table.items()}
 
 
+def copied(start: str, name: str) -> str:
+    """Return the text of a shipped experiment under another name, with paths that start at the working directory."""
+    text = shipped()[start].read_text(encoding="utf-8").replace(f"experiments/{start}.toml", f"{name}.toml")
+    text = re.sub(r'(?<=")[^"\n]*(?=")', lambda quoted: _UP.sub(r"\1", quoted[0]), text)
+    return re.sub(r'^name = ".*"$', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
+
+
 def _beside(value: Any) -> Any:
     if isinstance(value, dict):
         return beside_clone(cast("dict[str, Any]", value))
-    return re.sub(rf"^({HUB})?\.\./", r"\1", value) if isinstance(value, str) else value
+    return _UP.sub(r"\1", value) if isinstance(value, str) else value
 
 
 def missing(path: Path) -> str:

@@ -6,36 +6,20 @@ An `Estimate` holds what was read off one compiled program: memory by class, tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
-from jdp.base.notebook import Drawn
-from jdp.foresight.candidates.max_batch import MaxBatch
-from jdp.foresight.candidates.meshes import MeshSearch
-from jdp.foresight.candidates.smallest_cluster import Smallest
-from jdp.foresight.cost.bill import Bill
-from jdp.foresight.cost.goodput import Goodput
-from jdp.foresight.memory.host import HostMemory
-from jdp.foresight.memory.peak import Headroom, Memory
-from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.memory import RESERVED_BYTES, Headroom, HostMemory, Memory
 from jdp.foresight.targets.relocate import candidate_name
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report
+from jdp.foresight.zero_formula import zero_bytes
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What is set already, so that advice does not ask for it; a field that is None is not known."""
-
-    precision: str | None = None  # "fp32", "bf16" or "fp8"
-    compiler: str | None = None  # "default", "overlap", "own" for the user's options, "none" without a preset
-    remat: str | None = None  # the model's policy, such as "none" or "dots"; "" for a model that has none
-    scan: bool | str | None = None  # False where layers are stored one by one
-    attention: str | None = None  # "auto", "cudnn" or "xla"
-    rows: int | None = None  # of a microbatch on a device
-    max_batch: bool = False  # True where the largest batch was searched
+CLOSE = 0.01
+"""Step times within 1 % count as equal: the model of time is no more precise. Less memory then decides."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +27,12 @@ class Estimate:
     """What was read off one candidate's compiled program.
 
     Attributes:
-        strategy, accumulate, remat, axes: the candidate; `remat` is None where the model's own policy was left as it
-            is, `axes` where the mesh was.
+        strategy, accumulate: the candidate.
         partitioning, partitioning_why: as the step settled them.
         memory: bytes per device by class; None when the step did not compile.
         headroom: whether a device can hold it; None where the device's memory is not known.
         host: what a host's memory holds, where the state is copied into it; None: that is not asked for.
         parameters, shards: how many parameters the model has, and how many devices share them (the `data` axis).
-        state_bytes: of the whole state, each array counted once: what a checkpoint holds.
         report: traffic against the communication contract.
         timeline: the simulated schedule; None where the device's rates are not known, and of what does not fit, which
             takes no time as it cannot run.
@@ -60,13 +42,10 @@ class Estimate:
         devices: how many share the work.
         compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
         error: why the step did not compile; None when it did.
-        settings: what the experiment has set already; of a step in Python only the compiler's options are known.
     """
 
     strategy: str
     accumulate: int
-    remat: str | None
-    axes: Mapping[str, int] | None = None
     partitioning: str | None = None
     partitioning_why: str = ""
     memory: Memory | None = None
@@ -74,7 +53,6 @@ class Estimate:
     host: HostMemory | None = None
     parameters: int = 0
     shards: int = 1
-    state_bytes: int = 0
     report: Report | None = None
     timeline: Timeline | None = field(default=None, repr=False)
     model_flops: float = 0.0
@@ -84,12 +62,11 @@ class Estimate:
     compile_seconds: float = 0.0
     cached: bool = False
     error: str | None = None
-    settings: Settings = field(default=Settings(), repr=False)
 
     @property
     def name(self) -> str:
-        """Strategy, mesh, microbatches and rematerialisation policy, such as "zero1 K=4 remat=full"."""
-        return candidate_name(self.strategy, self.accumulate, self.remat, self.axes)
+        """Strategy and microbatches, such as "zero1 K=4"."""
+        return candidate_name(self.strategy, self.accumulate)
 
     @property
     def fits(self) -> bool | None:
@@ -129,7 +106,7 @@ class Estimate:
     @property
     def compute_parts(self) -> dict[str, float] | None:
         """Seconds of computing by what they are spent on, the most first; None where times are not known."""
-        return None if self.timeline is None else {name: part.seconds for name, part in self.timeline.parts.items()}
+        return None if self.timeline is None else dict(self.timeline.parts)
 
     @property
     def exposed_fraction(self) -> float | None:
@@ -181,10 +158,8 @@ class Estimate:
         """Return one of the `strategies` that `jdp plan --json` prints."""
         report, memory = self.report, self.memory
         found: dict[str, Any] = {
-            "mesh": None if self.axes is None else dict(self.axes),
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
-            "memory_most": None if memory is None else dict(memory.most),
             "memory_advice": None if self.headroom is None else self.headroom.words,
             "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
             "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
@@ -195,91 +170,78 @@ class Estimate:
             **{name: getattr(self.timeline, name, None) for name in _TIMES},
         }
         in_memory = {} if self.host is None else {"host": self.host.to_json()}
-        float8 = {} if report is None or report.float8 is None else {"fp8_products": report.float8.to_json()}
-        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON} | float8 | in_memory
+        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON} | in_memory
 
 
 _TIMES = ("exposed_seconds", "host_seconds", "host_wait_seconds")
 _IN_JSON = (
-    *("strategy", "accumulate", "remat", "mesh", "partitioning", "fits", "bytes_per_device", "available_bytes"),
-    *("memory", "host_bytes", "memory_most", "memory_advice", "closed_form_bytes", "wire_bytes_per_device"),
+    *("strategy", "accumulate", "partitioning", "fits", "bytes_per_device", "available_bytes"),
+    *("memory", "host_bytes", "memory_advice", "closed_form_bytes", "wire_bytes_per_device"),
     *("theory_wire_bytes_per_device", "keeps_contract", "like_zero2", "exposed_fraction", *_TIMES, "step_seconds"),
     *("step_seconds_range", "compute_parts", "mfu", "tokens_per_second", "efficiency", "compile_seconds", "cached"),
     *("tokens_per_step", "parameters", "partitioning_why", "error"),
 )
 """The keys of an estimate in JSON, in order; most are its attributes."""
-MEMORY = (
-    *("candidate", "fits", "holds", "parameters", "gradients", "optimizer", "working copy", "activations", "other"),
-    "ZeRO's formula",
-)
+MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula")
 """Headings of the table of memory."""
 HOST = "host"
 """One more heading, where a candidate keeps something in host memory."""
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
-PHASES = ("steps", "batch", "fits", "holds", "activations", "sends", "step", "tokens/s")
-
-
 @dataclass(frozen=True)
-class PhasePlan:
-    """Steps of a run whose batches have one size and length, as compiled for the candidate to take."""
-
-    start: int  # steps done before it
-    end: int  # steps done after it
-    steps: str  # which these are, in words
-    batch: str  # the global batch, in words
-    estimate: Estimate
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """A row under `PHASES`: per device and step."""
-        own, memory, report = self.estimate, self.estimate.memory, self.estimate.report
-        if memory is None or report is None:
-            held = ("did not compile", "", "")
-        else:
-            held = tuple(map(format_bytes, (memory.total, memory.activations, report.wire_bytes_per_device)))
-        _, _, step, _, speed = own.speed_cells
-        return (self.steps, self.batch, own.fits_in_words, *held, step, speed)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one of the `phases` that `jdp plan --json` prints."""
-        return {"start": self.start, "end": self.end, "batch": self.batch, **self.estimate.to_json()}
-
-
-@dataclass(frozen=True)
-class PlanReport(Drawn):
+class PlanReport:
     """Every candidate that was compiled, and which to take.
 
     Attributes:
         target: the devices' name, such as "h100:8x8".
         devices: how many there are.
         estimates: one a candidate, in the order asked for.
-        choice: the one to take; None when none fits.
-        why: sentences: what fits, what is fastest and why, what to change.
         notes: assumptions and changes that the reader must know of.
         unit: what `Estimate.tokens` counts: "tokens", or "examples".
-        max_batch: the largest batch that fits the choice, where it was asked for.
-        goodput: which share of its time the choice is expected to train when devices fail, where it was asked for.
-        bill: the days and the money of a number of tokens under the choice, where it was asked for and one fits.
-        axes: which other meshes were searched, where that was asked for.
-        smallest: the smallest cluster of these devices that the batch fits; None where that is not known.
-        phases: what each phase needs, where batches change during the run; empty where they do not.
     """
 
     target: str
     devices: int
     estimates: tuple[Estimate, ...]
-    choice: Estimate | None
-    why: tuple[str, ...]
     notes: tuple[str, ...] = ()
     unit: str = "tokens"
-    max_batch: MaxBatch | None = None
-    goodput: Goodput | None = None
-    bill: Bill | None = None
-    axes: MeshSearch | None = None
-    smallest: Smallest | None = None
-    phases: tuple[PhasePlan, ...] = ()
+
+    @property
+    def choice(self) -> Estimate | None:
+        """The candidate to take: the fastest that fits; None if none fits.
+
+        Of those within `CLOSE` of the fastest, it is one that keeps its contract, then the one that holds least.
+        """
+        fitting = self._fitting
+        times = [each.step_seconds for each in fitting if each.step_seconds is not None]
+        close = [each for each in fitting if times and (each.step_seconds or math.inf) <= (1 + CLOSE) * min(times)]
+        return min(
+            close or fitting,
+            key=lambda each: (each.report is not None and not each.report.kept, each.bytes_per_device or 0),
+            default=None,
+        )
+
+    @property
+    def _fitting(self) -> list[Estimate]:
+        return [each for each in self.estimates if each.memory is not None and each.fits is not False]
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """Sentences: what fits, and why the choice is taken."""
+        compiled = [each for each in self.estimates if each.memory is not None]
+        if not compiled:
+            return ("No candidate compiled.",)
+        alike = (each.report.like_zero2 for each in compiled if each.report is not None)
+        sentences = [_what_fits(compiled), *[words for words in alike if words][:1]]
+        choice = self.choice
+        if choice is None:
+            least = min(compiled, key=lambda each: each.bytes_per_device or 0)
+            return (*sentences, f"{least.name} needs least, {format_bytes(least.bytes_per_device or 0)}.")
+        sentences.append(_why_fastest(choice, self._fitting))
+        if choice.headroom is not None and choice.headroom.fraction is not None:
+            sentences.append(f"{choice.name} {choice.headroom.words}.")
+        return tuple(sentences)
 
     @property
     def verdict(self) -> str:
@@ -288,11 +250,6 @@ class PlanReport(Drawn):
             return f"Take {self.choice.name}."
         compiled = any(estimate.memory is not None for estimate in self.estimates)
         return "No candidate fits." if compiled else "No candidate compiled."
-
-    @property
-    def speed(self) -> float | None:
-        """Tokens (or examples) a second of the choice; None where there is none, or times are not known."""
-        return None if self.choice is None else self.choice.tokens_per_second
 
     @property
     def memory_headings(self) -> tuple[str, ...]:
@@ -322,19 +279,13 @@ class PlanReport(Drawn):
         return [_speed_row(estimate) for estimate in self.estimates]
 
     @property
-    def phase_headings(self) -> tuple[str, ...]:
-        """`PHASES`, with what the batch is counted in."""
-        return tuple(heading.replace("tokens", self.unit) for heading in PHASES)
-
-    @property
     def sentences(self) -> list[str]:
-        """What is said below the tables: why, the smallest cluster, the bill, the notes, the largest batch."""
+        """What is printed below the tables: why, and the notes."""
         hosts = {each.name: each.host.words for each in self.estimates if each.host is not None}
         if len({*hosts.values()}) > 1:
             hosts = {name: f"{name}: {words}" for name, words in hosts.items()}
         notes = [f"Note: {note}" for note in (*dict.fromkeys(hosts.values()), *self.notes)]
-        also = [str(each) for each in (self.smallest, self.bill) if each is not None]
-        return [*self.why, *also, *notes, *([] if self.max_batch is None else [str(self.max_batch)])]
+        return [*self.why, *notes]
 
     def __repr__(self) -> str:
         of = f"{len(self.estimates)} candidates for {self.target}, {self.devices} devices"
@@ -346,39 +297,51 @@ class PlanReport(Drawn):
             "",
             *align_columns([self.speed_headings, *self.speed_table()]),
         ]
-        if self.phases:
-            tables += ["", *align_columns([self.phase_headings, *(phase.cells for phase in self.phases)])]
-        goodput = [] if self.goodput is None else ["", str(self.goodput)]
-        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences, *goodput])
+        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `jdp plan --json` prints; `max_batch`, `goodput`, `bill`, `axes` where asked for."""
-        largest = {} if self.max_batch is None else {"max_batch": self.max_batch.to_json()}
-        goodput = {} if self.goodput is None else {"goodput": self.goodput.to_json()}
+        """Return the object that `jdp plan --json` prints."""
         return {
             "target": self.target,
             "devices": self.devices,
             "strategies": [estimate.to_json() for estimate in self.estimates],
             "choice": None if self.choice is None else self.choice.strategy,
             "choice_accumulate": None if self.choice is None else self.choice.accumulate,
-            "choice_remat": None if self.choice is None else self.choice.remat,
-            "choice_mesh": None if self.choice is None or self.choice.axes is None else dict(self.choice.axes),
             "why": " ".join(self.why),
             "notes": list(self.notes),
-            **largest,
-            **goodput,
-            **({} if self.bill is None else {"bill": self.bill.to_json()}),
-            **({} if self.axes is None else {"axes": self.axes.to_json()}),
-            "smallest": None if self.smallest is None else self.smallest.to_json(),
-            **({"phases": [phase.to_json() for phase in self.phases]} if self.phases else {}),
         }
+
+
+def _what_fits(compiled: Sequence[Estimate]) -> str:
+    available = compiled[0].available_bytes
+    needs = ", ".join(f"{each.name} {format_bytes(each.bytes_per_device or 0)}" for each in compiled)
+    if available is None:
+        return f"A device holds: {needs}. Its memory is not known here."
+    fitting = [each.name for each in compiled if each.fits]
+    verdict = "all fit" if len(fitting) == len(compiled) else f"{', '.join(fitting)} fit" if fitting else "none fits"
+    beside = f"beside {format_bytes(RESERVED_BYTES)} for CUDA and NCCL"
+    return f"Of {format_bytes(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
+
+
+def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> str:
+    """Return the choice's step time, which candidates take as long, and how much longer the next one takes."""
+    if choice.step_seconds is None:
+        return f"{choice.name} holds least; how long a step takes is not known for this target."
+    longer = [(each, (each.step_seconds or 0.0) / choice.step_seconds - 1) for each in fitting if each is not choice]
+    clauses = [f"{choice.name} is the one to take: a step takes {format_seconds(choice.step_seconds)}"]
+    clauses += [f"{each.name} takes as long" for each, share in longer if share <= CLOSE]
+    slower = [(share, each.name) for each, share in longer if share > CLOSE]
+    if slower:
+        share, name = min(slower)
+        clauses.append(f"{name} takes {format_percent(share)} longer")
+    return f"{'; '.join(clauses)}."
 
 
 def _memory_row(estimate: Estimate) -> tuple[str, ...]:
     memory = estimate.memory
     if memory is None:
         return (estimate.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
-    classes = (memory.parameters, memory.gradients, memory.optimizer, memory.working, memory.activations)
+    classes = (memory.parameters, memory.optimizer, memory.temporaries)
     formula = estimate.closed_form_bytes or 0
     held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula))
     return (estimate.name, estimate.fits_in_words, *held)

@@ -3,7 +3,7 @@
 1. `candidates` returns strategies × microbatches, each a step with abstract values on the target's devices.
 2. `make_plan_report` has each lowered and compiled for the target, or found in the cache, and makes an `Estimate` of
    it: memory by class, traffic against the contract, the schedule simulated. One that does not compile has the reason.
-3. It chooses (`advise`), and where that is asked for, finds the largest batch that fits the choice (`largest_batch`).
+3. The report chooses the fastest that fits.
 
 `jdp.foresee` and `jdp plan` both are these three steps; they differ in who makes the step.
 """
@@ -22,29 +22,25 @@ from jdp.base.disk_cache import Cache
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_program import sharing_traces
-from jdp.core.sharding.axes import DATA, REPLICA
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.foresight.advice.advice import advise
 from jdp.foresight.any_step.forecast import StepForecast, forecast
-from jdp.foresight.candidates.max_batch import OnProgress, largest_batch
-from jdp.foresight.candidates.smallest_cluster import foreseen, sizes_of, verified
-from jdp.foresight.forecast import Estimate, PlanReport, Settings
-from jdp.foresight.memory.peak import memory
+from jdp.foresight.forecast import Estimate, PlanReport
+from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.step_report import CPU_PROGRAM
-from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, state_bytes
-from jdp.foresight.targets.resolve import Target
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.relocate import Candidate, abstract_on
+from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.contract import TOLERANCE
 from jdp.foresight.verify import operands, report
 
-ZERO3 = "zero3"
-"""The strategy that gathers weights most often, and so gains most from replicas whose gathers stay on fast links."""
+OnProgress = Callable[[int, int, str], None]
+"""Called with (compilations done, compilations in all, what is compiled next)."""
 
 
 @overload
@@ -57,8 +53,6 @@ def foresee(
     strategies: Sequence[str] = tuple(STRATEGIES),
     accumulate: Sequence[int] | None = None,
     tokens: int | None = None,
-    max_batch: bool = False,
-    smallest: bool = False,
     cache: bool = True,
     progress: OnProgress | None = None,
 ) -> PlanReport: ...
@@ -97,23 +91,21 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
             measure the time of compilation.
         other: for a step of jdp's. `strategies`: which to try. `accumulate`: microbatches a step, each to try; None:
             the step's own. `tokens`: what one global batch counts for in `tokens_per_second`; None: the elements of its
-            leaf named "tokens", else its rows, then called examples. `max_batch`: also find the largest batch that fits
-            the choice, by compiling. `smallest`: compile for the smallest cluster of the target's devices that should
-            fit, and the one below. `progress`: called before each compilation and at the end. For another step `mesh`:
-            axis -> size on the target, as for `jdp.verify`.
+            leaf named "tokens", else its rows, then called examples. `progress`: called before each compilation and at
+            the end. For another step `mesh`: axis -> size on the target, as for `jdp.verify`.
 
     Returns:
-        A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and the
-        advice. Of another step a `StepForecast`: memory by argument, what each source line sends, the schedule.
+        A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and
+        the reasons. Of another step a `StepForecast`: memory by argument, what each source line sends, the schedule.
 
     Raises:
         ValueError: an evaluation step. The target, a strategy, or the batch under a number of microbatches does not
-            work. `max_batch` for a target whose memory is not known. Of another step: the errors of `jdp.verify`.
+            work. Of another step: the errors of `jdp.verify`.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
     tried = {name: other.pop(name) for name in ("strategies", "accumulate") if name in other}
-    settings = {name: other.pop(name) for name in ("tokens", "max_batch", "smallest", "progress") if name in other}
+    settings = {name: other.pop(name) for name in ("tokens", "progress") if name in other}
     state, batch, target = operands("foresee", arguments, target, other)
     devices = target_of(target, state)
     ways = candidates(step, state, batch, devices, **tried)
@@ -128,9 +120,6 @@ def candidates(
     *,
     strategies: Sequence[str] = tuple(STRATEGIES),
     accumulate: Sequence[int] | None = None,
-    remat: str | None = None,
-    hybrid: bool = False,
-    others: Sequence[tuple[str, Mapping[str, int] | None]] = (),
 ) -> list[Candidate]:
     """Return the step under each strategy and number of microbatches, on the target's devices.
 
@@ -141,15 +130,12 @@ def candidates(
             "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
         )
     counts = tuple(accumulate or (step.accumulate,))
-    axes = hybrid_axes(target, state) if hybrid and ZERO3 in strategies else None
-    ways = [*((name, None) for name in strategies), *([(ZERO3, axes)] if axes else []), *others]
 
-    def candidate(count: int, name: str, axes: Mapping[str, int] | None) -> Candidate:
+    def candidate(count: int, name: str) -> Candidate:
         other = step.changed(plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
-        found = abstract_on(other, state, batch, target, microbatches=math.lcm(*counts), axes=axes)
-        return replace(found, remat=remat)
+        return abstract_on(other, state, batch, target, microbatches=math.lcm(*counts))
 
-    return [candidate(count, name, axes) for count in counts for name, axes in ways]
+    return [candidate(count, name) for count in counts for name in strategies]
 
 
 def make_plan_report(
@@ -157,22 +143,10 @@ def make_plan_report(
     target: Target,
     *,
     tokens: int | None = None,
-    max_batch: bool = False,
-    smallest: bool = False,
     cache: bool = True,
     progress: OnProgress | None = None,
 ) -> PlanReport:
-    """Compile every candidate for `target`, choose one, and say why."""
-    if smallest and not sizes_of(target):
-        raise ValueError(
-            f"The smallest cluster is one of described GPUs; given {target}: name them, such as h100:1x8, or leave "
-            "`smallest` (--smallest) out"
-        )
-    if max_batch and target.memory_bytes is None:
-        raise ValueError(
-            f"The largest batch needs a target whose memory is known; given {target}, whose devices share a machine's: "
-            "name GPUs or TPUs, such as h100:1x8"
-        )
+    """Compile every candidate for `target`."""
     store, estimates = Cache.usual(cache), list[Estimate]()
     count, unit = (tokens, "tokens") if tokens else count_batch(candidates[0].batch)
     with sharing_traces():
@@ -182,25 +156,13 @@ def make_plan_report(
             estimates.append(estimate(candidate, target, tokens=count, cache=store))
     if progress is not None:
         progress(len(candidates), len(candidates), "")
-    choice, why = advise(estimates)
-    largest = None
-    if max_batch and choice is not None:
-        chosen = next(c for c, e in zip(candidates, estimates, strict=True) if e is choice)
-        largest = largest_batch(chosen, target, cache=store, progress=progress)
-    held = [each.memory for each in estimates]
-    if smallest:
-        cluster = verified(candidates, held, target, cache=store, progress=progress)
-    else:
-        cluster = foreseen(candidates, held, target)
-    notes = _notes(candidates, estimates)
-    report = PlanReport(str(target), len(target.devices), tuple(estimates), choice, why, notes, unit, largest)
-    return replace(report, smallest=cluster)
+    return PlanReport(str(target), len(target.devices), tuple(estimates), _notes(candidates, estimates), unit)
 
 
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
     """Compile one candidate for `target`, and read off the program what it holds, sends and waits for."""
     step, state, batch = candidate.step, candidate.state, candidate.batch
-    named = Estimate(step.plan.strategy, step.accumulate, candidate.remat, candidate.axes, devices=len(target.devices))
+    named = Estimate(step.plan.strategy, step.accumulate, devices=len(target.devices))
     try:
         compiled = candidate.compile(target, cache)
     except CompileError as error:
@@ -208,7 +170,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
     traffic = report(step, state, compiled, str(target), judge=target.kind != "cpu")
     held, chip = memory(compiled, step, state), target.chip
     headroom = None if target.memory_bytes is None else held.fits(target.memory_bytes)
-    timed = target.is_timed and (headroom is None or headroom.fits)
+    timed = chip is not None and (headroom is None or headroom.fits)
     return replace(
         named,
         partitioning=step.partitioning,
@@ -217,7 +179,6 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         headroom=headroom,
         parameters=traffic.theory.parameters,
         shards=step.plan.mesh.shape[DATA],
-        state_bytes=state_bytes(state),
         report=traffic,
         timeline=timeline(compiled.program, target) if timed else None,
         model_flops=model_flops(step, state, batch),
@@ -225,7 +186,6 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         tokens=tokens,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
-        settings=Settings(compiler=candidate.compiler),
     )
 
 
@@ -241,33 +201,10 @@ def count_batch(batch: Batch) -> tuple[int, str]:
 
 def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tuple[str, ...]:
     notes = [note for candidate in candidates for note in candidate.notes]
-    rounds = {candidate.step.local_steps.steps for candidate in candidates if candidate.step.local_steps is not None}
-    notes += [
-        f"with local steps a step here is a round of {steps}: its rows, bytes and time" for steps in sorted(rounds)
-    ]
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
-    if any((candidate.axes or {}).get(REPLICA, 1) > 1 for candidate in candidates):
-        notes.append(
-            "with replicas (HSDP) what ZeRO gathers and reduces stays within a replica of whole hosts, and a shard of "
-            "the gradients crosses: [mesh] in the experiment, or jdp.make_mesh"
-        )
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
     if any(e.report is not None and e.report.kept is None and e.report.ratio > TOLERANCE for e in estimates):
         notes.append(CPU_PROGRAM)
-    notes += _float8(estimates)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]
     return tuple(dict.fromkeys(notes))
-
-
-def _float8(estimates: Sequence[Estimate]) -> list[str]:
-    """Return how many of the products asked for in float8 run in it, and the lines of the others."""
-    found = {e.name: e.report for e in estimates if e.report is not None}
-    names: dict[str, list[str]] = {}
-    for name, each in found.items():
-        if each.float8 is not None:
-            names.setdefault(str(each.float8), []).append(name)
-    counts = [f"{count} ({', '.join(those)})" for count, those in names.items()]
-    wider = [symptom for each in found.values() for symptom in each.symptoms if symptom.startswith("fp8: ")]
-    absent = [note for each in found.values() for note in each.notes if note.startswith("fp8 products: ")]
-    return [*counts, *wider, *absent]

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdp.base.formatting import format_bytes
-from jdp.base.notebook import Drawn
-from jdp.core.types import Device
-from jdp.foresight.timing.float8 import Float8Products
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class StepReport(Drawn, ABC):
+class StepReport(ABC):
     """What a compiled step sends, compared with what it may send.
 
     Attributes:
@@ -30,7 +27,6 @@ class StepReport(Drawn, ABC):
         strays: what is sent besides and belongs to no parameter, a sentence each.
         symptoms: signs of something unintended, a sentence each (`traffic/symptoms.py`); they break no contract.
         notes: what the numbers rest on.
-        float8: the products asked for in float8, and those of them that run in it; None without any.
     """
 
     kept: bool | None
@@ -42,7 +38,6 @@ class StepReport(Drawn, ABC):
     strays: tuple[str, ...] = ()
     symptoms: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    float8: Float8Products | None = None
 
     @property
     @abstractmethod
@@ -72,9 +67,6 @@ class StepReport(Drawn, ABC):
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain objects."""
 
-    def _float8_json(self) -> dict[str, Any]:
-        return {} if self.float8 is None else {"fp8_products": self.float8.to_json()}
-
     def _as_json(self, names: str) -> dict[str, Any]:
         """Return attributes by name, tuples as lists."""
         values = {name: getattr(self, name) for name in names.split()}
@@ -85,10 +77,9 @@ class StepReport(Drawn, ABC):
         return f"<{type(self).__name__} of {' '.join(sentences)} print() says all>"
 
     def __str__(self) -> str:
-        counted = [] if self.float8 is None else [[f"{self.float8}."]]
         lists = {"Breaches": self.breaches, "Sent besides": self.strays, "Symptoms": self.symptoms, "Notes": self.notes}
         listed = [[f"{title}:", *(f"- {each}" for each in found)] for title, found in lists.items() if found]
-        return "\n\n".join("\n".join(lines) for lines in [*self.paragraphs(), *counted, *listed])
+        return "\n\n".join("\n".join(lines) for lines in [*self.paragraphs(), *listed])
 
 
 CPU_PROGRAM = (
@@ -96,15 +87,6 @@ CPU_PROGRAM = (
     "GPUs will send is judged with the target h100:1x8"
 )
 """The note on a report of a program for CPUs."""
-
-
-def no_float8(device: Device) -> str:
-    """Return the note on a step that asks for float8 products of a device that has none."""
-    kind = "a CPU" if device.platform == "cpu" else device.device_kind
-    return (
-        f"fp8 products: {kind} runs none, and multiplies in a wider type; what an H100 runs is counted with the target "
-        "h100:1x8"
-    )
 
 
 def caveats_on(sent: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:

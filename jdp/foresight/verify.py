@@ -21,7 +21,6 @@ from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes
 from jdp.core.batch import check_state
-from jdp.core.gradients.fp8 import has_fp8
 from jdp.core.sharding.axes import factors
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
@@ -31,15 +30,13 @@ from jdp.core.update.optimized import exchanged
 from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, no_float8
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.relocate import abstract_on
-from jdp.foresight.targets.resolve import Target
-from jdp.foresight.targets.this_machine import check_target, target_of
+from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.gathering import Gathering, gathering
-from jdp.foresight.traffic.origin import Parameters
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 
@@ -191,7 +188,6 @@ def report(
         gathering=gathering(step, state),
         symptoms=symptoms(reading),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
-        float8=reading.float8,
     )
 
 
@@ -221,11 +217,8 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
         dtypes = ", ".join(sorted({c.dtype for c in other}))
         choose = "auto cannot choose it" if step.partitioning == "auto" else "the compiler chose otherwise"
         yield f"gradients are reduced in {dtypes}, and precision.reduce is {step.precision.reduce}: {choose}"
-    device = step.plan.mesh.devices.flat[0]
-    if counted and device.platform == "cpu":
+    if counted and step.plan.mesh.devices.flat[0].platform == "cpu":
         yield CPU_PROGRAM
-    if step.precision.products == "fp8" and not has_fp8(device):
-        yield no_float8(device)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -279,7 +272,6 @@ class Report(StepReport):
             "gathers": None if self.gathering is None else self.gathering.to_json(),
             "gathers_at_most_bytes": None if self.gathering is None else self.theory.most_gathered_bytes,
             "like_zero2": self.like_zero2 or None,
-            **self._float8_json(),
             **self._as_json("symptoms notes"),
         }
 

@@ -3,12 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jdp.guard.healing import heal_replicas as heal_replicas
     from jdp.guard.replicas import CorruptState as CorruptState
     from jdp.guard.replicas import check_replicas as check_replicas
 
 
-__all__ = ["CorruptState", "check_replicas", "heal_replicas"]
+__all__ = ["CorruptState", "check_replicas"]
 
 if not TYPE_CHECKING:  # a type checker would accept every name
 
@@ -16,6 +15,6 @@ if not TYPE_CHECKING:  # a type checker would accept every name
         """Import modules that need JAX when they are first used: readers of a run's files do without."""
         if name not in __all__:
             raise AttributeError(f"module 'jdp.guard' has no attribute {name!r}")
-        from jdp.guard import healing, replicas
+        from jdp.guard import replicas
 
-        return getattr(healing if name == "heal_replicas" else replicas, name)
+        return getattr(replicas, name)

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from jdp.base.machine import visible_gpus
+from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client, joined_as
 from jdp.core.cluster.initialize import leave_after_failure
-from jdp.core.cluster.service import THREAD_SECONDS, coordination_client, joined_as
 from jdp.guard.who_is_behind import Position, whereabouts
 
 TRY_AGAIN = 75

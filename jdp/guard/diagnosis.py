@@ -127,7 +127,8 @@ def diagnose(
     visits = _together(ranks)
     last = visits[-1]
     count = _count(last[0])
-    state, began, words = _last_visit(last, count, now, lives)
+    goes_on = any(lives(seen, now) for seen in last if seen.left is None) and not _failed(last)
+    state, began, words = _going_on(last, count, now) if goes_on else _ended(last, now)
     if began is not None:
         words += _log(folder, began)
     words += [str(event["words"]) for seen in last[:1] for event in seen.events if _speaks(event)]
@@ -168,15 +169,6 @@ def _overlap(one: Seen, other: Seen) -> float:
 def _count(seen: Seen) -> int:
     of = seen.start.get("of", 1)
     return of if isinstance(of, int) else 1
-
-
-def _last_visit(
-    last: Sequence[Seen], count: int, now: float, lives: Callable[[Seen, float], bool]
-) -> tuple[str, int | None, list[str]]:
-    """Return the run's state, the process that caused it (None: unknown), and the explanation."""
-    if any(lives(seen, now) for seen in last if seen.left is None) and not _failed(last):
-        return _going_on(last, count, now)
-    return _ended(last, now)
 
 
 def _failed(last: Sequence[Seen]) -> bool:

@@ -33,7 +33,7 @@ from jdp.core.step import Step
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
 from jdp.core.update.guarded import broken, clipped_update
-from jdp.core.wire.settings import WIDE
+from jdp.core.update.offloaded import fetched
 
 SHOWN = 4  # leaves, and rows, that a sentence names
 
@@ -95,7 +95,7 @@ class Finding:
         elif np.isfinite(self.loss):
             said.append(
                 f"The gradient of step {self.step} is finite when it is computed again, on the weights of some steps "
-                "later: it was large where it overflowed, or a device computed wrong (guard.replay_every)."
+                "later: it was large where it overflowed, or a device computed wrong."
             )
         return said
 
@@ -130,13 +130,12 @@ class Inspection:
         step = self._step
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
-            state, batch = step.plan.entered((state, batch))
             choice = step.loss.choose(state, batch)
             spec = step.loss.gradient_spec(state, choice.reading)
-            spec = replace(spec, settings=replace(spec.settings, wire=WIDE, buckets=None))  # before it is encoded
+            spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
             gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
-            key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
-            grads, sums, _, _ = gradients(params, state.model_state, batch, key, {})
+            key, params = jax.random.fold_in(state.rng, consumed), state.params
+            grads, sums, _ = gradients(params, state.model_state, batch, key)
             own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
             trees = {"batch": batch, "params": own[0], "gradients": own[1]}
             found = {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
@@ -147,9 +146,8 @@ class Inspection:
     def _updated(self, state: TrainState, grads: PyTree, sums: Sums) -> dict[str, jax.Array]:
         """Return path -> bool [n]: where along its first dimension the update breaks a leaf of the state."""
         step, fields = self._step, ("params", "opt_state")
-        if step.plan.offload is not None or step.local_steps is not None:  # whose updates are not checked
-            return {}
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
+        state, grads = fetched(step.plan, state, grads)
         norm, loss = optax.tree.norm(grads), sums.total / sums.weight
         new = clipped_update(step.clip_norm, step.plan, state, grads, norm, loss)
         before = tuple(getattr(state, name) for name in fields)
@@ -160,12 +158,11 @@ class Inspection:
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
         """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
         step = self._step
-        state, batch = step.plan.entered((state, batch))
         spec = step.loss.gradient_spec(state)
-        spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=WIDE, buckets=None))
+        spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
-            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng, {})[0]
+            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

@@ -8,15 +8,13 @@ under `ddp`, small leaves under ZeRO, shards over `replica`.
 2. These numbers, 4 bytes a leaf and device, are gathered on every process.
 3. The devices that hold the same part of a leaf must have the same number. The minority is at fault; of two that
    differ it is unknown which.
-
-Repeating a step (`repeated`) also shows faults in parts that are replicated nowhere.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +26,8 @@ from numpy.typing import NDArray
 
 from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import processes_of
-from jdp.core.sharding.host_memory import is_on_host, on_device, to_device, to_host
+from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.sharding.user_mesh import entered, mesh_of_home
 from jdp.core.types import Device, PyTree
 
 Table = NDArray[Any]
@@ -85,14 +82,6 @@ class Fingerprints:
             for part in _parts_that_differ(self.parts[:, leaf], values[:, leaf])
         ]
 
-    def changes(self, other: Fingerprints) -> list[Difference]:
-        """Wait for both, and return the leaves that differ from those of another state, with the devices."""
-        unequal = np.asarray(jax.device_get(self.values)) != np.asarray(jax.device_get(other.values))
-        return [
-            Difference(self.paths[leaf], tuple(self.devices[i] for i in np.flatnonzero(unequal[:, leaf])))
-            for leaf in np.flatnonzero(unequal.any(axis=0))
-        ]
-
     def _difference(self, leaf: int, part: int, values: Table) -> Difference:
         holders = np.flatnonzero(self.parts[:, leaf] == part)
         counts = Counter(values[holders].tolist()).most_common()
@@ -127,7 +116,7 @@ def check_replicas(state: PyTree, *, what: str = "the state") -> int:
     return len(taken.paths)
 
 
-def fingerprints(state: PyTree, *, every_leaf: bool = False) -> Fingerprints | None:
+def fingerprints(state: PyTree) -> Fingerprints | None:
     """Have the devices compute the fingerprints of a state, and return without waiting for them."""
     mesh: Mesh | None = None
     chosen: list[tuple[str, jax.Array, PartitionSpec, Table]] = []
@@ -137,13 +126,11 @@ def fingerprints(state: PyTree, *, every_leaf: bool = False) -> Fingerprints | N
             continue
         mesh = mesh or sharding.mesh
         parts = _parts(sharding, leaf.shape)
-        if sharding.mesh == mesh and leaf.size and (every_leaf or len(np.unique(parts)) < len(parts)):
+        if sharding.mesh == mesh and leaf.size and len(np.unique(parts)) < len(parts):
             chosen.append((path_of(path), leaf, sharding.spec, parts))
     if mesh is None or not chosen:
         return None
     paths, leaves, specs, parts = zip(*chosen, strict=True)
-    mesh = mesh_of_home(mesh)
-    leaves = entered(leaves, mesh)
     with tracing_on(mesh):
         values = _computed(leaves, mesh, specs, len(processes_of(mesh)) > 1)
     return Fingerprints(paths, tuple(mesh.devices.flat), np.stack(parts, axis=1), values)
@@ -167,32 +154,6 @@ def in_words(differences: Sequence[Difference]) -> str:
     if first.agreeing:
         return f"{_named(first.devices)} differs from {_named(first.agreeing)} in {_leaves(differences)}"
     return f"{_named(first.devices)} differ from one another in {_leaves(differences)}, one of them is wrong"
-
-
-def repeated(step: Callable[[PyTree, Any], tuple[PyTree, Any]], kept: PyTree, batch: Any, after: PyTree) -> None:
-    """Take a step again on a kept copy of the state, and compare the result bit for bit. Every process calls it.
-
-    On GPUs XLA may add up in another order each time, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true.
-    """
-    first, (again, _) = fingerprints(after, every_leaf=True), step(kept, batch)
-    second = fingerprints(again, every_leaf=True)
-    if first is None or second is None:
-        return
-    if changes := first.changes(second):
-        devices = tuple(dict.fromkeys(device for change in changes for device in change.devices))
-        which = "" if len(devices) == len(first.devices) else f" on {_named(devices)}"
-        raise CorruptState(
-            f"The same step on the same state and batch must return equal bits; its second time differs{which} in "
-            f"{_leaves(changes)}: a device computed wrong, or (on GPUs, without --xla_gpu_deterministic_ops=true in "
-            "XLA_FLAGS) XLA added up in another order. Nothing was saved of it: test the devices, and run again.",
-            changes,
-        )
-
-
-@jax.jit
-def copied(state: PyTree) -> PyTree:
-    """Return a copy of a state, in memory of its own."""
-    return jax.tree.map(lambda x: to_host(jnp.copy(to_device(x))) if is_on_host(x) else jnp.copy(x), state)
 
 
 @functools.lru_cache(maxsize=4096)

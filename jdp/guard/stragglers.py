@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.cluster.service import coordination_client
+from jdp.core.cluster.barrier import coordination_client
 
 COSTS = 0.05  # of a step, from which there is a warning
 AGAIN = 2  # windows in a row in which it is the same process, before it is named
@@ -90,7 +90,7 @@ class HostTimes:
 
     def after(self, done: int) -> str | None:
         """Publish a window at its end."""
-        if self._client is None or not self._every or done % self._every or not self._steps:
+        if self._client is None or done % self._every or not self._steps:
             return None
         window, seconds = done // self._every, time.perf_counter() - self._began
         own = (window, self._late / self._steps, seconds / self._steps)

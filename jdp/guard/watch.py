@@ -11,12 +11,10 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-
 from jdp.base.progress_file import note_progress
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
+from jdp.core.cluster.barrier import joined_as
 from jdp.core.cluster.initialize import is_lost_peer
-from jdp.core.cluster.service import joined_as
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight_recorder import FLIGHT, Flight
 from jdp.guard.who_is_behind import DEVICES
@@ -59,17 +57,11 @@ class Watch:
 
     def resumed(self, step: int) -> None:
         """Report, to the supervisor too, that the loop begins after this step."""
-        if jax.process_index() == 0:
-            note_progress(step)
+        note_progress(step)
         self._step = step
         self._restart()
         self.flight.event("returned" if self.stepped else "resumed", step=step)
         self.deadline.says("waiting for data")
-
-    def compiles(self) -> None:
-        """Report that the next step compiles, as the first one does."""
-        self._first = True
-        self.deadline.compiles()
 
     def mark(self, part: str) -> None:
         """Report that a part of the step ended: "data", "dispatch" or "wait"."""

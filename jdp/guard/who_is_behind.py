@@ -33,7 +33,8 @@ def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tup
     silent = [rank for rank in range(count) if rank not in answers]
     if silent:
         words = " ".join(_silent(rank, before, now) for rank in silent[:3])
-        return words + _more(silent[3:]) + _where(answers), silent
+        more = f" So it is with {len(silent) - 3} more." if silent[3:] else ""
+        return words + more + _where(answers), silent
     steps = {rank: position.step for rank, (position, _) in answers.items()}
     behind = [rank for rank, step in steps.items() if step == min(steps.values())]
     if len(behind) == count:
@@ -77,10 +78,6 @@ def _doing(answers: Known) -> str:
         groups[position.doing].append(rank)
     ordered = sorted(groups.items(), key=lambda group: len(group[1]))
     return ", ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {doing}" for doing, ranks in ordered)
-
-
-def _more(ranks: list[int]) -> str:
-    return f" So it is with {len(ranks)} more." if ranks else ""
 
 
 def capital(text: str) -> str:

@@ -2,10 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jdp.base.machine import cpu_only, listen, visible_gpus
+from jdp.base.progress_file import PROGRESS_FILE
+from jdp.core.cluster.schedulers import split_address
 
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, and which of them this is.
+
+    Attributes:
+        count: number of nodes.
+        rank: number of this one, from 0.
+        coordinator: "HOST:PORT" of process 0, which is on node 0.
+
+    Raises:
+        ValueError: they contradict each other, or the coordinator is no address.
+    """
+
+    count: int
+    rank: int
+    coordinator: str
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.rank < self.count:
+            raise ValueError(
+                f"Nodes are numbered from 0 to --nodes - 1; given --node-rank {self.rank} of --nodes {self.count}. "
+                "Give each machine a number of its own."
+            )
+        split_address(self.coordinator)
 
 
 @dataclass(frozen=True)
@@ -16,8 +45,6 @@ class Part:
     processes: int  # number of processes on all machines
     here: int  # number of processes on this machine
     first: int = 0  # index of the first of these
-    binds: bool = False  # True if process 0 listens at that host only, False for JAX's default
-    restarts: int = 0  # number of attempts before this one
 
     @property
     def ranks(self) -> range:
@@ -25,27 +52,27 @@ class Part:
         return range(self.first, self.first + self.here)
 
 
-def single_machine(processes: int, restarts: int) -> Part:
-    """Return a cluster of this machine alone, with a port that was free just now."""
-    return Part(f"{LOOPBACK}:{free_port(LOOPBACK)}", processes, processes, restarts=restarts)
+def part_of(nodes: Nodes | None, processes: int) -> Part:
+    """Return this machine's part of an attempt; a machine on its own has a port that was free just now."""
+    if nodes is not None:
+        return Part(nodes.coordinator, nodes.count * processes, processes, nodes.rank * processes)
+    with listen(LOOPBACK, 0) as server:
+        return Part(f"{LOOPBACK}:{server.getsockname()[1]}", processes, processes)
 
 
-def free_port(host: str) -> int:
-    """Return a port of this address that was free just now. Raises OSError if it is not this machine's."""
-    with listen(host, 0) as server:
-        return server.getsockname()[1]
+def environments(
+    environment: Mapping[str, str], part: Part, devices: int | None, *, restarts: int, folder: Path
+) -> dict[int, dict[str, str]]:
+    """Return the environment of each process: its number, the coordinator's address, and its devices.
 
-
-def environments(environment: Mapping[str, str], part: Part, devices: int | None) -> dict[int, dict[str, str]]:
-    """Return the environment of each process: its number, the coordinator's address, and its devices."""
+    `restarts` is the number of attempts before this one; in `folder` the processes report how far they have come.
+    """
     shared = dict(environment) | {
         "JDP_COORDINATOR": part.coordinator,
         "JDP_NUM_PROCESSES": str(part.processes),
-        "JDP_RESTARTS": str(part.restarts),
+        "JDP_RESTARTS": str(restarts),
         "PYTHONUNBUFFERED": "1",
     }
-    if part.binds:
-        shared["JAX_COORDINATOR_BIND_ADDRESS"] = part.coordinator
     gpus = visible_gpus(environment)
     if gpus:
         own = [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _split_gpus(gpus, part.here, devices)]
@@ -54,7 +81,7 @@ def environments(environment: Mapping[str, str], part: Part, devices: int | None
     else:
         own = [{"JAX_PLATFORMS": "cpu"} if cpu_only(environment) else {}] * part.here
     return {
-        rank: shared | {"JDP_PROCESS_ID": str(rank)} | devices_of
+        rank: shared | {"JDP_PROCESS_ID": str(rank), PROGRESS_FILE: str(folder / f"progress.{rank}")} | devices_of
         for rank, devices_of in zip(part.ranks, own, strict=True)
     }
 

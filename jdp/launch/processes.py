@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import IO, Self
 
 from jdp.launch.output import Outputs, Stream
-from jdp.launch.standby import Standbys, started
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died): for the peer that caused it to end by itself
@@ -72,19 +72,13 @@ class Child:
 class Processes:
     """The processes of one attempt on this machine, in `with`; none outlives it."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Mapping[int, dict[str, str]],
-        outputs: Outputs,
-        standbys: Standbys | None = None,
-    ) -> None:
+    def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]], outputs: Outputs) -> None:
         self.children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._kill_at = math.inf  # set once all have been asked to end
         try:
             for rank, own in environments.items():
-                self.children.append(self._start(command, rank, own, outputs, standbys))
+                self.children.append(self._start(command, rank, own, outputs))
         except BaseException:
             self.close()
             raise
@@ -143,13 +137,17 @@ class Processes:
         _send_signal(number, running(self.children))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
-    def _start(
-        self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs, standbys: Standbys | None
-    ) -> Child:
-        """Start one process in a group of its own, or take its standby, and register its pipes."""
-        merged = not outputs.separate(rank)
-        process = None if standbys is None else standbys.take(variables, merged=merged)
-        process = process or started(command, variables, merged=merged)
+    def _start(self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs) -> Child:
+        """Start one process in a group of its own, and register its pipes."""
+        process = subprocess.Popen(
+            ending_with_parent(command),
+            env=variables,
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if outputs.separate(rank) else subprocess.STDOUT,
+            process_group=0,
+        )
         pipes: list[IO[bytes]] = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
         child = Child(rank, process, outputs.streams(rank, pipes))
         for stream in child.streams:
@@ -190,7 +188,8 @@ def _stop_at(children: list[Child], alive: list[Child]) -> float:
     failed = [child for child in children if child.failed]
     if failed and all(map(_is_stopped, alive)):  # as by SIGSTOP: none will exit by itself
         return 0.0
-    return min((child.ended + _patience(child) for child in failed), default=math.inf)
+    patience = [SETTLE_SECONDS if each.aborted else ORDERLY_SECONDS if each.status in ORDERLY else 0 for each in failed]
+    return min((child.ended + seconds for child, seconds in zip(failed, patience, strict=True)), default=math.inf)
 
 
 def _is_stopped(child: Child) -> bool:
@@ -200,11 +199,6 @@ def _is_stopped(child: Child) -> bool:
     except OSError:
         return False
     return state.rpartition(")")[2].split()[0] == "T"
-
-
-def _patience(child: Child) -> float:
-    """Return how many seconds the others have to exit by themselves after this one failed."""
-    return SETTLE_SECONDS if child.aborted else ORDERLY_SECONDS if child.status in ORDERLY else 0
 
 
 def _send_signal(number: int, children: list[Child]) -> None:
@@ -219,3 +213,22 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return "unknown"
+
+
+# Runs in each process before the program: it asks the kernel to kill the process when the parent dies. The parent may
+# have died before that call, so its number is compared. It is a separate program: code between fork and exec in a
+# process with threads (JAX has many) may deadlock.
+_PRELUDE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this one is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` and ends with this process; start it from the main thread."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid()), *command]

@@ -2,13 +2,17 @@
 
 A crash loop is three failures without progress in between. One more failure at a step proves nothing: a checkpoint that
 is written in the background is reported only at the next, or when the run has resumed from it.
+
+On several nodes each decides for itself. A process that fails before all have joined fails on its node alone, and the
+others wait for it (`core.cluster.roll_call`). It is started again for some minutes, and this does not count.
 """
 
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jdp.base.progress_file import read_progress
+from jdp.base.progress_file import JOINED, read_progress
 from jdp.launch.output import say
 
 TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
@@ -18,6 +22,10 @@ FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
 IN_VAIN = 2
 """Restarts in a row without progress after which there is no other."""
 
+PAUSE_SECONDS = 1.0
+UNCOUNTED_SECONDS = 300.0
+"""How long the processes of one of several nodes are started again if they fail before all have joined."""
+
 
 @dataclass
 class Restarts:
@@ -25,8 +33,10 @@ class Restarts:
 
     most: int  # number of restarts allowed
     reports_progress: bool  # True if a program that has reported nothing has made no progress
-    progress_file: Path  # the file in which the program reports its progress
+    folder: Path  # where the processes report how far they have come
+    several_nodes: bool = False  # True if there are other nodes
     made: int = 0  # number of restarts so far
+    _until: float = field(default_factory=lambda: time.monotonic() + UNCOUNTED_SECONDS)
     _before: int | None = field(default=None)
     _in_vain: int = field(default=0)  # failures at `_before`, after the first
     _crash_loop: bool = field(default=False)
@@ -35,7 +45,9 @@ class Restarts:
         """Decide after a failure, and report the decision; True: start again."""
         if self.most == 0 or status in FINAL:
             return False
-        step = read_progress(self.progress_file)
+        if self.several_nodes and not (self.folder / JOINED).exists():
+            return self._uncounted(status)
+        step = read_progress(self.folder)
         known = self.reports_progress or step is not None
         self._in_vain = self._in_vain + 1 if self.made and known and step == self._before else 0
         if self._in_vain == IN_VAIN:
@@ -47,8 +59,18 @@ class Restarts:
             say(f"not started again: {self.most} restart{'s' * (self.most > 1)} of {self.most} made (--max-restarts)")
             return False
         self.made, self._before = self.made + 1, step
+        self._until = time.monotonic() + UNCOUNTED_SECONDS
+        (self.folder / JOINED).unlink(missing_ok=True)
         say(f"restart {self.made} of {self.most}{whence(step)}")
         return True
+
+    def _uncounted(self, status: int) -> bool:
+        """Decide after a failure before all had joined; one that waited for the others in vain has taken its time."""
+        again = status != TRY_AGAIN and time.monotonic() < self._until
+        if again:
+            say("it failed before all processes had joined: started again, which is not counted")
+            time.sleep(PAUSE_SECONDS)
+        return again
 
     def exit_code(self, status: int) -> int:
         """Return the exit code for that of the process that failed first; a crash loop must not be tried again."""

@@ -1,37 +1,36 @@
 """Several processes as one, started again when they fail: torchrun for JAX.
 
 `launch` gives each process its rank through the environment (`jdp.initialize` reads it), starts them all, and watches
-them (`processes`). When one fails the others are ended and the first failure is reported. All are then started again,
-on a new port, if `restarts` allows it:
+them (`processes`). When one fails the others are ended and the first failure is reported. All are then started again if
+`restarts` allows it:
 
 - Not after an error that would come again: a user's mistake (2), processes that do not match (78), the answer no (1),
   Ctrl-C.
 - As often as `max_restarts` allows.
 - Not a third time without a new checkpoint, if the program reports its progress.
 
-`jdp train` then resumes from its newest checkpoint. On several machines each has a supervisor, and they connect at a
-rendezvous (`decisions`, `rendezvous`).
+`jdp train` then resumes from its newest checkpoint. On several nodes each has a supervisor of its own, and these do not
+talk: the processes of the others end because they lost a peer, and all wait for each other when they join again
+(`core.cluster.roll_call`).
 """
 
 import contextlib
+import fcntl
 import os
 import signal
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from jdp.base.progress_file import PROGRESS_FILE
-from jdp.launch.decisions import Decisions, Member, decisions_of
+from jdp.base.progress_file import JOINED
 from jdp.launch.output import Outputs, say
-from jdp.launch.process_environment import environments
+from jdp.launch.process_environment import Nodes, environments, part_of
 from jdp.launch.processes import Child, Processes
-from jdp.launch.rendezvous import Nodes
 from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
-from jdp.launch.secret import SECRET, new_secret, shared_secret
-from jdp.launch.standby import Standbys
-from jdp.launch.temporary_folder import PROGRESS, temporary_folder
 
+END_SECONDS = 60.0
+"""How long a node whose processes have all ended with 0 waits for the other nodes to come to their end."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -47,8 +46,6 @@ def launch(
     log_dir: Path | None = None,
     reports_progress: bool = False,
     nodes: Nodes | None = None,
-    facts: Mapping[str, str] | None = None,
-    fits: Callable[[int], bool] = lambda processes: True,
 ) -> int:
     """Run `command` as processes of one cluster, and wait for all of them. Call it in the main thread.
 
@@ -64,72 +61,60 @@ def launch(
         log_dir: folder of a log file for each process; None: none.
         reports_progress: True if the command reports its progress from its start on, as `jdp train` does: if it fails
             three times before that, it is not started again.
-        nodes: the machines of the cluster, on each of which this is called; None: this one alone. `max_restarts` and
-            `fits` are node 0's.
-        facts: values that must be the same on every node, by name.
-        fits: returns True if that number of processes can do the run; asked if a node stays away.
+        nodes: the machines of the cluster, on each of which this is called with the same command and number of
+            processes; None: this one alone.
 
     Returns:
         0 if all ended with 0, else the exit code of the first that failed (128 + n for signal n). A process that
-        aborted because a peer had died counts only if no other failed. 75 if nodes stayed away; 78 if they differ.
+        aborted because a peer had died counts only if no other failed.
 
     Raises:
-        ValueError: fewer than one process, a negative number of restarts, or fewer GPUs than the processes need; or
-            node 0 cannot listen at its address. The secret (JDP_SECRET) is too short, cannot be read, or is another
-            than node 0's.
+        ValueError: fewer than one process, a negative number of restarts, or fewer GPUs than the processes need.
     """
     if processes < 1:
         raise ValueError(f"jdp launch starts 1 or more processes; given -n {processes}. Start at least one.")
     if max_restarts < 0:
         raise ValueError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
-    start = dict(os.environ if environment is None else environment)
-    secret = shared_secret(start)
-    if nodes is None and secret is None:
-        start[SECRET] = new_secret()  # for `jdp doctor` as its processes: this machine may have other users
-    outputs = Outputs(clean_stdout, log_dir)
-    with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(temporary_folder()) / PROGRESS
-        decisions = decisions_of(
-            processes, Restarts(max_restarts, reports_progress, progress), nodes, facts or {}, fits, secret
-        )
-        if isinstance(decisions, Member):
-            stack.enter_context(decisions)
-        signals = stack.enter_context(recorded_signals())
-        standbys = (
-            stack.enter_context(Standbys(command, progress, outputs)) if reports_progress and max_restarts else None
-        )
-        while not isinstance(part := decisions.next_part(signals), int):
-            variables = environments(start | {PROGRESS_FILE: str(progress)}, part, devices_per_process)
-            with Processes(command, variables, outputs, standbys) as running:
-                ready = standbys if part.restarts < max_restarts else None
-                if ready is not None:
-                    later = replace(part, restarts=part.restarts + 1)
-                    ready.attempt(environments(start | {PROGRESS_FILE: str(progress)}, later, devices_per_process))
-                watch(running, signals, grace_seconds, decisions, ready)
-            if running.cause is not None:
-                report(running.cause, part.processes, signals, running.children)
-            decisions.ended(running.cause, signals)
-        return part
+    start, outputs = dict(os.environ if environment is None else environment), Outputs(clean_stdout, log_dir)
+    with temporary_folder() as folder:
+        restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None)
+        with recorded_signals() as signals:
+            while True:
+                part = part_of(nodes, processes)
+                variables = environments(start, part, devices_per_process, restarts=restarts.made, folder=folder)
+                with Processes(command, variables, outputs) as running:
+                    watch(running, signals, grace_seconds)
+                if (cause := running.cause) is None:
+                    break
+                report(cause, part.processes, signals, running.children)
+                if signals or not restarts.another(cause.status):
+                    return restarts.exit_code(cause.status)
+        if nodes is not None and (folder / JOINED).exists():
+            _wait_for_nodes(nodes)
+        return 0
 
 
-def watch(
-    running: Processes,
-    signals: Sequence[int],
-    grace_seconds: float,
-    decisions: Decisions,
-    standbys: Standbys | None = None,
-) -> None:
+def _wait_for_nodes(nodes: Nodes) -> None:
+    """Wait for the other nodes to end with 0, too: one that starts again is told that this one has ended."""
+    from jdp.core.cluster.agreement import Mismatch
+    from jdp.core.cluster.roll_call import MissingProcesses, RollCall
+
+    try:
+        RollCall(nodes.coordinator, nodes.rank, nodes.count, "node").call(END_SECONDS)
+    except MissingProcesses:  # they failed for good, and say so
+        return
+    except Mismatch as error:
+        say(str(error))
+
+
+def watch(running: Processes, signals: Sequence[int], grace_seconds: float) -> None:
     """Let the processes run to their end; pass on signals, of which a second one kills."""
     passed_on = 0
     while running.turn():
-        if standbys is not None and not signals:
-            standbys.turn()
         if len(signals) > passed_on:
             first = signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM  # as SIGHUP and SIGUSR1 become
             running.pass_on(signal.SIGKILL if passed_on else first, grace_seconds)
             passed_on = len(signals)
-        if decisions.stop(running.cause if running.stopping else None) and not running.stopping:
-            running.stop()
 
 
 def report(cause: Child, processes: int, signals: Sequence[int], children: Sequence[Child]) -> None:
@@ -165,3 +150,43 @@ def recorded_signals() -> Generator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+PREFIX = "jdp-launch-"
+_LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Generator[Path]:
+    """Make a folder for the files of this launcher, and remove it at the end, with those of killed ones."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
+        _remove_unlocked(lock)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    fresh = folder / f"{_LOCK}.new"
+    with fresh.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fresh.rename(folder / _LOCK)  # it has its name once it is held: nobody takes it for a killed one's
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _remove_unlocked(lock: Path) -> None:
+    with contextlib.suppress(OSError):  # it is held, another user's, or gone
+        if lock.parent.is_symlink() or lock.parent.stat().st_uid != os.geteuid():
+            return
+        handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(lock.parent)
+        finally:
+            os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for pattern in ("*progress.*", JOINED, _LOCK):
+            for file in folder.glob(pattern):
+                file.unlink(missing_ok=True)
+        folder.rmdir()

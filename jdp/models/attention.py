@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec
 from jdp.core.layers import ATTENTION
 from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_device, traced_model_axes, traced_shards
 from jdp.models.blockwise import Sight, attend_in_documents, block_size
-from jdp.models.checks import require
-from jdp.models.configs.choices import Attend
+from jdp.models.checks import Attend, require
 
 MODEL = "model"
 """The mesh axis of tensor parallelism (arXiv:1909.08053), which the heads are sharded over."""
@@ -38,7 +37,6 @@ def attend(
     *,
     causal: bool,
     window: int | None = None,
-    attends_to_all: jax.Array | None = None,
     run: jax.Array | None = None,
     by: Attend = "auto",
 ) -> jax.Array:
@@ -49,15 +47,14 @@ def attend(
         key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads) (arXiv:2305.13245).
         causal: a position attends to itself and those before it; else to all.
         window: of a causal model, how many positions it attends to at most, itself included; None: all.
-        attends_to_all: bool [], whether the window is left out, of a layer that is traced once for several; None: not.
         run: [batch, length] integers >= 0, the document of each token, which attends inside of it; None: one document.
         by: "cudnn" is refused where cuDNN has no such attention; "xla" runs anywhere in any dtype. "auto" is cuDNN
             where it has it, else XLA, in blocks: on a CPU if causal, elsewhere within long documents.
     """
     if window is None or window >= key.shape[1]:
-        window = attends_to_all = None  # all that are before
-    packed, alternating, device = run is not None, attends_to_all is not None, traced_device()
-    refused = cudnn_refuses(query, key, packed=packed, alternating=alternating, device=device) if by != "xla" else None
+        window = None  # all that are before
+    packed, device = run is not None, traced_device()
+    refused = cudnn_refuses(query, key, packed=packed, device=device) if by != "xla" else None
     if by == "cudnn" and refused is not None:
         require(False, *refused)
     if by != "xla" and refused is None:
@@ -68,17 +65,17 @@ def attend(
         shards, head_shards = math.gcd(traced_shards(), batch), math.gcd(math.prod(traced_model_axes().values()), heads)
         size = block_size(batch // shards, length, heads // head_shards)
         if size < length:
-            return attend_in_documents(query, key, value, run, Sight(causal, window, size), attends_to_all)
-    blocks = _blocks(length) if on_cpu and causal and not packed and not alternating else 1
+            return attend_in_documents(query, key, value, run, Sight(causal, window, size))
+    blocks = _blocks(length) if on_cpu and causal and not packed else 1
     if by == "auto" and blocks > 1:
         mixed = _causal_in_blocks(query, key, value, blocks, window)
     else:
-        mask = _mask(length, window, attends_to_all, run)
+        mask = _mask(length, window, run)
         mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="xla")
     return checkpoint_name(mixed, ATTENTION)
 
 
-def _mask(length: int, window: int | None, attends_to_all: jax.Array | None, run: jax.Array | None) -> jax.Array | None:
+def _mask(length: int, window: int | None, run: jax.Array | None) -> jax.Array | None:
     """Return which keys a query sees beside the causal rule: bool [batch or 1, 1, length, length]; None: all.
 
     It is computed in every layer: a comparison that fuses into the softmax, where a mask made once would be kept, and
@@ -89,7 +86,6 @@ def _mask(length: int, window: int | None, attends_to_all: jax.Array | None, run
         return mask
     index = jnp.arange(length, dtype=jnp.int32)
     near = (index[:, None] - index < window)[None, None]
-    near = near if attends_to_all is None else near | attends_to_all
     return near if mask is None else mask & near
 
 
@@ -133,20 +129,14 @@ def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks
     return jnp.concatenate(mixed, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-def cudnn_refuses(
-    query: jax.Array, key: jax.Array, *, packed: bool, alternating: bool = False, device: Any
-) -> tuple[str, str, str] | None:
+def cudnn_refuses(query: jax.Array, key: jax.Array, *, packed: bool, device: Any) -> tuple[str, str, str] | None:
     """Return (rule, value given, fix) if cuDNN has no attention for this on `device`; None if it has.
 
-    Query is [batch, length, heads, D], key [batch, length, kv_heads, D]. Rows that are `packed` hold several documents;
-    an `alternating` call is traced once for layers with a window and layers without.
+    Query is [batch, length, heads, D], key [batch, length, kv_heads, D]. Rows that are `packed` hold several documents.
     """
     kind, xla = getattr(device, "device_kind", device.platform), 'set attention = "xla"'
     if packed:
         return "cudnn attention takes no segments", "segments", 'Set attention = "auto" or "xla"'
-    if alternating:
-        rule = "cudnn attention takes one window for all layers that are scanned"
-        return rule, "global_every", f"Set scan = false, or {xla}"
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return "cudnn attention runs on NVIDIA GPUs", kind, 'Set attention = "auto" or "xla"'
     if query.dtype not in (jnp.bfloat16, jnp.float16):

@@ -53,7 +53,6 @@ def attend_in_documents(
     value: jax.Array,
     run: jax.Array,
     sight: Sight,
-    attends_to_all: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(query key^T / sqrt(D)) value within documents; statistics and sums in float32.
 
@@ -66,12 +65,12 @@ def attend_in_documents(
     run = jnp.pad(run, ((0, 0), (0, more)), constant_values=-1)  # a document of its own, so that no row sees nothing
     query = query.reshape(batch, length + more, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    mixed = _differentiable(query, key, value, run, attends_to_all, sight)
+    mixed = _differentiable(query, key, value, run, sight)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length + more, heads, width)[:, :length]
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, to_all: jax.Array | None, sight: Sight
+    query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, sight: Sight
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Return the result of attention, and the residuals of its backward pass.
 
@@ -81,7 +80,7 @@ def _forward(
 
     def pair(carry: Results, places: Results) -> tuple[Results, None]:
         (most, total, mixed), (i, j) = carry, places
-        scores = _scores(query, key, run, to_all, i, j, sight)
+        scores = _scores(query, key, run, i, j, sight)
         before = _block(most, i, size)
         now = jnp.maximum(before, scores.max(axis=-1))  # finite: the first pair is (i, i), where each sees itself
         weights, kept = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
@@ -92,19 +91,19 @@ def _forward(
 
     zeros = jnp.zeros(query.shape, jnp.float32)
     start = (zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
-    (most, total, mixed), _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, sight, to_all is None))
+    (most, total, mixed), _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, sight))
     out = checkpoint_name((mixed / total[..., None]).astype(query.dtype), ATTENTION)
-    return out, (query, key, value, run, to_all, out, checkpoint_name(most + jnp.log(total), ATTENTION))
+    return out, (query, key, value, run, out, checkpoint_name(most + jnp.log(total), ATTENTION))
 
 
 def _backward(sight: Sight, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    (query, key, value, run, to_all, out, logs), size = kept, sight.size
+    (query, key, value, run, out, logs), size = kept, sight.size
     scale = 1 / math.sqrt(query.shape[-1])
     inner = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
     def pair(carry: Results, places: Results) -> tuple[Results, None]:
         (d_query, d_key, d_value), (i, j) = carry, places
-        weights = jnp.exp(_scores(query, key, run, to_all, i, j, sight) - _block(logs, i, size)[..., None])
+        weights = jnp.exp(_scores(query, key, run, i, j, sight) - _block(logs, i, size)[..., None])
         given = _rows(_block(cotangent, i, size))
         d_weights = _product("bkqd,bksd->bkqs", given, _block(value, j, size, 2)).reshape(weights.shape)
         d_scores = scale * weights * (d_weights - _block(inner, i, size)[..., None])
@@ -117,21 +116,21 @@ def _backward(sight: Sight, kept: tuple[Any, ...], cotangent: jax.Array) -> tupl
         return (d_query, d_key, _set(d_value, _block(d_value, j, size, 2) + more, j, size, 2)), None
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    sums, _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, sight, to_all is None))
-    return *(x.astype(like.dtype) for x, like in zip(sums, (query, key, value), strict=True)), None, None
+    sums, _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, sight))
+    return *(x.astype(like.dtype) for x, like in zip(sums, (query, key, value), strict=True)), None
 
 
 def _attend(*given: Any) -> jax.Array:
     return _forward(*given)[0]
 
 
-_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(5,))
+_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(4,))
 _differentiable.defvjp(_forward, _backward)
 
 
-def _pairs(blocks: int, sight: Sight, in_window: bool) -> Results:
+def _pairs(blocks: int, sight: Sight) -> Results:
     """Return the blocks of queries and of keys of each pair; of the pairs of a block of queries (i, i) is the first."""
-    nearest = math.inf if sight.window is None or not in_window else sight.window
+    nearest = math.inf if sight.window is None else sight.window
     pairs = [
         (i, j)
         for i in range(blocks)
@@ -145,7 +144,6 @@ def _scores(
     query: jax.Array,
     key: jax.Array,
     run: jax.Array,
-    to_all: jax.Array | None,
     i: jax.Array,
     j: jax.Array,
     sight: Sight,
@@ -164,8 +162,7 @@ def _scores(
     if sight.causal:
         seen &= distance >= 0
     if sight.window is not None:
-        near = distance < sight.window
-        seen &= near if to_all is None else near | to_all
+        seen &= distance < sight.window
     return jnp.where(seen[:, None, None], scores / math.sqrt(query.shape[-1]), -jnp.inf)
 
 

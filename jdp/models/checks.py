@@ -1,10 +1,15 @@
-"""Rules of configurations and inputs: each is one error with the rule, the values given and the fix."""
+"""Choices that several models have, and rules of configurations and inputs.
+
+A broken rule is one error with the rule, the values given and the fix.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
+
+from typing import Literal, get_args
 
 
 def require(holds: bool, rule: str, given: str, fix: str) -> None:
@@ -56,3 +61,12 @@ def require_images(images: "jax.Array", *, channels: int, size: int | None = Non
     require(is_images, f"images are [batch, height, width, channels({channels})] floats", given, fix)
     fits = size is None or images.shape[1:3] == (size, size)
     require(fits, f"images are image_size({size}) pixels high and wide", given, "Resize them, or change image_size")
+
+
+Activation = Literal["swiglu", "gelu", "gelu_exact"]
+NormKind = Literal["rms", "layer"]
+Attend = Literal["auto", "xla", "cudnn"]
+Remat = Literal["dots", "dots_except_mlp", "full"]
+Scan = bool | Literal["auto"]
+SCANS = (True, False, "auto")
+REMATS = (None, *get_args(Remat))

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from jdp.models.checks import require
 from jdp.models.gpt import GPT
 from jdp.models.sampling import Draw
-from jdp.models.transformer import Attention, Layer, attends_everywhere
+from jdp.models.transformer import Attention, Layer
 
 
 class KeyValues(NamedTuple):
@@ -33,8 +33,8 @@ class KeyValues(NamedTuple):
 
 Cache = KeyValues | list[KeyValues]
 """One stack for a scanned model, else a list with an entry for each layer."""
-Block = Callable[[Layer, jax.Array, KeyValues | None, jax.Array | None], tuple[jax.Array, KeyValues]]
-"""A layer's part: layer, activations, its cache, whether it attends to all -> activations, its cache."""
+Block = Callable[[Layer, jax.Array, KeyValues | None], tuple[jax.Array, KeyValues]]
+"""A layer's part: layer, activations, its cache -> activations, its cache."""
 
 
 def prefill(model: GPT, tokens: jax.Array, last: jax.Array, capacity: int) -> tuple[jax.Array, Cache]:
@@ -47,11 +47,9 @@ def prefill(model: GPT, tokens: jax.Array, last: jax.Array, capacity: int) -> tu
         capacity: positions of the cache, `length` at least.
     """
 
-    def block(
-        layer: Layer, x: jax.Array, _: KeyValues | None, attends_to_all: jax.Array | None
-    ) -> tuple[jax.Array, KeyValues]:
-        query, key, value = layer.attention.heads(layer.attention_norm(x), None, attends_to_all)
-        mixed = layer.attention.mix(query, key, value, None, attends_to_all)
+    def block(layer: Layer, x: jax.Array, _: KeyValues | None) -> tuple[jax.Array, KeyValues]:
+        query, key, value = layer.attention.heads(layer.attention_norm(x), None)
+        mixed = layer.attention.mix(query, key, value, None)
         room = ((0, 0), (0, capacity - x.shape[1]), (0, 0), (0, 0))
         return layer.after_attention(x, mixed, None), KeyValues(jnp.pad(key, room), jnp.pad(value, room))
 
@@ -71,15 +69,13 @@ def step(model: GPT, tokens: jax.Array, at: jax.Array, cache: Cache) -> tuple[ja
     """
     position = jnp.broadcast_to(at, (tokens.shape[0], 1))
 
-    def block(
-        layer: Layer, x: jax.Array, kept: KeyValues | None, attends_to_all: jax.Array | None
-    ) -> tuple[jax.Array, KeyValues]:
+    def block(layer: Layer, x: jax.Array, kept: KeyValues | None) -> tuple[jax.Array, KeyValues]:
         assert kept is not None
-        query, key, value = layer.attention.heads(layer.attention_norm(x), position, attends_to_all)
+        query, key, value = layer.attention.heads(layer.attention_norm(x), position)
         places = (0, at, 0, 0)
         key = jax.lax.dynamic_update_slice(kept.key, key.astype(kept.key.dtype), places)
         value = jax.lax.dynamic_update_slice(kept.value, value.astype(kept.value.dtype), places)
-        mixed = _attend_to_cache(layer.attention, query, key, value, at, attends_to_all)
+        mixed = _attend_to_cache(layer.attention, query, key, value, at)
         return layer.after_attention(x, mixed, None), KeyValues(key, value)
 
     x, cache = _through_layers(block, model, model.embed(tokens[:, None], position), cache)
@@ -87,36 +83,34 @@ def step(model: GPT, tokens: jax.Array, at: jax.Array, cache: Cache) -> tuple[ja
 
 
 def _attend_to_cache(
-    attention: Attention, query: jax.Array, key: jax.Array, value: jax.Array, at: jax.Array, to_all: jax.Array | None
+    attention: Attention, query: jax.Array, key: jax.Array, value: jax.Array, at: jax.Array
 ) -> jax.Array:
     """Return attention of one query a row to the keys up to its position, those of the window: [batch, 1, width]."""
     index, window = jnp.arange(key.shape[1], dtype=jnp.int32), attention.config.window
     seen = index <= at
     if window is not None:
-        near = at - index < window
-        seen &= near if to_all is None else near | to_all
+        seen &= at - index < window
     mixed = jax.nn.dot_product_attention(query, key, value, mask=seen[None, None, None], implementation="xla")
     return attention.output(mixed.reshape(*mixed.shape[:2], -1))
 
 
 def _through_layers(block: Block, model: GPT, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
     """Run a block through the layers, each with its part of the cache; return the parts that they return."""
-    layers, config = model.layers, model.config
+    layers = model.layers
     if isinstance(layers, nnx.List):
         assert not isinstance(cache, KeyValues)
         made: list[KeyValues] = []
         for i, layer in enumerate(layers):
-            x, each = block(layer, x, None if cache is None else cache[i], None)
+            x, each = block(layer, x, None if cache is None else cache[i])
             made.append(each)
         return x, made
     assert not isinstance(cache, list)
-    to_all = jnp.asarray(attends_everywhere(config.layers, config.global_every)) if config.global_every else None
 
-    def one(x: jax.Array, each: tuple[Layer, KeyValues | None, jax.Array | None]) -> tuple[jax.Array, KeyValues]:
-        layer, kept, attends_to_all = each
-        return block(layer, x, kept, attends_to_all)
+    def one(x: jax.Array, each: tuple[Layer, KeyValues | None]) -> tuple[jax.Array, KeyValues]:
+        layer, kept = each
+        return block(layer, x, kept)
 
-    return jax.lax.scan(one, x, (layers, cache, to_all))
+    return jax.lax.scan(one, x, (layers, cache))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "draw"))

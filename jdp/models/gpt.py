@@ -20,7 +20,7 @@ from flax import nnx
 
 from jdp.models.checks import require
 from jdp.models.configs.gpt import GPTConfig
-from jdp.models.losses import linear_log_probs, linear_next_token_loss
+from jdp.models.losses import linear_next_token_loss
 from jdp.models.modules import Linear, LoRA, dropout, product
 from jdp.models.transformer import (
     LayerConfig,
@@ -52,9 +52,7 @@ class GPT(nnx.Module):
         self.config = config
         self.embed = Embedding(config, rngs=rngs)
         layer = _layer(config)
-        self.layers = make_layers(
-            layer, config.layers, rngs.params(), scan=bool(config.scan), global_every=config.global_every
-        )
+        self.layers = make_layers(layer, config.layers, rngs.params(), scan=bool(config.scan))
         self.final_norm = layer.make_norm()
         width, vocabulary = config.width, config.vocab_size
         self.head = None if config.tied else Linear(width, vocabulary, std=INIT_STD, bias=False, rngs=rngs)
@@ -98,10 +96,8 @@ class GPT(nnx.Module):
         if rng is not None and config.dropout > 0:
             keys = fold_range(rng, config.layers)
             x = dropout(x, config.dropout, jax.random.fold_in(rng, config.layers), site=0)
-        remat, scan, every = config.remat, config.scan, config.global_every
-        return self.final_norm(
-            run_layers(self.layers, x, keys, remat=remat, scan=scan, segments=packed, global_every=every)
-        )
+        x = run_layers(self.layers, x, keys, remat=config.remat, scan=config.scan, segments=packed)
+        return self.final_norm(x)
 
     def loss(
         self,
@@ -131,20 +127,6 @@ class GPT(nnx.Module):
         head = self.embed.tokens if self.head is None else self.head.kernel
         return linear_next_token_loss(features, head[...], targets, weights, tied=self.head is None)
 
-    def log_probs(self, tokens: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return each row's sum of the log-probabilities of its targets, weighted: [batch] float32.
-
-        Args:
-            tokens: [batch, length] integers; length at most `context`.
-            targets: [batch, length] integers. Those of weight zero may be any integer.
-            weights: [batch, length]; 0 for what does not count.
-
-        Raises:
-            ValueError: as for a call of the model.
-        """
-        head = self.embed.tokens if self.head is None else self.head.kernel
-        return linear_log_probs(self.features(tokens), head[...], targets, weights, tied=self.head is None)
-
     def logits(self, x: jax.Array) -> jax.Array:
         """Return logits [..., vocab_size] float32: products in x's dtype, summed in float32.
 
@@ -170,14 +152,12 @@ def _layer(config: GPTConfig) -> LayerConfig:
         bias=config.bias,
         qkv_bias=config.qkv_bias,
         qk_norm=config.qk_norm,
-        post_norm=config.post_norm,
         window=config.window,
         dropout=config.dropout,
         attention=config.attention,
         causal=True,
         rope_theta=config.rope_theta if config.positions == "rotary" else None,
         rope_scaling=_rope_scaling(config),
-        rope_local_theta=config.rope_local_theta,
         std=INIT_STD,
         residual_std=INIT_STD / math.sqrt(2 * config.layers),  # two kernels a layer write to the residual stream
         lora=None if config.lora_rank is None else LoRA(config.lora_rank, config.lora_alpha, config.lora_targets),
@@ -201,7 +181,6 @@ class Embedding(nnx.Module):
 
         self.tokens = table(config.vocab_size, INIT_STD)
         self.positions = table(config.context, config.position_std) if config.positions == "learned" else None
-        self.factor = math.sqrt(config.width) if config.scale_embedding else None
 
     def __call__(self, tokens: jax.Array, position: jax.Array | None = None) -> jax.Array:
         """Embed [batch, length] integers as [batch, length, width] in the table's dtype; None: positions 0, 1, ..."""
@@ -209,8 +188,6 @@ class Embedding(nnx.Module):
         # Looked up as float32 so that the transpose, a scatter-add over a token's occurrences, sums in float32: in
         # bfloat16 it would add one term at a time and stop at 256. XLA fuses the cast into the lookup: no copy is made.
         x = table.astype(jnp.float32)[tokens]
-        if self.factor is not None:
-            x = x * jnp.asarray(self.factor, table.dtype).astype(jnp.float32)  # as Gemma was trained: rounded
         if self.positions is not None:
             first = tokens.shape[1] if position is None else None
             rows = self.positions[:first].astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Cross-entropies as sums for `jdp.Loss`: a total, and the weight to divide it by."""
+"""Cross-entropies as sums for `jdp.Loss`: a total, and the weight to divide it by; ranks of labels, for accuracies."""
 
 import functools
 import math
@@ -94,48 +94,6 @@ def linear_next_token_loss(
 
     total: jax.Array = _chunked(tied, split(features), head, split(targets), split(weights))
     return total, jnp.sum(weights)
-
-
-def linear_log_probs(
-    features: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    *,
-    tied: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> jax.Array:
-    """Return each row's sum of the log-probabilities of its targets, weighted: float32 [batch].
-
-    Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time, in
-    the backward pass once more.
-
-    Args:
-        features: [batch, length, width].
-        head: [width, vocab_size]; with `tied` the embedding's table, [vocab_size, width].
-        targets: [batch, length] integers. Those of weight zero may be any integer.
-        weights: [batch, length]; 0 for what does not count.
-        tied: which of its dimensions the head has first.
-        chunk_bytes: most bytes of float32 logits on a device.
-
-    >>> import jax, numpy as np
-    >>> features, head = np.ones((2, 3, 4), np.float32), np.zeros((4, 10), np.float32)
-    >>> jax.jit(linear_log_probs)(features, head, np.zeros((2, 3), int), np.ones((2, 3))).round(3).tolist()
-    [-6.908..., -6.908...]
-    """
-    batch, length, _ = features.shape
-    count, of_chunk = chunks(batch, length, head.shape[0 if tied else 1], chunk_bytes)
-    table = head.astype(jnp.float32)  # in which its gradients are summed over the chunks
-
-    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        x, its_targets, its_weights = chunk
-        each = nats(product(_FORWARD[tied], x, table.astype(head.dtype)), its_targets)
-        return total - jnp.sum(each * its_weights, axis=1), None
-
-    start, operands = jnp.sum(weights * 0, axis=1, dtype=jnp.float32), (features, targets, weights)
-    if count == 1:
-        return add(start, operands)[0]
-    return jax.lax.scan(jax.checkpoint(add), start, tuple(in_chunks(x, count, of_chunk) for x in operands))[0]
 
 
 def chunks(batch: int, length: int, vocabulary: int, chunk_bytes: int) -> tuple[int, int]:
@@ -293,3 +251,52 @@ def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     target_logits = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - target_logits
+
+
+def ranks(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return how many classes come before each label: [..., classes] and [...] -> [...] int32, 0 for the likeliest.
+
+    Of equal logits the lower class comes first, as in `argmax` and `top_k`. A logit that is not a number comes before
+    all others, and is the last itself.
+
+    >>> import jax.numpy as jnp
+    >>> ranks(jnp.array([[1.0, 3.0, 2.0]] * 3), jnp.array([0, 1, 2])).tolist()
+    [2, 0, 1]
+    """
+    classes = jnp.arange(logits.shape[-1])
+    is_label = classes == labels[..., None]
+    of_label = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)
+    before = ~(logits <= of_label) | ((logits == of_label) & (classes < labels[..., None]))
+    return jnp.sum(before, axis=-1, dtype=jnp.int32)
+
+
+def next_token_scores(
+    features: jax.Array, head: jax.Array, targets: jax.Array, *, tied: bool, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[jax.Array, jax.Array]:
+    """Return the cross-entropy in nats, float32, and the rank, int32, of every target: both [batch, length].
+
+    Logits that would take more than `chunk_bytes` on a device are computed for some positions at a time.
+
+    Args:
+        features: [batch, length, width].
+        head: [width, vocab_size]; with `tied` [vocab_size, width].
+        targets: [batch, length] integers.
+        tied: which of its dimensions the head has first.
+        chunk_bytes: most bytes of float32 logits on a device.
+    """
+    batch, length, _ = features.shape
+    vocabulary, equation = (head.shape[0], "...d,vd->...v") if tied else (head.shape[1], "...d,dv->...v")
+    count, of_chunk = chunks(batch, length, vocabulary, chunk_bytes)
+
+    def score(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = product(equation, part[0], head)
+        return nats(logits, part[1]), ranks(logits, part[1])
+
+    if count == 1:
+        return score((features, targets))
+
+    def join(x: Any) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, count * of_chunk)[:, :length]
+
+    of_nats, of_ranks = jax.lax.map(score, tuple(in_chunks(x, count, of_chunk) for x in (features, targets)))
+    return join(of_nats), join(of_ranks)

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import DotAlgorithmPreset
 
 from jdp.core.layers import STATISTICS
-from jdp.core.sharding.traced_mesh import are_weights_scaled, traced_device, traced_model_axes
+from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,11 @@ def mapped(x: jax.Array, *maps: Linear) -> list[jax.Array]:
     """Return what several linear maps make of x; each is called that is not exactly a `Linear`, as after a swap.
 
     On a CPU by one product, for sequences so long that copying the kernels costs nothing: a step of the quickstart
-    takes 0.955 of the time. On GPUs XLA does so where that pays. Weights that are scaled to float8 stay apart: each has
-    its own scale, on every platform.
+    takes 0.955 of the time. On GPUs XLA does so where that pays.
     """
     is_long = traced_device().platform == "cpu" and math.prod(x.shape[1:-1]) >= 64  # however many rows there are
     is_plain = all(type(each) is Linear and each.lora is None for each in maps)
-    if not is_long or not is_plain or traced_model_axes() or are_weights_scaled():
+    if not is_long or not is_plain or traced_model_axes():
         return [each(x) for each in maps]
     y = _rows(x) @ jnp.concatenate([each.kernel[...] for each in maps], axis=1).astype(x.dtype)
     parts = jnp.split(y, np.cumsum([each.kernel.shape[1] for each in maps])[:-1], axis=1)
@@ -125,15 +124,13 @@ class Norm(nnx.Module):
         center: subtract the mean.
         bias: whether a learned offset is added.
         eps: added to the variance.
-        plus_one: the scale is one plus its parameter, which begins at zero.
     """
 
-    def __init__(self, width: int, *, center: bool, bias: bool, eps: float, plus_one: bool = False) -> None:
-        self.scale = nnx.Param(jnp.zeros(width) if plus_one else jnp.ones(width))
+    def __init__(self, width: int, *, center: bool, bias: bool, eps: float) -> None:
+        self.scale = nnx.Param(jnp.ones(width))
         self.bias = nnx.Param(jnp.zeros(width)) if bias else None
         self.center = center
         self.eps = eps
-        self.plus_one = plus_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
@@ -142,7 +139,7 @@ class Norm(nnx.Module):
         root = jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         y = y * (_kept(root) if self.center else root)
         scale = self.scale[...].astype(jnp.float32)
-        y = y * (1 + scale if self.plus_one else scale)
+        y = y * scale
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)

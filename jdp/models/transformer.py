@@ -6,7 +6,7 @@ these are the slices of the stack, bit for bit.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jdp.core.layers import ATTENTION, looped
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
-from jdp.models.configs.choices import AUTO, Activation, Attend, NormKind, Remat, Scan
+from jdp.models.checks import Activation, Attend, NormKind, Remat, Scan
 from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped
 
 
@@ -63,10 +63,8 @@ class LayerConfig:
     causal: bool
     rope_theta: float | None = None  # None: queries and keys are not turned
     rope_scaling: RopeScaling | None = None  # None: the frequencies stay
-    rope_local_theta: float | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
-    post_norm: bool = False
     window: int | None = None
     std: float | None = None  # of kernels; None: Glorot's, by shape
     residual_std: float | None = None  # of the two kernels that write to the residual stream
@@ -74,9 +72,8 @@ class LayerConfig:
 
     def make_norm(self, width: int | None = None) -> Norm:
         """Return a new norm of the residual stream; with a width, an RMS norm of heads."""
-        centered, plus_one = self.norm == "layer" and width is None, self.norm == "rms_plus_one"
-        bias = self.bias and centered
-        return Norm(width or self.width, center=centered, bias=bias, eps=self.norm_eps, plus_one=plus_one)
+        centered = self.norm == "layer" and width is None
+        return Norm(width or self.width, center=centered, bias=self.bias and centered, eps=self.norm_eps)
 
     def linear(self, name: str, features_in: int, features_out: int, *, bias: bool = False, rngs: nnx.Rngs) -> Linear:
         """Return a new linear map, by its name in the layer: "output" and "down" write to the residual stream."""
@@ -84,11 +81,6 @@ class LayerConfig:
         lora = self.lora
         lora = lora if lora is None or lora.targets is None or name in lora.targets else None
         return Linear(features_in, features_out, std=std, bias=self.bias or bias, lora=lora, rngs=rngs)
-
-    @property
-    def everywhere(self) -> "LayerConfig":
-        """The layer that attends to all before it, where others have the window."""
-        return replace(self, window=None, rope_local_theta=None)
 
 
 class Segments(NamedTuple):
@@ -108,38 +100,22 @@ class Segments(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """Pre-norm transformer layer: [batch, length, width] -> [batch, length, width].
-
-    In a stack where some layers have the window and some attend to all, `attends_to_all` is a bool [] of the layer.
-    """
+    """Pre-norm transformer layer: [batch, length, width] -> [batch, length, width]."""
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = config.make_norm()
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = config.make_norm()
         self.mlp = FeedForward(config, rngs=rngs)
-        self.attention_post_norm = config.make_norm() if config.post_norm else None
-        self.mlp_post_norm = config.make_norm() if config.post_norm else None
         self.dropout = config.dropout
 
-    def __call__(
-        self,
-        x: jax.Array,
-        key: jax.Array | None,
-        segments: Segments | None = None,
-        attends_to_all: jax.Array | None = None,
-    ) -> jax.Array:
-        return self.after_attention(x, self.attention(self.attention_norm(x), segments, attends_to_all), key)
+    def __call__(self, x: jax.Array, key: jax.Array | None, segments: Segments | None = None) -> jax.Array:
+        return self.after_attention(x, self.attention(self.attention_norm(x), segments), key)
 
     def after_attention(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
         """Return the layer's output from its input x and what attention made of it."""
-        y = y if self.attention_post_norm is None else self.attention_post_norm(y)
-        x = x + dropout(y, self.dropout, key, site=0)
-        if self.attention_post_norm is None:  # whose backward pass reads the product
-            x = checkpoint_name(x, ATTENTION)  # in its place
-        y = self.mlp(self.mlp_norm(x))
-        y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
-        return x + dropout(y, self.dropout, key, site=1)
+        x = checkpoint_name(x + dropout(y, self.dropout, key, site=0), ATTENTION)  # in place of the product
+        return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, key, site=1)
 
 
 class Attention(nnx.Module):
@@ -155,15 +131,11 @@ class Attention(nnx.Module):
         self.query_norm = config.make_norm(size) if config.qk_norm else None
         self.key_norm = config.make_norm(size) if config.qk_norm else None
 
-    def __call__(
-        self, x: jax.Array, segments: Segments | None = None, attends_to_all: jax.Array | None = None
-    ) -> jax.Array:
-        query, key, value = self.heads(x, None if segments is None else segments.position, attends_to_all)
-        return self.mix(query, key, value, None if segments is None else segments.run, attends_to_all)
+    def __call__(self, x: jax.Array, segments: Segments | None = None) -> jax.Array:
+        query, key, value = self.heads(x, None if segments is None else segments.position)
+        return self.mix(query, key, value, None if segments is None else segments.run)
 
-    def heads(
-        self, x: jax.Array, position: jax.Array | None, attends_to_all: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(self, x: jax.Array, position: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values [batch, length, heads, D], turned by their positions; None: 0, 1, ..."""
         query, key, value = (
             checkpoint_name(y, ATTENTION).reshape(*x.shape[:-1], -1, self.config.head_width)
@@ -171,56 +143,28 @@ class Attention(nnx.Module):
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (self._turn(x, position, attends_to_all) for x in (query, key))
+        if (theta := self.config.rope_theta) is not None:
+            query, key = (rotate(x, theta, position, self.config.rope_scaling) for x in (query, key))
         if self.query_norm is None:  # whose backward pass reads what was projected, which then is kept
             query, key, value = (checkpoint_name(x, ATTENTION) for x in (query, key, value))
         return query, key, value
 
-    def mix(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        run: jax.Array | None,
-        attends_to_all: jax.Array | None,
-    ) -> jax.Array:
+    def mix(self, query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array | None) -> jax.Array:
         """Return attention of these heads, mapped to [batch, length, width]; `run` as `attend` has it."""
         config = self.config
-        mixed = attend(
-            query,
-            key,
-            value,
-            causal=config.causal,
-            window=config.window,
-            attends_to_all=attends_to_all,
-            run=run,
-            by=config.attention,
-        )
+        mixed = attend(query, key, value, causal=config.causal, window=config.window, run=run, by=config.attention)
         return checkpoint_name(self.output(mixed.reshape(*mixed.shape[:2], -1)), ATTENTION)
-
-    def _turn(self, x: jax.Array, position: jax.Array | None, attends_to_all: jax.Array | None) -> jax.Array:
-        """Return heads with rotary positions, if the model has these: the layer's own wavelengths."""
-        config = self.config
-        if config.rope_theta is None:
-            return x
-        if config.rope_local_theta is None:
-            return rotate(x, config.rope_theta, position, config.rope_scaling)
-        local = rotate(x, config.rope_local_theta, position)
-        if attends_to_all is None:
-            return local
-        return jnp.where(attends_to_all, rotate(x, config.rope_theta, position, config.rope_scaling), local)
 
 
 class FeedForward(nnx.Module):
     """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu, on [batch, length, width].
 
-    geglu has gelu in place of silu. gelu is the tanh form, as GPT-2 has it, or with `gelu_exact` that with the error
-    function (arXiv:1606.08415).
+    gelu is the tanh form, as GPT-2 has it, or with `gelu_exact` that with the error function (arXiv:1606.08415).
     """
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         self.up = config.linear("up", config.width, config.hidden, rngs=rngs)
-        gated = config.activation in ("swiglu", "geglu")
+        gated = config.activation == "swiglu"
         self.gate = config.linear("gate", config.width, config.hidden, rngs=rngs) if gated else None
         self.down = config.linear("down", config.hidden, config.width, rngs=rngs)
         self.activation = config.activation
@@ -230,7 +174,7 @@ class FeedForward(nnx.Module):
             y = self.up(x)
             return self.down(jax.nn.gelu(y, approximate=False) if self.activation == "gelu_exact" else _gelu(y))
         gate, up = mapped(x, self.gate, self.up)
-        return self.down((jax.nn.silu(gate) if self.activation == "swiglu" else _gelu(gate)) * up)
+        return self.down(jax.nn.silu(gate) * up)
 
 
 def _gelu(x: jax.Array) -> jax.Array:
@@ -267,28 +211,16 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def make_layers(
-    config: LayerConfig, count: int, key: jax.Array, *, scan: bool, global_every: int | None = None
-) -> Layer | nnx.List[Layer]:
-    """Return all layers, stacked or as a list. Layer i's values depend on (key, i) only, so both have equal values.
+def make_layers(config: LayerConfig, count: int, key: jax.Array, *, scan: bool) -> Layer | nnx.List[Layer]:
+    """Return all layers, stacked or as a list. Layer i's values depend on (key, i) only, so both have equal values."""
 
-    In a list each layer whose number from 1 `global_every` divides is made without the window. In a stack, `run_layers`
-    passes this to the layer.
-    """
-
-    def make(key: jax.Array, config: LayerConfig = config) -> Layer:
+    def make(key: jax.Array) -> Layer:
         return Layer(config, rngs=nnx.Rngs(key))
 
     keys = fold_range(key, count)
     if scan:
         return jax.vmap(make)(keys)
-    attends_to_all = attends_everywhere(count, global_every)
-    return nnx.List([make(keys[i], config.everywhere if attends_to_all[i] else config) for i in range(count)])
-
-
-def attends_everywhere(count: int, global_every: int | None) -> np.ndarray:
-    """Return for each layer whether it attends to all before it, where others have the window: bool [count]."""
-    return np.arange(1, count + 1) % global_every == 0 if global_every else np.zeros(count, bool)
+    return nnx.List([make(keys[i]) for i in range(count)])
 
 
 def run_layers(
@@ -299,7 +231,6 @@ def run_layers(
     remat: Remat | None,
     scan: Scan,
     segments: Segments | None = None,
-    global_every: int | None = None,
 ) -> jax.Array:
     """Apply all layers, as `make_layers` returns them, to x [batch, length, width].
 
@@ -308,20 +239,14 @@ def run_layers(
     # The parameters are passed as the module's own arrays: a sharding plan recognises them by identity, and gathers a
     # layer's when the loop reaches it. `looped` unrolls a list, and scans a tuple as one tree.
     if isinstance(layers, nnx.List):
-        stacked = [(layer, None if keys is None else keys[i], None) for i, layer in enumerate(layers)]
+        stacked = [(layer, None if keys is None else keys[i]) for i, layer in enumerate(layers)]
     else:
-        count = layers.mlp_norm.scale.shape[0]
-        stacked = (layers, keys, jnp.asarray(attends_everywhere(count, global_every)) if global_every else None)
+        stacked = (layers, keys)
 
-    def block(operands: tuple[Layer, jax.Array | None, jax.Array | None], x: jax.Array) -> jax.Array:
-        layer, key, attends_to_all = operands
-        return layer(x, key, segments, attends_to_all)
+    def block(operands: tuple[Layer, jax.Array | None], x: jax.Array) -> jax.Array:
+        layer, key = operands
+        return layer(x, key, segments)
 
-    if remat == AUTO:
-        raise ValueError(
-            f'remat = "{AUTO}" is chosen where an experiment file is compiled (jdp train, jdp plan); given a model '
-            'outside of one. Name a policy, such as "dots".'
-        )
     return looped(block, stacked, x, remat=remat, scan=scan)
 
 

@@ -40,10 +40,9 @@ from jdp.core.precision import Precision
 from jdp.core.state import TrainState
 from jdp.core.types import Batch, Metrics
 
-FACTOR = {"fp32": 128.0, "bf16": 16.0, "fp8": 2.0}
+FACTOR = {"fp32": 128.0, "bf16": 16.0}
 """Least noise of the shadows in units of u. fp32: 2√n for n = 4096; where a batch has more elements it is more. bf16:
-products are summed in fp32, and bf16 is what goes from one operation to the next: so many roundings in a row. fp8: all
-runs round the same numbers to it, but for bf16's differences, of which a few end on the other side of a rounding."""
+products are summed in fp32, and bf16 is what goes from one operation to the next: so many roundings in a row."""
 MARGIN = 4.0
 """Bound over the shadows' largest deviation: after ten chaotic steps a run is one more random draw beside four."""
 ULPS = 8.0
@@ -81,8 +80,6 @@ def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Arr
 
 def noise_amplitude(precision: Precision, batch: Batch) -> float:
     """Return the shadows' relative noise a = FACTOR · u, u being that of the coarsest dtype of computation or sums."""
-    if precision.products == "fp8":  # u of e5m2, in which gradients are; half of it, e4m3's, moves the weights
-        return max(FACTOR["fp8"] * 2.0**-3, sum_noise(batch))
     if "bf16" in (precision.compute, precision.reduce):
         return max(FACTOR["bf16"] * 2.0**-9, sum_noise(batch))
     return sum_noise(batch)

@@ -1,7 +1,7 @@
 """The reference that runs are compared with: a plain training loop on one device, without a mesh or a strategy.
 
-It shares almost no code with the steps that are proven. Shared are how a module is split, how a `Loss` is read, and
-which products are in float8. The weights are drawn from `fold_in(rng, 0)`, and each step has the key
+It shares almost no code with the steps that are proven. Shared are how a module is split and how a `Loss` is read.
+The weights are drawn from `fold_in(rng, 0)`, and each step has the key
 `fold_in(fold_in(rng, 1), batches consumed)`. The gradient of Σtotal is divided by Σweight and clipped, then the
 optimizer is applied; a step whose gradient is not finite changes nothing. So a fault that all strategies have in
 common, such as a key that is the same at every step, is found too.
@@ -25,7 +25,6 @@ import optax
 
 from jdp.core import flax_nnx
 from jdp.core.compiling.options import CompilerValue
-from jdp.core.gradients.fp8 import with_fp8_products
 from jdp.core.gradients.loss_call import as_sums
 from jdp.core.init.trainable import resolve
 from jdp.core.precision import Precision
@@ -115,7 +114,7 @@ class Reference:
         static = Static(self.training.tx, adapter, specs, resolve(params, adapter, self.training.wrt))
         opt_state = self.training.tx.init(trained_part(params, static.trained))
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, {}, static)
+        return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, static)
 
     def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
         training, precision = self.training, self.training.precision
@@ -147,16 +146,10 @@ class Reference:
 
     def _loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
         adapter = state.static.adapter
-
-        def call(working: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
-            model = working if adapter is None else adapter.merge(working, model_state, key)
-            value = self.training.loss_fn(model, batch, key)
-            self._traced["returns_loss"] = isinstance(value, Loss)
-            return as_sums(value, batch), model_state if adapter is None else adapter.changed(model)
-
-        if self.training.precision.products is None:
-            return call(working, state.model_state, batch, key)
-        return with_fp8_products(call, working, state.model_state, batch, key)
+        model = working if adapter is None else adapter.merge(working, state.model_state, key)
+        value = self.training.loss_fn(model, batch, key)
+        self._traced["returns_loss"] = isinstance(value, Loss)
+        return as_sums(value, batch), state.model_state if adapter is None else adapter.changed(model)
 
 
 def _with_noise(tree: PyTree, noise: Noise, *, stream: int, absolute: bool = False) -> PyTree:

@@ -50,7 +50,6 @@ class Chart:
     may_be_log: bool = True  # whether the axis is logarithmic where the curves span orders of magnitude
     per_step: tuple[float, str] | None = None  # units a step for a second axis, such as (16384, "tokens")
     x_label: str = "step"  # of the axis
-    levels: Sequence[tuple[int, float]] = ()  # (run, value) of horizontal lines
     moments: Sequence[tuple[int, float]] = ()  # (run, step) of vertical lines
     large: bool = False  # twice as wide and high as the others, where there is room
     note: str = ""  # text below it
@@ -113,13 +112,11 @@ def _draw(drawn: Chart) -> Figure:
     most = max(200, MOST_POINTS * 8 // max(8, len(drawn.curves)))
     for curve in drawn.curves:
         _draw_curve(axes, curve, most)
-    for run, level in drawn.levels:
-        axes.axhline(level, color=colour(run), linewidth=1.2, linestyle=(0, (6, 3)))
     alone = len({curve.run for curve in drawn.curves}) == 1
     for run, step in drawn.moments:
         axes.axvline(step, color=FAINT if alone else colour(run), linewidth=1.0, linestyle=(0, (1, 2)), zorder=0)
     finite = [value for curve in drawn.curves for value in curve.values if math.isfinite(value)]
-    _dress(axes, drawn, [*finite, *(value for _, value in drawn.levels)])
+    _dress(axes, drawn, finite)
     return figure
 
 

@@ -78,8 +78,6 @@ def _visits(history: History) -> Iterator[Happened]:
             yield Happened(at, step, f"failed: {event.get('error', '')}", True)
         elif what == "stopped":
             yield Happened(at, step, f"stopped by {event.get('signal', 'a signal')}, after saving")
-        elif what == "rolled back":
-            yield Happened(at, step, f"went back: {event.get('why', '')}", True)
         elif what == "finished":
             early = event.get("stopped_early")
             yield Happened(at, step, "stopped early: evaluations no longer improved" if early else "finished")

@@ -6,22 +6,16 @@ from collections.abc import Sequence
 
 from jdp.base.formatting import format_bytes
 from jdp.foresight.forecast import Estimate
-from jdp.foresight.memory.peak import CLASSES, Memory
-from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.memory import CLASSES, Memory
+from jdp.foresight.zero_formula import zero_bytes
 from jdp.report import page as look
 from jdp.report.bars import Bar, binary_unit, stacked_bars
-from jdp.report.page import Markup, details, element, joined, key, paragraphs, table
+from jdp.report.page import Markup, element, joined, key, paragraphs, table
 
-_COLOURS = dict(
-    zip(
-        CLASSES,
-        (look.BLUE, look.VERMILION, look.GREEN, look.SKY, look.ORANGE, look.PURPLE, look.GREY, look.PALE),
-        strict=True,
-    )
-)
+_COLOURS = dict(zip(CLASSES, (look.BLUE, look.GREEN, look.PURPLE, look.GREY, look.ORANGE, look.PALE), strict=True))
 
 
-def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
+def memory_bars(estimates: Sequence[tuple[str, Estimate]]) -> Markup:
     """Return the section's body."""
     held = [
         (name, estimate, estimate.memory) for name, estimate in estimates if estimate.memory and estimate.memory.total
@@ -45,10 +39,9 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
     dashed = "" if limit is None else f"; dashed: what a device has for it, {format_bytes(limit)}"
     caption = f"A device’s memory at the step’s peak{dashed}."
     figure = element("figure", picture, element("figcaption", *keys), element("figcaption", caption), class_="picture")
-    peaks = [_peak(name, memory, is_open=name == chosen) for name, _, memory in held]
     known = ((name, estimate.headroom) for name, estimate, _ in held)
     tight = [f"{name} {each.words}." for name, each in known if each is not None and (each.fraction or not each.fits)]
-    return joined([figure, paragraphs(tight), _by_class(held), *peaks, _closed_form(held)])
+    return joined([figure, paragraphs(tight), _by_class(held), _closed_form(held)])
 
 
 _FITS = {True: ", fits", False: ", does not fit", None: ""}
@@ -63,7 +56,6 @@ def _by_class(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
         ("total", [memory.total for memory in memories], "total"),
         ("at rest beside it", [memory.outside for memory in memories], None),
         ("what a device has for it", [*limits], None),
-        *((f"most {name} at any time", [m.most.get(name) for m in memories], None) for name in _NOT_AT_THE_PEAK),
     ]
     shown = [(words, row, kind) for words, row, kind in counts if any(row)]
     return table(
@@ -73,47 +65,22 @@ def _by_class(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
     )
 
 
-_NOT_AT_THE_PEAK = ("gradients", "working", "activations")
-"""Classes that may hold more at another time than the peak."""
-
-
-def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
-    """Return the list of the largest temporaries at the peak."""
-    at = f" at {memory.at}" if memory.at else ""
-    saved = f"; {format_bytes(memory.saved)} of the activations are kept for the backward pass" if memory.saved else ""
-    rows = [
-        [
-            f"{one.dtype}[{','.join(map(str, one.dims))}]",
-            f"{one.count}",
-            format_bytes(one.bytes),
-            one.role,
-            one.source or "–",
-        ]
-        for one in memory.largest
-    ]
-    if not rows:
-        return Markup()
-    listed = table(("array", "how many", "together", "what", "written at"), rows, words=("what", "written at"))
-    return details(f"{name}: the largest temporaries at the peak{at}{saved}", listed, is_open=is_open)
-
-
 def _closed_form(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
     """Return a table of the paper's accounting for the same model, devices and strategies."""
     rows = dict[str, list[str]]()
     for _, estimate, memory in held:
         if estimate.parameters:
             row = zero_bytes(estimate.parameters, estimate.shards, estimate.strategy)
-            at_peak = memory.parameters + memory.gradients + memory.optimizer + memory.working
-            cells = (row.parameters, row.gradients, row.optimizer, row.total, at_peak)
+            cells = (row.parameters, row.gradients, row.optimizer, row.total, memory.parameters + memory.optimizer)
             rows.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
     if not rows:
         return Markup()
-    headers = ("strategy", "weights", "gradients", "optimizer", "together", "at the peak of this step")
+    headers = ("strategy", "weights", "gradients", "optimizer", "together", "at rest here")
     return joined([element("p", _PAPER, class_="note"), table(headers, [*rows.values()])])
 
 
 _PAPER = (
     "Beside it the closed form of model state (Rajbhandari et al. 2019, section 3: 2 + 2 + 12 bytes a parameter, "
     "shared by the devices of the data axis). jdp keeps fp32 master weights as parameters, where the paper counts them "
-    "as optimizer state, and a working copy of them in the step; at the peak not all gradients need be there."
+    "as optimizer state, at rest; the working copy and the gradients are among a step’s temporaries."
 )

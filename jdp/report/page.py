@@ -6,7 +6,6 @@
 2. `table` and `details` are the two blocks that every report has.
 3. `page` joins sections under one head. Nothing is loaded: the style, the script and the pictures are in the page, and
    its content security policy has the browser refuse anything else.
-4. `fragment` is a part of somebody else's page: in a notebook.
 
 Pages follow the reader's light or dark setting, and read without scripts: a script only adds the zoom of timelines.
 """
@@ -143,11 +142,6 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
-def fragment(*parts: str) -> Markup:
-    """Return a part of somebody else's page, a notebook's, with its own look and without a script."""
-    return element("div", element("style", Markup(FRAGMENT_CSS)), *parts, class_="jdp")
-
-
 # Colours: Okabe and Ito, "Color Universal Design" (2008), distinguishable with every common colour blindness.
 BLUE, VERMILION, GREEN, SKY = "#0072b2", "#d55e00", "#009e73", "#56b4e9"
 ORANGE, PURPLE, GREY, PALE, YELLOW = "#e69f00", "#cc79a7", "#7f7f7f", "#c0c0c0", "#f0e442"
@@ -237,13 +231,6 @@ main {{ max-width: 80rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }}
 @media (max-width: 40rem) {{ main {{ padding: 1rem .8rem 3rem; }} }}
 {_LOOK}"""
 """The look of a page."""
-FRAGMENT_CSS = f"""
-.jdp {{ {_LIGHT} {_TEXT} padding: .5rem .75rem; overflow-x: auto;
-@media (prefers-color-scheme: dark) {{ {_DARK} }}
-{_LOOK}}}
-"""
-"""The look of a part of somebody else's page: every rule is inside one for the class "jdp", and holds nowhere else."""
-
 # Timelines widen together about their middle, and scroll together.
 SCRIPT = """
 for (const zoom of document.querySelectorAll("label.zoom")) {

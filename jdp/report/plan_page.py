@@ -6,11 +6,11 @@ Large numbers come first, then the answer with its reasons; then the candidates 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from jdp.foresight.cost.goodput import HEADINGS
+from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
 from jdp.foresight.forecast import PlanReport
-from jdp.report.headline import headline, numbers
 from jdp.report.memory import memory_bars
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
 from jdp.report.times import times
@@ -30,18 +30,10 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     sections = [
         Section("answer", "What to launch", answer(forecast)),
         Section("candidates", "The candidates compared", tables(forecast)),
-        Section("memory", "What a device holds", memory_bars(estimates, chosen)),
+        Section("memory", "What a device holds", memory_bars(estimates)),
         Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
     ]
-    if forecast.phases:
-        rows = table(forecast.phase_headings, [phase.cells for phase in forecast.phases], words=("batch",))
-        sections.insert(2, Section("phases", "Phases of the run", rows))
-    if (goodput := forecast.goodput) is not None:
-        rows = table(HEADINGS, goodput.table(), classes=["chosen", *[None] * (len(goodput.ways) - 1)])
-        assumed = paragraphs([f"Note: {note}" for note in goodput.notes], "note")
-        body = joined([element("p", f"{goodput.title}."), paragraphs(goodput.why), rows, assumed])
-        sections.append(Section("goodput", "When devices fail", body))
     return page(title, sections, lead=f"{described} {lead}".strip())
 
 
@@ -58,8 +50,7 @@ def answer(forecast: PlanReport) -> Markup:
     )
     shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
-    bill = [str(each) for each in (forecast.smallest, forecast.bill) if each is not None]
-    return joined([numbers(headline(forecast)), box, paragraphs([*bill, *notes], "note")])
+    return joined([numbers(headline(forecast)), box, paragraphs(notes, "note")])
 
 
 # The table.
@@ -101,3 +92,42 @@ _GLOSSARY = (
     "rematerialised work does not count. Tokens a second are those of all devices. T(1)/T(N): a step without its "
     "communication over the step with it."
 )
+
+
+Number = tuple[str, str, str]
+"""Its name, the number, and the text below it."""
+
+
+def numbers(shown: Sequence[Number]) -> Markup:
+    """Return large numbers side by side, as many in a row as there is room for."""
+    tiles = [
+        element("div", element("dt", name), element("dd", value), element("dd", below, class_="note"), class_="number")
+        for name, value, below in shown
+    ]
+    return element("dl", *tiles, class_="numbers")
+
+
+def headline(forecast: PlanReport) -> list[Number]:
+    """Return whether it fits, a step, tokens a second, what is hidden."""
+    compiled = [estimate for estimate in forecast.estimates if estimate.memory is not None]
+    if not compiled:
+        return [("fits", "?", "no candidate compiled")]
+    shown = forecast.choice or min(compiled, key=lambda estimate: estimate.bytes_per_device or 0)
+    held, available = shown.bytes_per_device or 0, shown.available_bytes
+    below = f"{format_bytes(held)}; what a device has is not known"
+    if available is not None:
+        below = f"{format_bytes(held)} of {format_bytes(available)}, {format_percent(held / (available or math.inf))}"
+    found = [("fits", shown.fits_in_words if available is not None else "?", below)]
+    if (timeline := shown.timeline) is not None:
+        hidden = format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–"
+        speed = shown.tokens_per_second
+        each = "" if speed is None else f", {format_rate(speed / forecast.devices)} each"
+        waits = f"of communication; a device waits {format_seconds(timeline.exposed_seconds)} a step"
+        span = shown.step_range
+        off = "how far off is not known" if span is None else " to ".join(map(format_seconds, span))
+        found += [
+            ("step", format_seconds(timeline.step_seconds), off),
+            (f"{forecast.unit} a second", format_rate(speed or 0), f"of {forecast.devices:,} devices{each}"),
+            ("hidden", hidden, waits if timeline.communication_seconds else "nothing is sent"),
+        ]
+    return found

@@ -11,17 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from jdp.report.curves import FEWEST_TO_SMOOTH, Chart, Curve, draw, smoothing
 from jdp.report.history import resumes
 from jdp.report.page import Markup, element, joined
 
-NOISE = "noise_scale"
 _SPEEDS = ("tokens_per_second", "examples_per_second")
-_SEEN = ("tokens_seen", "examples_seen")
-_DRAWN = {"loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", NOISE, *_SPEEDS}
-_NOT_DRAWN = {"step", "time", "weight", "skipped", "step_seconds", "data_wait_seconds", "eval_bits_per_token", *_SEEN}
+_DRAWN = {"loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", *_SPEEDS}
+_NOT_DRAWN = {"step", "time", "weight", "skipped", "step_seconds", "data_wait_seconds", "eval_bits_per_token"}
 _MOST_OTHERS = 24
 _APART = 100.0  # times another run's peak: a learning rate on a logarithmic axis
 
@@ -51,12 +47,6 @@ class Series:
         counts = [count for count in counts if math.isfinite(count) and count >= 0.5]
         return (float(round(statistics.median(counts))), name.removesuffix("_per_second")) if counts else None
 
-    @property
-    def seen(self) -> tuple[list[float], list[float]] | None:
-        """Steps, and the tokens or examples up to each, of a run whose batches change; None of any other."""
-        known = [(row["step"], row[name]) for name in _SEEN for row in self.rows if name in row]
-        return ([0.0, *(step for step, _ in known)], [0.0, *(count for _, count in known)]) if known else None
-
 
 def per_second(rows: Sequence[Mapping[str, float]]) -> str | None:
     """Return the name of the metric that has the speed; None if there is none."""
@@ -66,8 +56,7 @@ def per_second(rows: Sequence[Mapping[str, float]]) -> str | None:
 def learning(runs: Sequence[Series], legend: Markup) -> Markup:
     """Return the charts of losses, accuracies, the learning rate and the gradients' norm."""
     counts = [run.units_per_step for run in runs]
-    alike = counts and all(count == counts[0] for count in counts) and not any(run.seen for run in runs)
-    same = counts[0] if alike else None
+    same = counts[0] if counts and all(count == counts[0] for count in counts) else None
     moments = [(i, step) for i, run in enumerate(runs) for step in resumes(run.history)]
     loss = _chart(runs, "Loss", ("loss", "smoothed"), ("eval_loss", "points"), large=True, per_step=same)
     charts = [
@@ -79,7 +68,7 @@ def learning(runs: Sequence[Series], legend: Markup) -> Markup:
         ),
     ]
     if same is None and all(counts):
-        charts.append(_over_units(loss, runs, counts))
+        charts.append(_over_units(loss, counts))
     return _grid(charts, legend) or element("p", "No loss was logged.")
 
 
@@ -111,14 +100,6 @@ def speed(runs: Sequence[Series], legend: Markup) -> Markup:
     return _grid(charts, legend)
 
 
-def noise(runs: Sequence[Series], legend: Markup) -> Markup:
-    """Return the chart of the gradient noise scale with the batch sizes; empty if no run measured it."""
-    weights = [[row["weight"] for row in run.rows if NOISE in row and "weight" in row] for run in runs]
-    levels = [(i, statistics.median(found)) for i, found in enumerate(weights) if found]
-    chart = replace(_chart(runs, "Noise scale", (NOISE, "smoothed")), levels=levels, note=_ABOUT_NOISE)
-    return _grid([chart], legend)
-
-
 def others(runs: Sequence[Series], legend: Markup) -> Markup:
     """Return a chart for each metric that the other sections do not have; empty if there is none."""
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
@@ -128,10 +109,6 @@ def others(runs: Sequence[Series], legend: Markup) -> Markup:
 
 
 _UP: dict[str, Any] = {"from_zero": True, "may_be_log": False}
-_ABOUT_NOISE = (
-    "Dashed: the batch size, as the loss counts it, in samples or tokens. Well below the noise scale a larger batch "
-    "saves almost as many steps as it has more samples; well above it hardly saves any (McCandlish et al. 2018)."
-)
 
 
 def _chart(runs: Sequence[Series], title: str, *metrics: tuple[str, str], **options: Any) -> Chart:
@@ -145,15 +122,10 @@ def _learning_rate(runs: Sequence[Series]) -> Chart:
     return replace(drawn, may_be_log=bool(peaks) and max(peaks) > _APART * min(peaks) > 0)
 
 
-def _over_units(loss: Chart, runs: Sequence[Series], counts: Sequence[tuple[float, str] | None]) -> Chart:
+def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
     """Return the losses over tokens or examples, for runs whose steps do not have as many."""
-
-    def counted(step: float, run: int, each: float) -> float:
-        seen = runs[run].seen
-        return step * each if seen is None else float(np.interp(step, *seen))
-
     moved = [
-        replace(curve, steps=[counted(step, curve.run, count[0]) for step in curve.steps])
+        replace(curve, steps=[step * count[0] for step in curve.steps])
         for curve in loss.curves
         if (count := counts[curve.run]) is not None
     ]

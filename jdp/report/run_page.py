@@ -6,6 +6,7 @@ and timeline. What is not known is reported as such.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,10 @@ from jdp.base.formatting import format_bytes, format_percent, format_rate, forma
 from jdp.core.sharding.placement import Placement
 from jdp.foresight.forecast import Estimate
 from jdp.report.curves import swatch
-from jdp.report.evaluations import Found, confusion, data_sets, documents, samples
 from jdp.report.history import happened, state
 from jdp.report.memory import memory_bars
 from jdp.report.page import Markup, Section, details, element, joined, page, paragraphs, table
-from jdp.report.run_charts import Series, learning, noise, others, per_second, speed
+from jdp.report.run_charts import Series, learning, others, per_second, speed
 from jdp.report.timeline import tail
 from jdp.report.times import times
 
@@ -51,7 +51,7 @@ class Run:
     notes: Sequence[str] = ()  # what was damaged or missing, a sentence each
     step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
     no_step: str = "The step was not compiled."  # why there is none, as a sentence
-    found: Found = field(default_factory=Found)  # by its newest evaluation, and its samples
+    samples: Sequence[Mapping[str, Any]] = ()  # rows with "step", "prompt" and "text"
     goodput: str | None = None  # the useful share of all its time, and where the rest went; None: not known
 
 
@@ -72,7 +72,6 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
         Section("learning", "Loss and learning rate", joined([learning(charted, legend), *numbers])),
         *_evaluated(runs),
         Section("speed", "Throughput and data wait", joined([_speeds(runs), speed(charted, legend)])),
-        *([Section("noise", "Noise scale", measured)] if (measured := noise(charted, legend)) else []),
         *([Section("others", "Other metrics", more)] if (more := others(charted, legend)) else []),
         Section("memory", "Where every byte lives", _memory(runs)),
         Section("time", "Timeline of the compiled step", _times(runs)),
@@ -83,16 +82,13 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
 
 
 def _evaluated(runs: Sequence[Run]) -> list[Section]:
-    """Return the sections of what evaluations and samples found, without those that no run has."""
+    """Return the sections of evaluations and samples, without those that no run has."""
     several = len(runs) > 1
     sets = joined([data_sets(run.name if several else "", run.rows) for run in runs])
     sections = [Section("sets", "Evaluated data sets", sets)]
-    kinds = {"confusion": ("Confused classes", confusion), "documents": ("Documents", documents)}
-    kinds["samples"] = ("Samples", samples)
-    for anchor, (heading, draw) in kinds.items():
-        drawn = [(run.name, body) for run in runs if (body := draw(run.found))]
-        parts = [joined([*([element("h3", name)] if several else []), body]) for name, body in drawn]
-        sections.append(Section(anchor, heading, joined(parts)))
+    drawn = [(run.name, samples(run.samples)) for run in runs if run.samples]
+    parts = [joined([*([element("h3", name)] if several else []), body]) for name, body in drawn]
+    sections.append(Section("samples", "Samples", joined(parts)))
     return [section for section in sections if section.body]
 
 
@@ -252,7 +248,7 @@ def _memory(runs: Sequence[Run]) -> Markup:
     several = len(runs) > 1
     parts = [_why_not(runs)]
     if held:
-        parts.append(memory_bars(held, None))
+        parts.append(memory_bars(held))
         parts += [
             element("p", _compiled_for(name if several else "", step), class_="note") for name, _, step in compiled
         ]
@@ -334,3 +330,48 @@ def _happened(run: Run, *, titled: bool) -> Markup:
     rows = [[event.clock, f"{event.step:,.0f}", event.words] for event in events]
     kinds = ["bad" if event.is_bad else None for event in events]
     return joined([*heading, table(("time (UTC)", "step", "what"), rows, words=("what",), classes=kinds)])
+
+
+_SET = re.compile(r"(eval(?:_.+)?)_loss")
+_METRIC = re.compile(r"loss|perplexity|bits_per_token|bits_per_byte|(?:top\d+_)?accuracy")
+_MOST_SAMPLES = 12
+
+
+def data_sets(name: str, rows: Sequence[Mapping[str, float]]) -> Markup:
+    """Return a table of the newest metrics of each data set; empty if there is one with its loss alone."""
+    newest: dict[str, dict[str, float]] = {}
+    for row in rows:
+        named = [match[1] for metric in row if (match := _SET.fullmatch(metric))]
+        for metric, value in row.items():
+            of = max((each for each in named if metric.startswith(f"{each}_")), key=len, default="")
+            if of and _METRIC.fullmatch(kind := metric.removeprefix(f"{of}_")):
+                newest.setdefault(of, {})[kind] = value
+    names = [*dict.fromkeys(metric for values in newest.values() for metric in values)]
+    if len(newest) < 2 and len(names) < 3:
+        return Markup()
+    cells = [
+        [called(each), *(f"{values[metric]:.4g}" if metric in values else "–" for metric in names)]
+        for each, values in newest.items()
+    ]
+    return table(("data set", *(metric.replace("_", " ") for metric in names)), cells, caption=name)
+
+
+def called(name: str) -> str:
+    """Return a data set's name for people."""
+    return "held out" if name == "eval" else name.removeprefix("eval_")
+
+
+def samples(rows: Sequence[Mapping[str, Any]]) -> Markup:
+    """Return the newest samples, the last step first, of rows with "step", "prompt" and "text"."""
+    steps = sorted({row["step"] for row in rows}, reverse=True)
+    parts = [
+        details(
+            f"Step {step:,}",
+            *(element("pre", row["text"], tabindex=0) for row in rows if row["step"] == step),
+            is_open=step == steps[0],
+        )
+        for step in steps[:_MOST_SAMPLES]
+    ]
+    if left := len(steps) - _MOST_SAMPLES:
+        parts += [element("p", f"{left:,} earlier steps are in samples/.", class_="note")] if left > 0 else []
+    return joined(parts)

@@ -1,4 +1,4 @@
-"""One run of an experiment: the loop, its folder, metrics, resume, sweeps.
+"""One run of an experiment: the loop, its folder, metrics, resume.
 
 Begin in `loop.py`.
 """

@@ -1,11 +1,10 @@
-"""Finds steps that go wrong, and decides what the run does about them.
+"""Finds steps that go wrong, and ends a run that cannot go on.
 
-1. `before` and `taken`: some steps are taken twice and compared (`guard.replay_every`), others are left out.
-2. `after` reads the metrics of an earlier step, as reading waits for it: was it skipped, does the loss jump, must the
-   run go back? The first bad step of a row is inspected, and its batch kept.
-3. Replicas are compared every `guard.check_replicas_every` steps, and before each save. If a device has other bits
-   than the rest, the run goes back too (`wrong_devices`).
-4. Process 0 reports the host that the others wait for.
+1. `after` reads the metrics of an earlier step, because reading waits for it. The first skipped step of a row is
+   inspected, and its batch is written to the run's folder. Too many skipped steps in a row end the run.
+2. Replicas are compared every `guard.check_replicas_every` steps and before each save, so no checkpoint holds copies
+   that differ. A device with other bits than the rest ends the run (`wrong_devices`).
+3. Process 0 reports the host that the others wait for.
 
 Every process decides from values that all have, so all decide the same at the same step.
 """
@@ -13,8 +12,8 @@ Every process decides from values that all have, so all decide the same at the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,22 +24,21 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.guard.bad_steps import GoBack, RollBack, Rules
 from jdp.guard.nonfinite import save_batch
-from jdp.guard.replicas import Difference, Fingerprints, copied, fingerprints, repeated
+from jdp.guard.replicas import Fingerprints, fingerprints
 from jdp.guard.stragglers import HostTimes
 from jdp.guard.watch import Watch
 from jdp.run.progress import Progress
-from jdp.run.wrong_devices import go_back_from
+from jdp.run.wrong_devices import check_devices
 
 AHEAD = 2
 """Steps that may be queued on the devices before the loop waits."""
-MOST_RETURNS = 3
-"""How often a run goes back, without a good step in between, before it gives up."""
 _LARGEST_NORM = float(np.sqrt(np.finfo(np.float32).max))
 """A gradient of a larger norm is skipped where it is not clipped: its square is infinite."""
 INSPECTED = 3
-"""Most bad steps that are inspected, and whose batches are kept, until the run is resumed or goes back."""
+"""Most skipped steps of a visit that are inspected, and whose batches are kept."""
+COMPARED_EVERY = 20
+"""Steps between comparisons of how late each process' host is."""
 
 
 class Diverged(ExperimentError):
@@ -49,7 +47,7 @@ class Diverged(ExperimentError):
 
 @dataclass(frozen=True)
 class Queued:
-    """A step whose metrics were not read yet; `values` is None for a step that was left out."""
+    """A step whose metrics were not read yet."""
 
     step: int
     values: Any
@@ -62,44 +60,22 @@ class Health:
     def __init__(self, assembly: Assembly, progress: Progress, watch: Watch, say: Callable[[str], None]) -> None:
         self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
         self._guard, self._limit = assembly.experiment.guard, assembly.experiment.train.max_skips_in_a_row
-        self._rules = Rules(**self._guard.model_dump(include=set(Rules.__dataclass_fields__)))
         self._inspected = 0
-        self._hosts = HostTimes(self._guard.check_hosts_every)
-        self._one_more = jax.jit(lambda count: count + 1, out_shardings=assembly.plan.replicated)
+        self._hosts = HostTimes(COMPARED_EVERY)
         self._queued: list[Queued] = []
         self._compared: list[tuple[int, Fingerprints]] = []
-        self._equal_at = self._read = progress.resumed_from  # the last step after which all replicas were equal
+        self._read = progress.resumed_from
         self._values: Any = None
-        self._before: TrainState | None = None
 
-    def leaves_out(self, step: int) -> bool:
-        """Return whether a step is left out, as the run went back from it."""
-        return step in self._progress.bad.left_out
+    def before(self) -> None:
+        """Note when this process dispatches the next step."""
+        self._hosts.dispatches(self._values)
 
-    def without_step(self, state: TrainState) -> TrainState:
-        """Return the state after a step that is left out, which counts as a skipped one."""
-        return replace(state, skipped=self._one_more(state.skipped))
-
-    def before(self, state: TrainState, step: int) -> None:
-        """Keep a copy of the state if this step is taken twice."""
-        if not self.leaves_out(step):
-            replayed = self._guard.replay_every and step % self._guard.replay_every == 0
-            self._before = copied(state) if replayed else None
-            self._hosts.dispatches(self._values)
-
-    def taken(self, state: TrainState, batch: Batch, values: Any, step: int) -> None:
-        """Queue a step's metrics (None: it was left out), and compare it with its second time if it is taken twice."""
-        if values is None:
-            self._queued.append(Queued(step, None, None))
-            return
+    def taken(self, batch: Batch, values: Any, step: int) -> None:
+        """Queue a step's metrics."""
         self._values = values
-        keeps = self._guard.inspect_bad_steps and self._inspected < INSPECTED
         kept = {name: values[name] for name in ("skipped", "loss", "weight", "grad_norm")}
-        self._queued.append(Queued(step, kept, batch if keeps else None))
-        before, self._before = self._before, None
-        if before is not None:
-            with self._watch.during("taking a step twice"):
-                repeated(self._assembly.train_step, before, batch, state)
+        self._queued.append(Queued(step, kept, batch if self._inspected < INSPECTED else None))
 
     def after(self, state: TrainState, step: int) -> None:
         """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due."""
@@ -112,7 +88,7 @@ class Health:
                     self._compared.append((step, taken))
         while self._compared and self._compared[0][0] <= step - AHEAD:
             compared, taken = self._compared.pop(0)
-            self._judge(taken.differences(), compared)
+            check_devices(taken.differences(), compared, self._watch.flight)
         if line := self._hosts.after(step):
             self._watch.flight.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
             self._say(line)
@@ -142,53 +118,35 @@ class Health:
         progress = self._progress
         while self._compared:
             compared, taken = self._compared.pop(0)
-            self._judge(taken.differences(), compared)
+            check_devices(taken.differences(), compared, self._watch.flight)
         if self._guard.check_replicas_every:
             with self._watch.during("comparing replicas"):
                 taken = fingerprints(state)
                 differences = [] if taken is None else taken.differences()
-            self._judge(differences, progress.done)
+            check_devices(differences, progress.done, self._watch.flight)
         progress.skipped = progress.skips_seen
         streak, skipped = progress.skips_in_a_row, progress.skips_seen
-        if ended and last and last.values and streak and (streak > 1 or skipped >= progress.done - 1):
+        if ended and last and streak and (streak > 1 or skipped >= progress.done - 1):
             raise Diverged(_why_skipped(streak, last.values, from_the_first=skipped == progress.done, last=True))
 
-    def _judge(self, differences: Sequence[Difference], step: int) -> None:
-        """Go back if replicas of the state after a step differ."""
-        if differences:
-            go_back_from(differences, step, self._equal_at, self._progress.bad, self._watch.flight)
-        self._equal_at = step
-
     def _check(self, queued: Queued, state: TrainState) -> None:
-        """Read the metrics of a step, and judge it."""
+        """Read the metrics of a step. Raises Diverged after too many skipped steps in a row."""
         progress, values = self._progress, queued.values
         self._read += 1
-        if values is None:
-            progress.skips_seen += 1
-            return
         skipped = int(values["skipped"])
         was_skipped, progress.skips_seen = skipped > progress.skips_seen, skipped
         progress.skips_in_a_row = progress.skips_in_a_row + 1 if was_skipped else 0
-        loss = float(values["loss"]) if self._rules.spike_deviations or was_skipped else 0.0
-        back: RollBack | None = None
-        try:
-            why = self._rules.judge(progress.bad, queued.step, loss, skipped=was_skipped)
-        except RollBack as error:
-            back, why = error, error.why
-        if why and progress.bad.in_a_row == 1:
-            self._report(queued, why, state, skipped=was_skipped)
-        if back is not None:
-            raise back
+        if progress.skips_in_a_row == 1:
+            self._report(queued, state)
         if progress.skips_in_a_row >= self._limit:
             raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == self._read))
 
-    def _report(self, queued: Queued, why: str, state: TrainState, *, skipped: bool) -> None:
-        """Report the first bad step of a row, keep its batch, and find where its gradient broke."""
-        sentences = [f"Step {queued.step} is bad: {why}."]
+    def _report(self, queued: Queued, state: TrainState) -> None:
+        """Report the first skipped step of a row, keep its batch, and find where its gradient broke."""
+        sentences = [f"Step {queued.step} is skipped: its gradient or update was not finite."]
         if queued.batch is not None:
             self._inspected += 1
-            if skipped:
-                sentences += self._found(state, queued.batch, queued.step)
+            sentences += self._found(state, queued.batch, queued.step)
             try:
                 file = save_batch(self._watch.flight.file.parent, queued.step, queued.batch)
                 sentences.append(f"Its batch is in {file}.")
@@ -207,29 +165,6 @@ class Health:
             if is_lost_peer(error):
                 raise
             return [f"It cannot be inspected: {error}."]
-
-
-def went_back(back: GoBack, step: int) -> str:
-    """Return a line about a run that went back; raise Diverged if going back does not help."""
-    if not isinstance(back, RollBack):
-        return f"{back}: back to step {step}; the steps after it are taken again"
-    if back.returns > MOST_RETURNS:
-        raise Diverged(
-            f"going back must help; given {back}, after the run had gone back {MOST_RETURNS} times: raise "
-            "guard.leave_out_before, lower optimizer.lr, or look at the data; checkpoints stay as they are"
-        )
-    return f"{back}: back to step {step}; of the steps after it {_spans(back.left_out, step)} are left out"
-
-
-def _spans(steps: Sequence[int], after: int) -> str:
-    """Return "7 to 9, 12": the steps after one, in words."""
-    spans: list[list[int]] = []
-    for step in (step for step in steps if step > after):
-        if spans and step == spans[-1][-1] + 1:
-            spans[-1].append(step)
-        else:
-            spans.append([step])
-    return ", ".join(f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
 def _why_skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:

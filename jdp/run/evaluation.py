@@ -4,8 +4,7 @@
    once; or, if `eval_batches` is a number, that many batches, drawn from all examples with a fixed seed.
 2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, for any
    batch sizes: padding has weight 0.
-3. [evaluate] adds metrics, and files of a data set by document or by class. They are made of values of single
-   examples, which are added up in whole numbers or float64.
+3. `train.eval_metrics` adds metrics.
 4. `Best` holds the best value of a metric, and how many evaluations have passed since.
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,71 +21,53 @@ import numpy as np
 from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
 from jdp.data.order import sample_index
-from jdp.data.text.by_document import text_bytes
+from jdp.data.text.tokenizers import Tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.evaluate import BITS_PER_BYTE, PERPLEXITY
 from jdp.experiment.schema.fields import ALL
-from jdp.run.outputs.evaluated import SingleExamples
 from jdp.run.outputs.metrics import numbers
 
 Row = dict[str, float]
 
 
-def evaluate(
-    assembly: Assembly,
-    state: TrainState,
-    goes_on: Callable[[], bool] = lambda: True,
-    files: dict[str, str] | None = None,
-) -> Row | None:
+def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
     """Evaluate every data set, with the averaged parameters if the run has them (`optimizer.ema_decay`).
 
-    `files` gets the files of this evaluation: name -> text. The result is None if the run stops meanwhile.
+    The result is None if the run stops meanwhile.
     """
     state = assembly.averaged(state)
     row: Row = {}
     for name, source in assembly.eval_sets.items():
-        single = SingleExamples.of(assembly, name, source)
-        means = _means(assembly, state, source, goes_on, single)
+        means = _means(assembly, state, source, goes_on)
         if means is None:
             return None
         row |= {f"{name}_{metric}": value for metric, value in means.items()}
-        if single is not None and files is not None:
-            files[single.file] = single.text()
     if missing := [metric for metric in assembly.experiment.eval_metrics if metric not in row]:
         raise ExperimentError(
-            f"loss.name = {assembly.experiment.loss.name!r} must give the metrics that it is registered with; given "
-            f"{', '.join(row)}, without {missing[0]}: add it to jdp.Loss, or take it from the list"
+            f"{assembly.experiment.loss.chosen} must give the metrics of loss.metrics; given {', '.join(row)}, without "
+            f"{missing[0]}: add it to jdp.Loss, or take it from the list"
         )
     return row
 
 
 def coverage(assembly: Assembly) -> str | None:
     """Describe the evaluations that read only a part of their data; None if all read everything."""
-    most, size = assembly.experiment.train.eval_batches, assembly.eval_batch_size
+    most, size = assembly.experiment.train.eval_batches, assembly.experiment.train.batch_size
     counts = {name: batch_count(source, batch_size=size) for name, source in assembly.eval_sets.items()}
     partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
     return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
 
 
-def _means(
-    assembly: Assembly,
-    state: TrainState,
-    source: Source,
-    goes_on: Callable[[], bool],
-    single: SingleExamples | None,
-) -> Row | None:
+def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Callable[[], bool]) -> Row | None:
     """Return Σ mean · weight / Σ weight of each metric over the batches of one data set; None if the run stops."""
     totals: Row = {}
     weight = 0.0
     most = assembly.experiment.train.eval_batches
-    limit, numbered = None if isinstance(most, str) else most, single is not None
-    with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit, numbered=numbered) as batches:
+    limit = None if isinstance(most, str) else most
+    with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
         for batch in batches:
-            measured = assembly.eval_step(state, batch)
-            if single is not None:
-                measured = single.taken(measured)
-            values = numbers(measured)
+            values = numbers(assembly.eval_step(state, batch))
             share = values.pop("weight")
             weight += share
             if share:
@@ -99,7 +80,7 @@ def _means(
 
 def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> Row:
     """Return the loss of text in other units."""
-    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.evaluate.metrics
+    row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.train.eval_metrics
     if PERPLEXITY in asked:
         row[PERPLEXITY] = float(np.exp(np.float64(loss)))
     if BITS_PER_BYTE in asked:
@@ -114,12 +95,23 @@ def _bytes_evaluated(assembly: Assembly, source: Source) -> int:
     if isinstance(most, str):
         indices = range(samples)
     else:  # in the order in which the evaluation draws them
-        drawn = min(samples, most * assembly.eval_batch_size)
+        drawn = min(samples, most * assembly.experiment.train.batch_size)
         indices = [sample_index(0, samples, position) for position in range(drawn)]
     counted = _COUNTED.setdefault(source, {})
     if len(indices) not in counted:
-        counted[len(indices)] = text_bytes(source, indices, assembly.data.tokenizer)
+        counted[len(indices)] = _text_bytes(source, indices, assembly.data.tokenizer)
     return counted[len(indices)]
+
+
+def _text_bytes(source: Source, indices: Iterable[int], tokenizer: Tokenizer) -> int:
+    """Return the bytes of text that the targets with weight of some samples stand for."""
+    sizes = tokenizer.byte_counts()
+    assert sizes is not None
+    total = 0
+    for index in indices:
+        sample = source[index]
+        total += int(sizes[sample["targets"][sample["weights"] > 0]].sum())
+    return total
 
 
 _COUNTED: weakref.WeakKeyDictionary[Source, dict[int, int]] = weakref.WeakKeyDictionary()
@@ -131,57 +123,46 @@ class Best:
     """The best evaluation so far by one metric.
 
     Attributes:
-        metric: its name; larger is better of an accuracy, and for preferences of a margin and the chosen answer.
+        metric: its name; larger is better of an accuracy.
         value, step: the best value and its step; None and 0 before the first evaluation.
-        waiting: evaluations since one was better by more than `min_delta`.
-        to_beat: the value of that evaluation.
+        waiting: evaluations since then.
     """
 
     metric: str
     value: float | None = None
     step: int = 0
     waiting: int = 0
-    to_beat: float | None = None
 
     @property
     def mode(self) -> Literal["min", "max"]:
         """Which value is better: "max" or "min"."""
-        return "max" if self.metric.endswith(("accuracy", "accuracies", "margins", "/chosen")) else "min"
+        return "max" if self.metric.endswith("accuracy") else "min"
 
-    def seen(self, step: int, row: Row, *, min_delta: float = 0.0, newest: bool = False) -> bool:
-        """Record an evaluation, and return True if it improves on `to_beat` by more than `min_delta`.
+    def seen(self, step: int, row: Row, *, newest: bool = False) -> bool:
+        """Record an evaluation, and return True if it is better than all before.
 
         Of equal values the first is the best; the `newest`, where `jdp.Checkpoints` keeps that one.
         """
-        value = row[self.metric]
-        gain = self._gain(value, self.value)
-        if gain > 0 or (newest and gain == 0):
+        value, best = row[self.metric], self.value
+        is_better = best is None or (value > best if self.mode == "max" else value < best)
+        improved = math.isfinite(value) and is_better
+        if improved or (newest and value == best):
             self.value, self.step = value, step
-        if self._gain(value, self.to_beat) > min_delta:
-            self.to_beat, self.waiting = value, 0
-            return True
-        self.waiting += 1
-        return False
+        self.waiting = 0 if improved else self.waiting + 1
+        return improved
 
-    def no_improvement(self, min_delta: float) -> str:
+    def no_improvement(self) -> str:
         """Return why a run stops early, in words."""
         if self.value is None:
             return f"{self.metric} has not been finite in {self.waiting} evaluations"
-        enough = f" by more than train.min_delta = {min_delta:g}" if min_delta else ""
         return (
-            f"{self.metric} has not improved{enough} in {self.waiting} evaluations; its best was {self.value:.6g} at "
-            f"step {self.step}"
+            f"{self.metric} has not improved in {self.waiting} evaluations; its best was {self.value:.6g} at step "
+            f"{self.step}"
         )
-
-    def _gain(self, value: float, before: float | None) -> float:
-        """Return by how much `value` is better than `before`; a value that is not finite never is."""
-        if not math.isfinite(value):
-            return -math.inf
-        return math.inf if before is None else (value - before) * (1 if self.mode == "max" else -1)
 
     @staticmethod
     def resumed(metric: str, record: dict[str, Any] | None) -> Best:
         """Return what `dataclasses.asdict` recorded; a new one if the record is of another metric."""
         if not record or record["metric"] != metric:
             return Best(metric)
-        return Best(**{"to_beat": record["value"], **record})
+        return Best(**record)

@@ -15,20 +15,19 @@ from typing import Any
 
 import jax
 
-from jdp.base.notices import shown
+from jdp.base.user_path import user_path
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import on_first_process
 from jdp.checkpoint.safetensors.config_table import read_json
-from jdp.checkpoint.safetensors.peft import merge_lora
+from jdp.checkpoint.safetensors.lora import merge_lora
 from jdp.checkpoint.safetensors.transfer import export_hf
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.state import TrainState
-from jdp.data.sources.in_bucket import local_path
-from jdp.data.text.tokenizers import BESIDE, BYTES, TEMPLATE, byte_tokenizer
+from jdp.data.text.tokenizers import BESIDE, BYTES, byte_tokenizer
 from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.experiment import ARRAYS, NONE, Experiment
+from jdp.experiment.schema.experiment import Experiment
 from jdp.run.folder import EXPORT, EXPORTED
 from jdp.run.progress import Progress
 
@@ -61,7 +60,7 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
         step = progress.kept.step
     target, fresh = folder / EXPORT, folder / f".{EXPORT}.new"
     if from_every_process("the step that was exported", str(exported_step(target)))[0] == str(step):
-        return f"{shown(str(target))} has the model of step {step}"
+        return f"{target} has the model of step {step}"
     if step != progress.done:
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # two states may not fit
@@ -75,16 +74,14 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
     is_best = progress.kept is not None and progress.kept.step == step
     best = f", the best by {experiment.train.best_metric}" if is_best else ""
     without = "" if (target / TOKENIZER).exists() else f"; it has no tokenizer, as the run has none: add a {TOKENIZER}"
-    return f"exported the model of step {step}{best}, to {shown(str(target))}{without}"
+    return f"exported the model of step {step}{best}, to {target}{without}"
 
 
 def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[str, Any]) -> None:
     """Add the tokenizer and the mark, and move the export to its place. Process 0 alone calls this."""
     data = experiment.data
-    if experiment.kind == "text" and data.tokenizer != NONE and not any(each.endswith(ARRAYS) for each in data.sources):
+    if experiment.kind == "text" and data.knows_text:
         _write_tokenizer(data.tokenizer, fresh)
-        if data.chat_template is not None:
-            shutil.copyfile(local_path(data.chat_template), fresh / TEMPLATE)
     (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     old = fresh.with_name(f".{EXPORT}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -101,7 +98,7 @@ def _write_tokenizer(name: str, folder: Path) -> None:
         for file, table in byte_tokenizer().items():
             (folder / file).write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
         return
-    path = local_path(name, only=(TOKENIZER, *BESIDE).__contains__)
+    path = user_path(name)
     file = path / TOKENIZER if path.is_dir() else path
     shutil.copyfile(file, folder / TOKENIZER)
     for beside in filter(Path.is_file, map(file.with_name, BESIDE)):

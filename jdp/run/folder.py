@@ -32,7 +32,7 @@ from jdp.base.notices import warn
 from jdp.base.user_path import address_of
 from jdp.checkpoint.errors import is_passing
 from jdp.core.cluster.barrier import meet
-from jdp.experiment.file import ExperimentError, from_table, to_toml
+from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
 from jdp.guard.diagnosis import LOGS
@@ -47,34 +47,29 @@ LOCK = ".lock"
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 EXPORTED = f"{EXPORT}/jdp.json"
 """The mark of an export that a run made, with its step."""
-REFERENCE = "reference.npz"
-"""Log-probabilities under the initial weights, of preferences."""
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
-    *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "overlap", "compiler"),
+    *("plugin", "strategy", "offload", "partitioning", "precision", "reduce", "wire", "buckets", "overlap", "compiler"),
     *(
         "devices",
         "mesh",
         "rules",
         "eval",
-        "evaluate",
         "sample",
-        "track",
         "guard",
         "train",
         "model.attention",
         "model.remat",
     ),
-    "data.chat_date",  # the samples themselves are compared
 }
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
-PLACES = re.compile(r"name|data\.(source|heldout|tokenizer|chat_template)|data\.mixture\..*\.source")
+PLACES = re.compile(r"name|data\.(source|heldout|tokenizer)|data\.mixture\..*\.source")
 """Keys that may differ as well: the samples at these places are compared by their fingerprint."""
-INITIAL = ("train.init_from", "train.init_adapter")
+INITIAL = ("train.init_from",)
 """Keys of weights that are read at a run's start alone: they may differ if nothing is left at the old path."""
-FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_names", *INITIAL))
+FIXED = frozenset(("train.wrt", *INITIAL))
 _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system without locks."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
@@ -180,8 +175,7 @@ def _is_unused(folder: Path) -> bool:
 def _files(folder: Path) -> list[Path]:
     """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
-    references = (folder / REFERENCE, folder / f"{REFERENCE}.new")
-    return [folder / NEW, folder / HISTORY, *references, *events, folder / FILE, folder / LOCK]
+    return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:
@@ -222,7 +216,7 @@ def writing(folder: Path) -> Generator[None]:
 
 
 class RunAgain(ValueError):
-    """Trouble of the disk or the storage that may pass, and that was tried again in vain."""
+    """Trouble of the disk that may pass, and that was tried again in vain."""
 
     exit_code = TRY_AGAIN
 
@@ -296,8 +290,6 @@ def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
         raise ExperimentError(
             f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
-    with contextlib.suppress(ExperimentError):  # keys that came after it have their defaults; else it is compared as is
-        before = tomllib.loads(to_toml(from_table(before, plugin=current["plugin"])))
     before, now = _flat(before), _flat(current)
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
     return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}

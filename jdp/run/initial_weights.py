@@ -2,7 +2,7 @@
 
 1. Check the path before anything is written.
 2. Read parameters and model state onto the state's shardings. LoRA parameters may be missing: they keep their initial
-   values, or get those of `train.init_adapter`.
+   values.
 3. Make the optimizer's state for these weights: an average of parameters starts from them.
 """
 
@@ -14,70 +14,55 @@ from typing import Any
 
 import jax
 
-from jdp.base.bucket import Remote, place_of
 from jdp.base.tree_paths import path_of
-from jdp.base.user_path import PathError
+from jdp.base.user_path import PathError, user_path
 from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names
-from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
-from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter, import_peft
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
-from jdp.core.sharding.axes import REPLICA
-from jdp.core.sharding.host_memory import on_device
-from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_part
+from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
 from jdp.core.types import PyTree
-from jdp.core.update.local_steps import stack
 from jdp.core.update.optimizer_checks import first_state
-from jdp.data.sources.in_bucket import fetch, local_copy
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Train
+from jdp.models.configs.gpt import GPTConfig
 
 LORA = ("*lora_*",)
 """Parameters that a model without LoRA does not have."""
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
 """Files by which a folder of safetensors is known."""
-ADAPTER = (ADAPTER_CONFIG, WEIGHTS).__contains__
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights that a run starts from: `train.init_from`, then `train.init_adapter`.
+    """The weights that a run starts from: `train.init_from`.
 
     Attributes:
         train: their keys as given.
         place: a run, a checkpoint, a safetensors file or a folder of them.
-        adapter: the folder of an adapter; None: none is given.
     """
 
     train: Train
-    place: Path | Remote
-    adapter: Path | Remote | None
+    place: Path
 
     @staticmethod
     def of(train: Train) -> InitialWeights:
         """Return the weights that [train] names, which must be some."""
         assert train.init_from is not None
-        adapter = train.init_adapter
-        return InitialWeights(train, place_of(train.init_from), None if adapter is None else place_of(adapter))
+        return InitialWeights(train, user_path(train.init_from))
 
     def check(self, config: Any) -> None:
         """Check that the weights exist, and that the `config.json` beside each describes this model."""
         try:
-            path = _safetensors(self.place, weights=False)
-            keys = [] if path is None or self.train.init_names == "jdp" else differences(path, config)
+            path = _safetensors(self.place)
+            keys = differences(path, config) if path is not None and _is_hugging_face(path, config) else []
         except (CheckpointError, PathError) as error:
             raise ExperimentError(f"train.init_from: {error}") from error
-        if self.adapter is not None:
-            try:
-                check_adapter(local_copy(self.adapter, only=ADAPTER).absolute(), config)
-            except ValueError as error:
-                raise ExperimentError(f"train.init_adapter: {error}") from error
         if path is not None and keys:
             folder = path if path.is_dir() else path.parent
             raise ExperimentError(
@@ -87,46 +72,26 @@ class InitialWeights:
 
     def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
         """Return the state with these parameters and a new optimizer state, and a line that names them."""
-        given, adapter = self.train.init_from or "", self.train.init_adapter
+        given = self.train.init_from or ""
         path = _safetensors(self.place)
-        read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, self.train, config)
-        if self.adapter is not None:
-            read = import_peft(local_copy(self.adapter, only=ADAPTER), read, config)
+        read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, config)
         before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
         fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-        message = f"parameters from {given}" + (f", updates from {adapter}" if adapter is not None else "")
+        message = f"parameters from {given}"
         if fresh:
             shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
             message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"
         return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
 
 
-def _safetensors(place: Path | Remote, *, weights: bool = True) -> Path | None:
+def _safetensors(place: Path) -> Path | None:
     """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint."""
-    if isinstance(place, Path):
-        _check_there(place, place.exists())
-        return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
-    folder, _, name = place.address.rpartition("/")
-    if not name.endswith(SAFETENSORS):
-        folder, name = place.address, ""
-    remote = Remote(folder)
-    files = remote.matching("*")
-    whole = {name} if name else files.keys() & set(_IN_FOLDER)
-    _check_there(place.address, name in files if name else bool(files or remote.files()))
-    if not whole:
-        return None
-    shards = {file for file in files if not name and file.startswith("model") and file.endswith(SAFETENSORS)}
-    wanted = {CONFIG, *whole, *shards} if weights else {CONFIG}
-    parts = {file: stored for file, stored in files.items() if file in wanted}
-    return fetch(remote, parts) / name if parts else None
-
-
-def _check_there(given: str | Path, there: bool) -> None:
-    if not there:
+    if not place.exists():
         raise ExperimentError(
-            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {given}: "
+            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {place}: "
             "fix the path, or remove it"
         )
+    return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
 
 
 def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
@@ -134,39 +99,32 @@ def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     tx, trained = state.static.tx, state.static.trained
 
     def optimizer_state(params: PyTree) -> PyTree:
-        own = own_shaped(on_device(params), "params", state.static)
+        own = own_shaped(params, "params", state.static)
         first = first_state(tx, trained_part(own, trained))
-        one = map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
-        return stack(one, plan.mesh.shape[REPLICA]) if STACKED in state.sync else one
+        return map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
 
     begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
     return replace(state, opt_state=begin(state.params))
 
 
-def names_of(path: Path, config: Any, *, learned: bool) -> Names:
+def _is_hugging_face(path: Path, config: Any) -> bool:
+    """Return True if the tensors of a GPT's file have Hugging Face's names, not jdp's paths such as embed/tokens."""
+    return isinstance(config, GPTConfig) and not any("/" in name for name in files.read(path))
+
+
+def names_of(path: Path, config: GPTConfig) -> Names:
     """Return the names that the tensors of a file of Hugging Face's have; those of GPT-2 if positions are learned."""
-    if not learned:
+    if config.positions != "learned":
         return llama_names(config)
     # the hub's own files lack the prefix that Hugging Face's library writes
     prefixed = any(name.startswith("transformer.") for name in files.read(path))
     return gpt2_names(config, prefix="transformer." if prefixed else "")
 
 
-def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainState:
-    """Read a safetensors file. If it does not fit, its names may differ: the error names `train.init_names`.
-
-    Raises ExperimentError, or CheckpointError for a model other than a GPT.
-    """
-    names: Names | None = None  # the parameters' own paths
+def _import(path: Path, state: TrainState, config: Any) -> TrainState:
+    """Read a safetensors file under the names that its tensors have. Raises ExperimentError if it does not fit."""
     try:
-        given = train.init_names
-        if given != "jdp":
-            names = names_of(path, config, learned=given == "gpt2" or (given == "hf" and config.positions == "learned"))
+        names = names_of(path, config) if _is_hugging_face(path, config) else None
         return import_safetensors(path, state, names=names, missing=LORA)
-    except CheckpointError as error:
-        if not hasattr(config, "vocab_size"):  # no model of text
-            raise
-        raise ExperimentError(
-            f'train.init_from: {error} (Names were read as train.init_names = "{train.init_names}" says; a '
-            'GPT from Hugging Face has those of "hf".)'
-        ) from error
+    except ValueError as error:  # of another architecture too
+        raise ExperimentError(f"train.init_from: {error}") from error

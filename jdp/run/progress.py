@@ -11,10 +11,9 @@ from typing import Any
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
 from jdp.experiment.schema.experiment import Experiment, Train
-from jdp.guard.bad_steps import BadSteps
 from jdp.run.evaluation import Best, Row
 
-_SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint", "experiment")
+_SAVED = ("done", "samples", "skipped", "loss", "evals", "evaluated", "fingerprint", "experiment")
 
 
 @dataclass
@@ -23,15 +22,15 @@ class Progress:
 
     Attributes:
         done: batches consumed.
+        samples: the samples in them; visits may have batches of different sizes.
         skipped: of these, steps skipped because of gradients or updates that were not finite.
         loss: at the last row of metrics, in nats.
         evals: the metrics of the last evaluation.
         evaluated: the step of that evaluation.
         fingerprint: of the data.
         experiment: a hash of the experiment as resolved, of this visit.
-        watched: the best evaluation by `train.stop_metric`, for early stopping.
-        kept: the best one with a checkpoint, by `train.keep_best`; None: none is kept.
-        bad: the recent bad steps, and the steps that are left out.
+        watched: the best evaluation, for early stopping.
+        kept: the best one with a checkpoint; None without `train.keep_best`.
         resumed_from: batches consumed before this visit.
         seconds: duration of this visit's loop.
         waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
@@ -41,6 +40,7 @@ class Progress:
     """
 
     done: int = 0
+    samples: int = 0
     skipped: int = 0
     loss: float | None = None
     evals: Row = field(default_factory=dict[str, float])
@@ -49,7 +49,6 @@ class Progress:
     experiment: str = ""
     watched: Best = field(default_factory=lambda: Best("eval_loss"))
     kept: Best | None = None
-    bad: BadSteps = field(default_factory=BadSteps)
     resumed_from: int = 0
     seconds: float = 0.0
     waited: float = 0.0
@@ -75,26 +74,33 @@ class Progress:
             {name: finite_or_none(value) for name, value in self.evals.items()},
         )
         best = {"watched": asdict(self.watched), "kept": asdict(self.kept) if self.kept else None}
-        return {**kept, **best, "bad": self.bad.record()}
+        return {**kept, **best}
 
     @staticmethod
     def of(settings: Train, toml: str, record: dict[str, Any]) -> Progress:
         """Return the progress from a checkpoint's record; `{}` is a run that has not begun."""
         known = {name.name for name in fields(Progress)}
         progress = Progress(**{name: value for name, value in record.items() if name in known})
-        progress.watched = Best.resumed(settings.stop_metric, record.get("watched"))
-        progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.best_metric else None
+        progress.watched = Best.resumed(settings.best_metric, record.get("watched"))
+        progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.keep_best else None
         evals: dict[str, float | None] = record.get("evals", {})
         progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
         progress.experiment = hashlib.sha256(toml.encode()).hexdigest()[:16]
-        progress.bad = BadSteps.of(record.get("bad"))
         progress.resumed_from = progress.done
         return progress
 
 
 _NUMBER, _COUNT = (int, float), (int,)
-_KINDS = {"done": _COUNT, "skipped": _COUNT, "evaluated": _COUNT, "loss": (*_NUMBER, type(None)), "fingerprint": (str,)}
-_BEST = {"metric": (str,), "value": (*_NUMBER, type(None)), "step": _COUNT, "waiting": _COUNT}
+_KINDS = {
+    "done": _COUNT,
+    "samples": _COUNT,
+    "skipped": _COUNT,
+    "evaluated": _COUNT,
+    "loss": (*_NUMBER, type(None)),
+    "fingerprint": (str,),
+}
+_MEASURED = (*_NUMBER, type(None))
+_BEST = {"metric": (str,), "value": _MEASURED, "step": _COUNT, "waiting": _COUNT}
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:
@@ -105,15 +111,9 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
     if not problem and not numbers:
         problem = f"evals is {evals!r}"
     for name, best in bests.items():
-        known = {**_BEST, "to_beat": _BEST["value"]} if isinstance(best, dict) and "to_beat" in best else _BEST
         if not problem and best is not None:
-            fits = isinstance(best, dict) and best.keys() <= known.keys()
-            problem = _first_problem(best, known, f"{name}.") if fits else f"{name} is {best!r}"
-    if not problem:
-        try:
-            BadSteps.of(record.get("bad"))
-        except ValueError:
-            problem = f"bad is {record['bad']!r}"
+            fits = isinstance(best, dict) and best.keys() <= _BEST.keys()
+            problem = _first_problem(best, _BEST, f"{name}.") if fits else f"{name} is {best!r}"
     if not problem and record["done"] != int(folder.name):
         problem = f"done is {record['done']}"
     if problem:

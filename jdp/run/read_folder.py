@@ -7,22 +7,22 @@ in a sentence: a run that went wrong must stay readable.
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jdp.base.hints import nearest
-from jdp.base.read_toml import parse
-from jdp.base.toml import toml_key, toml_value
-from jdp.base.user_path import address_of, user_path
+from jdp.base.toml import parse, toml_key, toml_value
+from jdp.base.user_path import user_path
+from jdp.base.words import nearest
 from jdp.experiment.file import ExperimentError
-from jdp.guard.flight_recorder import FLIGHT, read
+from jdp.guard.flight_recorder import FLIGHT
+from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
-from jdp.run.in_bucket import fetched
 from jdp.run.outputs.history import HISTORY, read_history
-from jdp.run.outputs.metrics import JSONL, read_counted
+from jdp.run.outputs.metrics import JSONL, read
+from jdp.run.outputs.samples import read_samples
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Recorded:
     Attributes:
         folder: the run's.
         rows: of metrics: "step", "time", and numbers; NaN and infinities restored.
-        history: events of its visits, in order; empty for a run of an old version without a history.
+        history: events of its visits, in order.
         summary: of its last visit that finished; None if none did.
         toml: the experiment as resolved.
         settings: the experiment's dotted keys and their values as TOML; empty if it cannot be parsed.
         checkpoints: steps of those that are there.
         notes: what was damaged or missing, a sentence each.
-        goodput: the useful share of all its time and where the rest went, in words; None for a run of an old version
-            without a flight recorder.
+        goodput: the useful share of all its time and where the rest went, in words; None without a flight recorder.
+        samples: rows of the text that was written: "step", "prompt", "text".
     """
 
     folder: Path
@@ -51,28 +51,22 @@ class Recorded:
     checkpoints: list[int]
     notes: list[str]
     goodput: str | None = None
+    samples: Sequence[dict[str, Any]] = ()
 
 
 def find_run(given: str, runs: Path) -> Path:
-    """Return the folder of a run; for a run in a bucket, a copy."""
-    if address_of(given):
-        return fetched(given)
-    if (address := address_of(runs)) and len(Path(given).parts) == 1:
-        return fetched(f"{address}/{given}")
-    return _find(user_path(given), runs)
-
-
-def _find(given: Path, runs: Path) -> Path:
-    named = [runs / given] if len(given.parts) == 1 else []
-    folder = next((path for path in (given, *named) if (path / FILE).is_file()), None)
+    """Return the folder of a run that is given by its path, or by its name in `runs`."""
+    path = user_path(given)
+    named = [runs / path] if len(path.parts) == 1 else []
+    folder = next((each for each in (path, *named) if (each / FILE).is_file()), None)
     if folder is not None:
         return folder
     there = sorted(file.parent.name for file in runs.glob(f"*/{FILE}"))
-    hint = nearest(given.name, there, f"; did you mean {runs}/", cutoff=0.5) or (
+    hint = nearest(path.name, there, f"; did you mean {runs}/", cutoff=0.5) or (
         f"; {runs} has {', '.join(there[:5])}{' …' * (len(there) > 5)}" if there else f"; {runs} has no runs"
     )
-    what = f"it has no {FILE}" if given.is_dir() else "it is a file" if given.exists() else "there is no such folder"
-    raise ExperimentError(f"a run is a folder with an {FILE}, or its name in {runs}; given {given}: {what}{hint}")
+    what = f"it has no {FILE}" if path.is_dir() else "it is a file" if path.exists() else "there is no such folder"
+    raise ExperimentError(f"a run is a folder with an {FILE}, or its name in {runs}; given {path}: {what}{hint}")
 
 
 def read_run(folder: Path) -> Recorded:
@@ -83,8 +77,9 @@ def read_run(folder: Path) -> Recorded:
         rows = _rows(folder / JSONL, notes)
         history = read_history(folder / HISTORY)
         summary = _summary(folder / SUMMARY, notes)
-        spent = account(read(folder / FLIGHT / "rank-00000.jsonl"))
+        spent = account(read_flight(folder / FLIGHT / "rank-00000.jsonl"))
         names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
+        samples = read_samples(folder, notes)
     except OSError as error:
         file = error.filename or folder
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a run that you may read") from None
@@ -100,6 +95,7 @@ def read_run(folder: Path) -> Recorded:
         sorted(int(name) for name in names if name.isdecimal() and len(name) < 19),
         notes,
         spent.words() if spent.visits else None,
+        samples,
     )
 
 
@@ -107,25 +103,14 @@ def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
     if not file.exists():
         notes.append(f"There is no {JSONL}: no step was logged.")
         return []
-    rows, damaged, torn = read_counted(file)
-    if torn:
-        notes.append(f"The last row of {JSONL} is half-written and left out: its writer was stopped, or still runs.")
-    if damaged:
-        notes.append(f"{damaged:,} of {damaged + len(rows):,} rows of {JSONL} are damaged and left out.")
+    try:
+        rows = read(file)
+    except ValueError as error:
+        notes.append(f"{error}.")
+        return []
     if not rows:
         notes.append("No step was logged.")
-    drawn = [{name: number for name, value in row.items() if (number := _number(value)) is not None} for row in rows]
-    return [row for row in drawn if 0 <= row["step"] < _HUGE]
-
-
-def _number(value: Any) -> float | None:
-    """Return a number that can be drawn, with infinity for huge ones; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if not abs(value) > _HUGE else math.inf if value > 0 else -math.inf
-
-
-_HUGE = 1e100
+    return rows
 
 
 def _summary(file: Path, notes: list[str]) -> dict[str, Any] | None:

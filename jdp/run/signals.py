@@ -27,13 +27,13 @@ from weakref import WeakSet
 
 import jax
 
+from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client
 from jdp.core.cluster.initialize import leave_after_failure
-from jdp.core.cluster.service import THREAD_SECONDS, coordination_client
 
 TRY_AGAIN = 75
 """The exit code of a run that was stopped by another signal than Ctrl-C: run again."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_AGAIN, signal.SIGUSR1: TRY_AGAIN}
-"""Signals that stop a run or a sweep, with its exit code."""
+"""Signals that stop a run, with its exit code."""
 _SIGNALS = tuple(EXIT_CODES)
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
 _POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard

@@ -1,6 +1,6 @@
 """The work around each step of a visit: reading, metrics, evaluations, checkpoints, signals, the trace, the watch.
 
-The loop calls `before` and `after`; a visit that goes back to an earlier checkpoint begins anew with another `Visit`.
+The loop calls `before` and `after`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from typing import Any
 
 import jax
 
-from jdp.base.formatting import finite_or_none
 from jdp.base.notices import end_of_start
 from jdp.base.retrying import retried
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import is_passing
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
-from jdp.core.update.noise_scale import hint, ratio
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.samples import Writer
-from jdp.guard.bad_steps import GoBack
 from jdp.guard.watch import Watch
-from jdp.run.bad_steps import Health, went_back
+from jdp.run.bad_steps import Health
 from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
-from jdp.run.outputs import evaluated, samples, trackers
+from jdp.run.outputs import samples, trackers
 from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
@@ -76,15 +73,14 @@ class Visit:
 
     # The beginning and the end.
 
-    def introduce(self, back: GoBack | None, weights_read: str | None) -> None:
-        """Print the first lines of the visit, or where the run went back to."""
+    def introduce(self, weights_read: str | None) -> None:
+        """Print the first lines of the visit."""
         done, train = self.progress.done, self.experiment.train
-        lines = introduction(self.assembly) if back is None else [went_back(back, done)]
         resumed = f"resumed after step {done}" if done else None
         if self.ended:
             early = ", stopped early" if done < train.steps else ""
             resumed = f"{self.folder} has all of its {done} steps{early}: nothing to do (--name NEW starts another run)"
-        for line in filter(None, (*lines, weights_read, resumed)):
+        for line in filter(None, (*introduction(self.assembly), weights_read, resumed)):
             self.display.say(line)
 
     @contextlib.contextmanager
@@ -95,8 +91,8 @@ class Visit:
         differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
         if not self.ended:
             record(toml, folder)
-        wanted = {} if self.ended else experiment.track.model_dump(exclude_none=True)
-        tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted) if wanted else []
+        wandb = None if self.ended else experiment.train.wandb
+        tracked = trackers.start(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
         with (
             Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,
             self.display,
@@ -113,7 +109,7 @@ class Visit:
             yield
             return
         done = self.progress.done
-        with self.assembly.train_feed(done) as self._feed:
+        with self.assembly.train_feed(done, self.progress.samples) as self._feed:
             self.watch.resumed(done)
             self._clock.restart(done, self._feed)
             yield
@@ -134,10 +130,6 @@ class Visit:
         progress, say = self.progress, self.display.say
         self._sample(state, "sample")
         results = summary(self.assembly, progress, self.folder)
-        if self.experiment.train.noise_scale:
-            measured = jax.device_get(state.sync["noise"])
-            results["noise_scale"] = finite_or_none(float(ratio(measured)))
-            say(hint(measured, "pairs" if self.assembly.learns_preferences else self.assembly.unit))
         if progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists():
             record_summary(json_safe(results), self.folder)
         if self.experiment.train.export is not None:
@@ -154,31 +146,27 @@ class Visit:
         step = self.progress.done + 1
         if self.profile.begin(step, state):
             self._clock.restart(self.progress.done, self._feed)
-        if step - 1 in self.assembly.units_per_step.starts:  # another program, which this step compiles
-            self._clock.compiles()
-            self.watch.compiles()
         batch = next(self._feed)
         self.watch.mark("data")
-        self.health.before(state, step)
+        self.health.before()
         return batch
 
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
-        """Log, evaluate and save after a step, as each is due; `values` are its metrics, None if it was left out."""
+        """Log, evaluate and save after a step, as each is due; `values` are its metrics."""
         progress, train, step = self.progress, self.experiment.train, self.progress.done + 1
-        self.health.taken(state, batch, values, step)
+        self.health.taken(batch, values, step)
         self.stop.under_way()
         self.watch.mark("dispatch")
         self.health.after(state, step)
-        progress.done = step
+        progress.done, progress.samples = step, progress.samples + train.batch_size
         self.display.step(step)
         end_of_start()
         last = self.stop.at_step(step) or step == train.steps
         may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
         row_due = last or step % train.log_every == 0 or may_stop  # a run's last step has a row
-        if values is not None:
-            self._clock.tick(step, values, self._feed, row_due)
-            if row_due:
-                self._log(step, values)
+        self._clock.tick(step, values, self._feed, row_due)
+        if row_due:
+            self._log(step, values)
         self.watch.mark("wait")
         profiled = self.profile.end(step, state)
         self.watch.step(step)
@@ -202,17 +190,13 @@ class Visit:
         row, progress = numbers(values), self.progress
         progress.loss, progress.skipped = row["loss"], int(row["skipped"])
         row["skipped"] = progress.skipped
-        row |= self._clock.row(step, self._feed, progress, hosts) | self.assembly.scheduled(step)
+        row |= self._clock.row(step, self._feed, progress, hosts)
         self.metrics.write(step, row)
         speed = self._clock.speed
         shown = (
             "loss",
             "accuracy",
-            "rewards/accuracies",
-            "rewards/margins",
             "lr",
-            "batch_size",
-            "length",
             "grad_norm",
             speed,
             "mfu",
@@ -225,7 +209,6 @@ class Visit:
         self.health.check_all(state, ended=ended)
         with self.watch.during("save"):
             self._claim.check()
-            self.metrics.check()
             self._save_patiently(state)
         self.health.restart()
 
@@ -277,24 +260,22 @@ class Visit:
 
     def evaluate(self, state: TrainState) -> bool:
         """Evaluate if it is due after this step and was not done yet; return True if it was now."""
-        progress, train, done = self.progress, self.experiment.train, self.progress.done
+        progress, done = self.progress, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
-        files: dict[str, str] = {}
         with self.watch.during("eval"):
-            row = evaluate(self.assembly, state, self._goes_on, files)
+            row = evaluate(self.assembly, state, self._goes_on)
         if row is None:
             return False
-        self._write(lambda: evaluated.write(self.folder, done, files))
         progress.evals, progress.evaluated = row, done
-        progress.watched.seen(done, row, min_delta=train.min_delta)
+        progress.watched.seen(done, row)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
             progress.kept.seen(done, row, newest=True)
         made_up = done == progress.resumed_from  # perhaps not for the first time: the checkpoint precedes it
         (self.metrics.replace_evaluation if made_up else self.metrics.write)(done, row)
         self.display.log(done, row)
         if progress.stops_early(self.experiment):
-            self.display.say(f"stopped early: {progress.watched.no_improvement(train.min_delta)}")
+            self.display.say(f"stopped early: {progress.watched.no_improvement()}")
             self.ended = True
         return True
 
@@ -354,10 +335,6 @@ class Clock:
         if not row_due:
             self.restart(done, feed)
 
-    def compiles(self) -> None:
-        """Treat the next step as the first of a process."""
-        self._first = True
-
     def restart(self, done: int, feed: Feed) -> None:
         """Count from step `done` and from now on."""
         self._from = (done, time.perf_counter(), feed.wait_seconds)
@@ -368,9 +345,9 @@ class Clock:
         steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
         rate = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
         row = {"lr": rate, "step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **hosts}
-        units = self._units_per_step.total(done) - self._units_per_step.total(since)
+        units = self._units_per_step * steps
         row[self.speed] = units / seconds
-        at_peak = None if self._at_peak is None else self._at_peak.total(done) - self._at_peak.total(since)
+        at_peak = None if self._at_peak is None else self._at_peak * steps
         if at_peak is not None:
             row["mfu"] = at_peak / seconds
         if not self._compiled:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds, format_span
+from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,6 @@ from jdp.base.formatting import format_bytes, format_percent, format_rate, forma
         (format_seconds(0.0873), "87.3 ms"),
         (format_seconds(0.9997), "1 s"),
         (format_seconds(1234.5), "1234 s"),
-        (format_span(0), "0 s"),
-        (format_span(0.0873), "87.3 ms"),
-        (format_span(59.99), "1 min"),
-        (format_span(3 * 3600 + 180), "3.05 h"),
-        (format_span(50_000 * 3600), "5.7 y"),
         (format_rate(999), "999"),
         (format_rate(12345), "12.3k"),
         (format_rate(2.5e6), "2.5M"),

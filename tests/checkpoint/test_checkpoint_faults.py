@@ -4,10 +4,8 @@ half-written is ever taken for a checkpoint."""
 import itertools
 import json
 import logging
-import os
 import re
 import shutil
-import stat
 import time
 from dataclasses import replace
 
@@ -16,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damaged_files import cut, without_checksums
+from damaged_files import cut, vouch
 from full_disk import files_of_at_most, small_disk
 
 import jdp
-from jdp.checkpoint import check
 
 # When one of several reads or writes fails, Orbax leaves the others where they are.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -122,18 +119,6 @@ def test_no_space_left_on_a_real_disk(tmp_path, state):
         assert checkpoints.restore(target())[0].step == 1
 
 
-def test_no_inodes_left(tmp_path, state):
-    """Step 1 takes 27 files and folders, its mark and the root among them."""
-    with small_disk(tmp_path / "disk", "8m", inodes=40), jdp.Checkpoints(tmp_path / "disk") as checkpoints:
-        checkpoints.save(at(state, 1))
-        checkpoints.wait()
-        with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved.*: No space left on device"):
-            checkpoints.save(at(state, 2))
-            checkpoints.wait()
-        assert (checkpoints.steps, int(checkpoints.restore(target())[0].step)) == ([1], 1)
-        assert [found.status for found in check(tmp_path / "disk")] == ["whole"]
-
-
 def test_a_read_only_directory_is_read_and_refuses_to_be_written(tmp_path, state):
     with small_disk(tmp_path / "disk", "4m") as remount:
         with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
@@ -151,26 +136,6 @@ def test_a_read_only_directory_is_read_and_refuses_to_be_written(tmp_path, state
             jdp.Checkpoints(tmp_path / "disk" / "new")
         with pytest.raises(jdp.CheckpointError, match=r"one was not saved: Read-only file system"):
             jdp.save(tmp_path / "disk" / "one", state)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_permission_refuses_to_be_written(tmp_path, state):
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    try:
-        with pytest.raises(jdp.CheckpointError, match="Permission denied"):
-            jdp.Checkpoints(tmp_path / "new")
-        with jdp.Checkpoints(tmp_path) as checkpoints, pytest.raises(jdp.CheckpointError, match="Permission denied"):
-            checkpoints.save(state)
-            checkpoints.wait()
-    finally:
-        tmp_path.chmod(stat.S_IRWXU)
-
-
-def test_a_file_where_the_directory_should_be(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(jdp.CheckpointError, match=r"file cannot be made a directory of checkpoints: File exists"):
-        jdp.Checkpoints(tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 # Reading.
@@ -194,10 +159,7 @@ def largest(folder):
 
 DAMAGES = {
     "array file cut": lambda step: [cut(path) for path in largest(step / "state")],
-    "array file gone": lambda step: [path.unlink() for path in largest(step / "state")],
     "manifest cut": lambda step: cut(step / "state" / "manifest.ocdbt"),
-    "metadata cut": lambda step: cut(step / "state" / "_METADATA"),
-    "table cut": lambda step: cut(step / "leaves" / "metadata"),
     "table gone": lambda step: (step / "leaves" / "metadata").unlink(),
 }
 
@@ -216,10 +178,10 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_named_with_those_that_are_no
 
 
 def test_the_reason_is_short(two, tmp_path):
-    """TensorStore's own account of it is a page; it is asked where there are no checksums."""
+    """TensorStore's own account of it is a page; it is asked where checksums vouch for the file."""
     directory = shutil.copytree(two, tmp_path / "copy")
-    without_checksums(directory / "2")
     DAMAGES["array file cut"](directory / "2")
+    vouch(directory / "2")
     with pytest.raises(jdp.CheckpointError) as error:
         jdp.restore(directory / "2", target())
     assert len(str(error.value)) < len(str(directory)) + 250 and "\n" not in str(error.value)
@@ -258,25 +220,11 @@ def test_another_model_is_named_by_its_first_leaf_that_differs(two):
             read(two, wider)
 
 
-def test_another_generator_is_not_taken_for_the_same(two):
-    other = jdp.abstract_state(init, TX, plan(), rng=jax.random.key(0, impl="rbg"))
-    with pytest.raises(jdp.CheckpointError, match=r"rng as key<fry>\[\], and key<rbg>\[\] is wanted"):
-        jdp.restore(two, other)
-
-
 def test_another_versions_checkpoint_is_refused_by_its_format(two, tmp_path):
     directory = shutil.copytree(two, tmp_path / "copy")
-    without_checksums(directory / "2")
     (directory / "2" / "leaves" / "metadata").write_text(json.dumps({"format": 99, "leaves": {}}))
+    vouch(directory / "2")
     with pytest.raises(
         jdp.CheckpointError, match=r"another version of jdp, in format 99; this one reads formats 1 and 2"
     ):
         jdp.restore(directory, target())
-
-
-def test_two_leaves_of_one_path_are_refused(tmp_path):
-    made = jdp.init_state(
-        lambda rng: {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}, optax.sgd(0.1), plan(), rng=jax.random.key(0)
-    )
-    with pytest.raises(ValueError, match="two have params/a/b"):
-        jdp.save(tmp_path / "one", made)

@@ -2,8 +2,6 @@
 ours; and what it cannot take is refused in words."""
 
 import functools
-import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from damaged_files import without_checksums
 
 import jdp
 from jdp.base import notices
@@ -84,19 +81,6 @@ def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(t
     assert messages.count("checkpoints 3, 4 set aside in abandoned-1") == 1
 
 
-def test_a_process_that_resumes_before_the_newest_sets_aside_all_that_came_after(tmp_path, base):
-    """Steps before the first that is saved again too, and a second time into a folder of its own."""
-    fill(tmp_path, base, 1, 2, 3, 4)
-    for visit, kept in (1, [1, 2, 5]), (2, [1, 2, 5]):
-        with jdp.Checkpoints(tmp_path, keep=None) as saved:
-            saved.restore(target(), 2)
-            saved.save(at(base, 5, 50.0 + visit))
-            assert saved.steps == kept
-    assert names(tmp_path) == ["1", "2", "5", "abandoned-1", "abandoned-2"]
-    assert names(tmp_path / "abandoned-1") == ["3", "4"] and names(tmp_path / "abandoned-2") == ["5"]
-    assert weight(tmp_path) == 52
-
-
 def test_a_fresh_run_in_an_old_directory_does_not_mix_with_it(tmp_path, base):
     fill(tmp_path, base, 1, 2, 3)
     with jdp.Checkpoints(tmp_path) as saved:
@@ -117,39 +101,6 @@ def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_a
         saved.save(at(base, 4, 44.0))  # another state with the same number, as that of a second model
         assert "another state with as many batches consumed is not saved" in capsys.readouterr().err
     assert names(tmp_path) == ["3", "4"] and weight(tmp_path) == 4
-
-
-def test_an_earlier_step_that_is_only_looked_at_sets_nothing_aside_and_what_stays_is_said(tmp_path, base, capsys):
-    with jdp.Checkpoints(tmp_path, keep=None) as saved:
-        for step in (1, 2, 3):
-            saved.save(at(base, step))
-        saved.restore(target(), 1)
-        saved.save(at(base, 4))
-        saved.save(at(base, 5))
-    assert names(tmp_path) == ["1", "2", "3", "4", "5"]
-    messages = capsys.readouterr().err
-    assert messages.count("step 1 was restored, and step 4 is saved behind checkpoints 2, 3, which stay") == 1
-
-
-def test_another_state_under_the_step_that_was_restored_is_said(tmp_path, base, capsys):
-    fill(tmp_path, base, 1)
-    with jdp.Checkpoints(tmp_path) as saved:
-        restored, _ = saved.restore(target())
-        saved.save(restored)
-        assert "is not saved" not in capsys.readouterr().err
-        saved.save(replace(restored, params={"w": jnp.full(4, 7.0)}))
-        assert "checkpoint 1 was saved or restored just before and stays" in capsys.readouterr().err
-
-
-def test_the_best_of_an_abandoned_run_is_the_best_no_more(tmp_path, base):
-    with jdp.Checkpoints(tmp_path, keep=1, best="loss") as saved:
-        for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
-            saved.save(at(base, step), metrics={"loss": loss})
-        saved.wait()
-    with jdp.Checkpoints(tmp_path, keep=None, best="loss") as saved:
-        saved.save(at(base, 3, 9.0), metrics={"loss": 4.0})
-        assert saved.best == 3
-    assert weight(tmp_path) == 9 and names(tmp_path / "abandoned-1") == ["3"]
 
 
 def test_a_reader_sees_the_steps_that_another_process_writes_and_deletes(tmp_path, base):
@@ -203,15 +154,6 @@ def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, bas
     assert (tmp_path / "elsewhere" / "0" / "leaves").is_dir(), "a link is not followed"
 
 
-def test_a_relative_link_that_is_set_aside_still_leads_there(tmp_path, base):
-    fill(tmp_path / "real", base, 1)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "1").symlink_to("../real/1")
-    fill(tmp_path / "run", at(base, 1, 9.0), 1)
-    assert names(tmp_path / "run") == ["1", "abandoned-1"]
-    assert weight(tmp_path / "run" / "abandoned-1") == 1 and (tmp_path / "run" / "abandoned-1" / "1").is_symlink()
-
-
 def test_what_a_killed_process_left_is_deleted_by_its_mark_only(tmp_path, base):
     fill(tmp_path, base, 1, 2, 3)
     for step in ("2", "3"):
@@ -246,7 +188,8 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 
 
 ADDRESSES = {
-    "file:///tmp/x": r"file:// is (on this one; write the folder|taken for runs, checkpoints and data only; mount it)",
+    "file:///tmp/x": "must be on a disk of this machine, .*: mount it",
+    "s3://bucket/run": r"must be on a disk of this machine, .*: mount it .*outside\.md.*train\.mirror",
     "~nosuchuser/run": "~nosuchuser has none; write the folder",
     "a\0b": "must have no NUL character",
     f"{'long' * 64}/run": "File name too long; fix it",
@@ -282,16 +225,6 @@ def test_a_home_is_filled_in(tmp_path, base, monkeypatch):
     assert names(tmp_path) == ["many", "one"] and float(jdp.restore_params("~/many", target()).params["w"][0]) == 1
 
 
-def test_saving_after_close_is_refused_and_reading_is_not(tmp_path, base):
-    saved = jdp.Checkpoints(tmp_path, best="loss")
-    saved.save(at(base, 1), metrics={"loss": 1.0})
-    saved.close()
-    saved.close()
-    with pytest.raises(jdp.CheckpointError, match=r"was closed, and nothing is saved after that\. Save before"):
-        saved.save(at(base, 2))
-    assert (saved.steps, saved.latest, saved.best, int(saved.restore(target())[0].step)) == ([1], 1, 1, 1)
-
-
 def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
     record = {"a": np.float32(0.5), "b": np.int64(3), "c": jnp.float32(2.0), "d": np.bool_(True), "e": [(np.array(1),)]}
     with jdp.Checkpoints(tmp_path) as saved:
@@ -307,45 +240,3 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
             saved.save(at(base, 2), metrics={"loss": None})
         saved.save(at(base, 2), {"n": 2})
         assert saved.restore(target())[1] == {"n": 2}
-
-
-DAMAGES = [b"garbage", b"\0" * 64, b"\xff\xfe{}", b"", b"[1]", b"null", b'{"loss": "low"}']
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_records_tables_and_metrics_are_said(tmp_path, base, damage):
-    with jdp.Checkpoints(tmp_path) as saved:
-        saved.save(at(base, 1), {"n": 1}, {"loss": 1.0})
-    without_checksums(tmp_path / "1")
-    for item in ("record", "leaves") if damage != DAMAGES[-1] else ():
-        file = tmp_path / "1" / item / "metadata"
-        whole = file.read_bytes()
-        file.write_bytes(damage)
-        with jdp.Checkpoints(tmp_path) as saved, pytest.raises(jdp.CheckpointError, match="damaged"):
-            saved.restore(target())
-        file.write_bytes(whole)
-    (tmp_path / "1" / "metrics" / "metrics").write_bytes(damage)
-    with pytest.raises(jdp.CheckpointError, match=r"1/metrics/metrics is damaged.*Remove that file"):
-        jdp.Checkpoints(tmp_path, best="loss")
-    (tmp_path / "1" / "metrics" / "metrics").unlink()
-    with jdp.Checkpoints(tmp_path, best="loss") as saved:
-        assert saved.best is None and saved.restore(target())[1] == {"n": 1}
-
-
-def test_a_table_of_leaves_without_leaves_is_damaged(tmp_path, base):
-    jdp.save(tmp_path / "one", at(base, 1))
-    (tmp_path / "one" / "leaves" / "metadata").write_text(json.dumps({"format": 1}))
-    with pytest.raises(jdp.CheckpointError, match="damaged"):
-        jdp.restore(tmp_path / "one", target())
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_what_cannot_be_set_aside_is_left(tmp_path, base):
-    fill(tmp_path, base, 1, 2)
-    tmp_path.chmod(0o500)
-    try:
-        with jdp.Checkpoints(tmp_path) as saved, pytest.raises(jdp.CheckpointError, match="Permission denied"):
-            saved.save(at(base, 1, 9.0))
-        assert weight(tmp_path, 1) == 1
-    finally:
-        tmp_path.chmod(0o700)

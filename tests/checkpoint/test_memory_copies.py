@@ -239,22 +239,6 @@ def test_a_full_memory_in_mid_run_costs_no_complete_copy(tmp_path, monkeypatch, 
         assert checkpoints.restore(state_at(0))[1] == {"said": 3}
 
 
-def test_numbers_of_numpy_and_trees_without_elements_are_kept_as_storage_keeps_them(tmp_path):
-    tree = {"a": np.float32(2), "none": np.zeros((0, 3))}
-    checkpoints = opened(tmp_path)
-    assert checkpoints.save_in_memory(tree, step=1)
-    killed(checkpoints)
-    with opened(tmp_path) as checkpoints:
-        assert checkpoints.restore(tree)[0]["a"] == 2
-
-
-def test_calls_are_counted_or_steps(tmp_path):
-    with opened(tmp_path, keep_in_memory=2) as checkpoints:
-        assert [checkpoints.save_in_memory(state_at(step)) for step in (1, 2)] == [False, True]
-        assert [checkpoints.save_in_memory(state_at(step), step=step) for step in (3, 4)] == [False, True]
-        checkpoints.save(state_at(4))
-
-
 def test_a_host_without_room_says_so_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
     found = os.statvfs(tmp_path)
     full = os.statvfs_result((*found[:4], 0, *found[5:]))

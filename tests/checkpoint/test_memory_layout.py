@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.checkpoint.memory.layout import layout
-from jdp.foresight.targets.this_machine import target_of
+from jdp.foresight.targets.resolve import target_of
 
 pytestmark = pytest.mark.aot
 HOSTS, PER_HOST = 3, 4

@@ -15,7 +15,6 @@ from jdp.export import export_safetensors, import_safetensors
 TREE = {"a": jnp.arange(100.0), "b": jnp.ones(100), "c": jnp.zeros(100)}
 AIM = {"w": jnp.zeros(4)}
 OK = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
-LONG = "F" * 100_000
 
 
 def file_of(header, data=bytes(16), length=None):
@@ -26,34 +25,15 @@ def file_of(header, data=bytes(16), length=None):
 
 DAMAGED = {
     "empty": b"",
-    "another kind": b"PK\x03\x04 and so on",
     "cut": file_of({"w": OK})[:-1],
-    "cut in its header": file_of({"w": OK})[:40],
-    "a longer header than the file": file_of({"w": OK}, length=10**6),
     "a header of 2^64 bytes": file_of({"w": OK}, length=2**64 - 1),
     "not JSON": file_of(b"xxxxxxxx"),
-    "not UTF-8": file_of(b'{"\xff":1}'),
-    "a list": file_of([1]),
-    "a number": file_of(3),
-    "nested": file_of({"w": {"w": OK}}),
     "nested without end": file_of(b'{"w":' + b"[" * 5000 + b"]" * 5000 + b"}"),
-    "null": file_of({"w": None}),
-    "no offsets": file_of({"w": {"dtype": "F32", "shape": [4]}}),
     "negative offset": file_of({"w": {**OK, "data_offsets": [-8, 8]}}),
-    "float offsets": file_of({"w": {**OK, "data_offsets": [0.0, 16.0]}}),
-    "one offset": file_of({"w": {**OK, "data_offsets": [16]}}),
-    "three offsets": file_of({"w": {**OK, "data_offsets": [0, 16, 16]}}),
-    "offsets past the end": file_of({"w": {**OK, "data_offsets": [16, 32]}}),
     "offsets of another size": file_of({"w": {**OK, "shape": [3]}}),
     "overlapping": file_of({"v": OK, "w": OK}),
-    "a gap": file_of({"w": OK, "x": {**OK, "data_offsets": [20, 36]}}, bytes(36)),
-    "float shape": file_of({"w": {**OK, "shape": [4.0]}}),
-    "negative shape": file_of({"w": {**OK, "shape": [-4]}}),
     "a shape past 2^64": file_of({"w": {**OK, "shape": [2**62, 2**62]}}),
     "no such dtype": file_of({"w": {**OK, "dtype": "F33"}}),
-    "a dtype that is a number": file_of({"w": {**OK, "dtype": 3}}),
-    "a dtype without end": file_of({"w": {**OK, "dtype": LONG}}),
-    "metadata with numbers": file_of({"__metadata__": {"format": 1}, "w": OK}),
 }
 
 
@@ -65,11 +45,6 @@ def test_a_damaged_file_is_one_clear_error(tmp_path, kind):
     assert "Copy or download it again." in str(error.value) and len(str(error.value)) < 600
 
 
-def test_the_file_that_the_damaged_ones_are_made_from_is_whole(tmp_path):
-    (tmp_path / "m.safetensors").write_bytes(file_of({"w": OK}, np.float32([1, 2, 3, 4]).tobytes()))
-    np.testing.assert_array_equal(import_safetensors(tmp_path / "m.safetensors", AIM)["w"], [1, 2, 3, 4])
-
-
 def test_quantised_weights_are_not_read_as_if_they_had_no_scales(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(file_of({"w": {**OK, "dtype": "F8_E4M3", "shape": [16]}}))
     with pytest.raises(jdp.CheckpointError, match=r"Tensors of F64, .* can be read; .* has w as F8_E4M3"):
@@ -78,11 +53,8 @@ def test_quantised_weights_are_not_read_as_if_they_had_no_scales(tmp_path):
 
 UNWRITABLE = {
     "eight bits": (AIM, jnp.float8_e4m3fn, r"w is float8_e4m3fn\. Pass dtype=jnp\.float32"),
-    "four bits": ({"w": jnp.zeros(2, jnp.int4)}, None, r"w is int4\. Cast it, or leave it out"),
     "a key": ({"w": jax.random.key(0)}, None, r"w is key<fry>\. Cast it, or leave it out"),
-    "the name of metadata": ({"__metadata__": jnp.ones(2)}, None, "A file keeps __metadata__ for itself"),
     "weights as integers": (AIM, int, "cast to a floating-point dtype; given dtype=<class 'int'>"),
-    "a dtype of no one's": (AIM, "fp32", "cast to a floating-point dtype; given dtype='fp32'"),
 }
 
 
@@ -121,25 +93,12 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
 WHOLE = {"a": "m-00001-of-00002.safetensors", "b": "m-00002-of-00002.safetensors"}
 INDEXES = {
     "not JSON": (b"xxx", "is not JSON"),
-    "not UTF-8": (b'{"weight_map": {"\xff": "m.safetensors"}}', "is not JSON"),
-    "nested without end": (b"[" * 200_000, "is not JSON"),
-    "a list": ([WHOLE], 'no table "weight_map"'),
-    "a number": (7, 'no table "weight_map"'),
     "no map": ({"metadata": {}}, 'no table "weight_map"'),
-    "an empty map": ({"weight_map": {}}, 'no table "weight_map"'),
-    "a map that is a list": ({"weight_map": ["a"]}, 'no table "weight_map"'),
     "numbers": ({"weight_map": {"a": 3}}, "must list files NAME.safetensors of its own folder; a is in '3'"),
-    "a list of files": ({"weight_map": {"a": ["m.safetensors"]}}, "must list files"),
     "another ending": ({"weight_map": {"a": "pytorch_model.bin"}}, "must list files"),
-    "a NUL": ({"weight_map": {"a": "m\0.safetensors"}}, "must list files"),
-    "a name without end": ({"weight_map": {"a": LONG}}, "must list files"),
     "up": ({"weight_map": {"a": "../away.safetensors"}}, "must list files"),
-    "absolute": ({"weight_map": {"a": "/away.safetensors"}}, "must list files"),
-    "down": ({"weight_map": {"a": "sub/m.safetensors"}}, "must list files"),
     "missing files": ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors is listed in m.safetensors.index.j"),
-    "a file that is a folder": ({"weight_map": {"a": "folder.safetensors"}}, "is listed in"),
     "another tensor": ({"weight_map": {**WHOLE, "z": WHOLE["a"]}}, "lists z in m-00001-.*, which does not hold it"),
-    "another file": ({"weight_map": {"a": WHOLE["b"], "b": WHOLE["a"]}}, "lists a in m-.*, which does not hold it"),
 }
 
 
@@ -155,20 +114,6 @@ def test_a_damaged_index_is_one_clear_error(tmp_path, kind):
     with pytest.raises(jdp.CheckpointError, match=message) as error:
         import_safetensors(folder / "m.safetensors", {"a": jnp.zeros(3), "b": jnp.zeros(3)})
     assert len(str(error.value)) < 600
-
-
-def test_the_index_says_which_of_two_tensors_of_one_name_is_meant(tmp_path):
-    ones, twos = np.ones(3, np.float32), np.full(3, 2, np.float32)
-    save_file({"a": ones, "b": twos}, tmp_path / WHOLE["a"])
-    save_file({"a": twos, "b": ones}, tmp_path / WHOLE["b"])
-    index = tmp_path / "m.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": WHOLE}))
-    aim = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
-    got = import_safetensors(tmp_path / "m.safetensors", aim)
-    np.testing.assert_array_equal([got["a"], got["b"]], [ones, ones])
-    index.write_text(json.dumps({"weight_map": {"c": WHOLE["a"], "d": WHOLE["b"]}}))
-    with pytest.raises(jdp.CheckpointError, match=r"holds a as another file does; m.safetensors.index.json lists neit"):
-        import_safetensors(tmp_path / "m.safetensors", aim)
 
 
 # What an export replaces.
@@ -266,11 +211,3 @@ def test_an_export_goes_through_no_link(tmp_path):
     export_safetensors(path, TREE)
     assert names_in(folder) == ["m-00002-of-00002.safetensors", "m.safetensors"]
     assert load_file(tmp_path / "moved.safetensors").keys() == {"c"}
-
-
-def test_an_export_onto_a_folder_is_refused_before_anything_is_written(tmp_path):
-    (tmp_path / "m.safetensors").mkdir()
-    for limit in (10**9, 400):
-        with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors is a folder. Give a file in it"):
-            export_safetensors(tmp_path / "m.safetensors", TREE, max_shard_bytes=limit)
-    assert names_in(tmp_path) == ["m.safetensors"]

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 import two_hosts
-from damaged_files import flip, without_checksums
+from damaged_files import flip
 
 import jdp
 from jdp.cli import main as cli
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_that_are_well(folder: Path, capfd: pytest.CaptureFixture[str]):
-    command = doctor(folder, "--json", "--shared", str(folder))
+    command = doctor(folder, "--json")
     code = launch(command, 2, devices_per_process=2, clean_stdout=True, environment=environment())
     printed = capfd.readouterr()
     assert code == 0, printed
@@ -73,31 +73,16 @@ def test_two_processes_that_are_well(folder: Path, capfd: pytest.CaptureFixture[
     checks = statuses(printed.out)
     assert checks["devices"][1] == "4 × cpu" and checks["collectives"][1] == "Gloo, over TCP"
     assert checks["all-reduce"][1].startswith("4 devices, right; 64 KiB in ")
-    assert "each of 2 processes sees what the others wrote; all are on one host" in checks["shared folder"][1]
-    assert checks["clocks"][0] == "ok" and " ± " in checks["clocks"][1]
     assert [path.name for path in folder.iterdir()] == ["doctor.py"]
 
 
-def test_two_processes_with_three_faults(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """Process 1 runs elsewhere (the folder is not shared), with other devices, and its clock is half a minute ahead."""
-    before = f"""
-if rank == 1:
-    os.mkdir({str(tmp_path / "other")!r}); os.chdir({str(tmp_path / "other")!r})
-    os.environ["JAX_NUM_CPU_DEVICES"] = "3"
-    real = time.time
-    time.time = lambda: real() + 30
-else:
-    os.chdir({str(tmp_path)!r})
-"""
-    command = doctor(tmp_path, "--shared", ".", before=before)
-    assert launch(command, 2, devices_per_process=1, clean_stdout=True, environment=environment()) == 1
+def test_two_processes_of_other_versions(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Each names the difference, as at the start of a training."""
+    before = "import importlib.metadata as m\nreal = m.version\n"
+    before += "if rank: m.version = lambda name: '0.1' if name == 'jaxlib' else real(name)"
+    assert launch(doctor(tmp_path, before=before), 2, devices_per_process=1, environment=environment()) == 1
     out = capfd.readouterr().out
-    lines = [line for line in out.splitlines() if line.startswith("WRONG")]
-    assert "errors.md" in out and len(lines) == out.count("→") == 3 and out.endswith("3 things are wrong.\n")
-    same, shared, clocks = lines
-    assert "devices is 3, and in process 0 1" in same and same.endswith("[process 1 on " + socket.gethostname() + "]")
-    assert shared.endswith("is not shared: files of process 1 cannot be seen"), "the same mends it in both processes"
-    assert "30 s" in clocks and "ahead of process 0's" in clocks
+    assert "WRONG  cluster" in out and "The version of jaxlib must be the same on every process" in out
 
 
 def test_a_process_that_stops_in_the_all_reduce(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -133,7 +118,7 @@ if os.environ.get("NCCL_P2P_DISABLE") != "1":
 def test_an_all_reduce_that_hangs_is_tried_without_nccls_ways(tmp_path: Path):
     """A device that never comes to the sum stands for peer-to-peer copies that are lost: here, and in the tries."""
     (tmp_path / "sitecustomize.py").write_text(HANGS)
-    before = "from jdp.launch.doctor import nccl; nccl.is_used = lambda: True"
+    before = "from jdp.launch.doctor import devices; devices.is_nccl_used = lambda: True"
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         doctor(tmp_path, "--timeout", "15", before=before),
@@ -158,11 +143,10 @@ def test_process_1_does_not_come(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     assert cli.main(["doctor", "--timeout", "1"]) == 1
     out = capfd.readouterr().out
     assert out.startswith("jdp doctor: process 0 of 2, alone\n")
-    assert f"127.0.0.1:{port} was not reached by process 1 of 2" in out
+    assert f"1 of 2 processes is here: process 1 did not come to 127.0.0.1:{port} within 1 seconds" in out
 
 
 def test_two_hosts_with_and_without_a_link(tmp_path: Path):
-    """Each calls itself 127.0.1.1, and the folder that both see is one of this machine's."""
     if why := two_hosts.missing():
         pytest.skip(why)
     with two_hosts.two_hosts(tmp_path) as on:
@@ -185,19 +169,19 @@ def test_two_hosts_with_and_without_a_link(tmp_path: Path):
         (first, report), (second, _) = examine("--timeout", "60")
         assert (first, second) == (0, 0), report
         assert "jdp doctor: 2 processes on 2 hosts: h0, h1" in report and "2 devices, right" in report
-        assert "sees what the others wrote" in report and "all are on one host" not in report
         two_hosts.cut()
-        (first, report), (second, other) = examine("--timeout", "3")
+        (first, report), (second, other) = examine("--timeout", "5")
         assert (first, second) == (1, 1), report + other
-    assert "192.0.2.1:7010 was not reached by process 1 of 2" in report and report.endswith("1 thing is wrong.\n")
-    assert "process 1 of 2: coordinator: process 0 at 192.0.2.1:7010 was not reached: " in other
+    assert "process 1 did not come to 192.0.2.1:7010 within 5 seconds" in report
+    assert report.endswith("1 thing is wrong.\n")
+    assert "process 1 of 2: cluster: process 1 of 2 waited 5 seconds, and process 0 does not answer at 192.0.2" in other
 
 
 def test_alone_with_eight_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert cli.main(["doctor", "--run-dir", str(tmp_path / "runs")]) == 0
     out = capfd.readouterr().out
     assert out.startswith("jdp doctor: 1 process on ") and out.endswith("Nothing is wrong.\n")
-    assert "8 devices, right" in out and "one process, so for writing only" in out
+    assert "8 devices, right" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,7 +190,7 @@ def test_a_platform_that_does_not_start(folder: Path):
         doctor(folder), env={**environment(), "JAX_PLATFORMS": "nosuch"}, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1 and not done.stderr, done
-    assert "WRONG  devices        JAX starts none: " in done.stdout
+    assert "WRONG  devices   JAX starts none: " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -214,7 +198,7 @@ def test_a_platform_that_does_not_start(folder: Path):
     [
         ({"JDP_NUM_PROCESSES": "many"}, "must be whole numbers; given 'many'"),
         ({"JOB_COMPLETION_INDEX": "0"}, "JDP_NUM_PROCESSES; it is not set"),
-        ({"JDP_COORDINATOR": "node1:x", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "0"}, "The coordinator's port is"),
+        ({"JDP_COORDINATOR": "node1:x", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "0"}, "A coordinator is HOST:PORT"),
     ],
 )
 def test_an_environment_of_no_cluster_is_a_finding(
@@ -241,10 +225,9 @@ def test_the_checkpoints_of_a_run_are_verified(tmp_path: Path, capfd: pytest.Cap
     assert [before[f"checkpoint {step}"][0] for step in (1, 2, 3)] == ["ok"] * 3
     assert "; a checkpoint takes 3" in before["next checkpoint"][1], "some 350 KiB"
     flip(max((folder / "checkpoints" / "3").rglob("*"), key=lambda path: path.stat().st_size), 1000)
-    without_checksums(folder / "checkpoints" / "1")
     assert cli.main(["doctor", str(folder)]) == 1
     out = capfd.readouterr().out
-    assert "\nWRONG  checkpoint 3 " in out and "\nok     checkpoint 2 " in out and "\nnote   checkpoint 1 " in out
+    assert "\nWRONG  checkpoint 3 " in out and "\nok     checkpoint 2 " in out
     assert f"rm -r {folder / 'checkpoints' / '3'}" in out and out.endswith("1 thing is wrong.\n")
 
 
@@ -258,7 +241,6 @@ def test_a_folder_without_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixtu
     [
         (["nosuchrun"], "there is no run nosuchrun, neither as a folder nor in runs: name its folder"),
         (["a\0b"], "must have no NUL character"),
-        (["--shared", "/nosuch"], "--shared takes a folder that exists; given /nosuch"),
         (["--timeout", "nan"], "--timeout takes seconds"),
         (["--timeout", "0"], "--timeout takes seconds"),
         (["--run-dir", "gs://bucket"], "mount it"),

@@ -5,9 +5,8 @@ import tomllib
 import pytest
 
 from jdp.cli import main as cli
-from jdp.experiment.file import describe, load, to_toml
-from jdp.experiment.shipped import shipped
-from jdp.experiment.template import template
+from jdp.experiment.file import load, to_toml
+from jdp.experiment.shipped import copied, shipped
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +32,7 @@ def test_the_commands_that_come_next_work(here, capsys):
     assert (here / "runs" / "mine" / "summary.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining", "sft_chat", "dpo"})
-)
+@pytest.mark.parametrize("start", sorted(shipped().keys() - {"finetune_hf_llama", "continue_pretraining", "sft_chat"}))
 def test_every_shipped_experiment_can_be_started_from(here, start):
     """As it is, but for the name: paths too, which start at the same folder."""
     assert cli.main(["new", "mine", "--from", start]) == 0
@@ -43,35 +40,8 @@ def test_every_shipped_experiment_can_be_started_from(here, start):
 
 
 def test_a_model_to_download_is_looked_for_beside_the_file():
-    text, table = template("finetune_hf_llama", "mine")
-    assert tomllib.loads(text) == table
+    table = tomllib.loads(copied("finetune_hf_llama", "mine"))
     assert (table["model"]["name"], table["train"]["init_from"]) == ("hf:llama", "llama")
-
-
-@pytest.mark.parametrize("start", shipped())
-def test_every_key_stands_below_the_first_words_of_its_description(start):
-    text, table = template(start, "mine")
-    lines = text.splitlines()
-    kept = shipped()[start].read_text(encoding="utf-8").splitlines()  # its note stays as it is
-    assert max(len(line) for line in lines if line not in kept) <= 120
-    described = {key.name: key.description for _, keys in reversed(describe()) for key in keys}
-    for name, inner in table.items():
-        keys = inner if isinstance(inner, dict) and name not in ("mesh", "rules", "eval") else {}
-        for key in [f"{name}.{key}" for key in keys] or [name]:
-            if key in described:
-                at = next(i for i, line in enumerate(lines) if line.startswith(f"{key.rpartition('.')[2]} = "))
-                assert lines[at - 1].startswith("# ")
-                assert any(line[2:].lower().startswith(described[key][:12].lower()) for line in lines), key
-    for free in {"mesh", "rules"} & table.keys():
-        assert lines[lines.index(f"[{free}]") - 1].startswith("# ")
-    assert 'strategy = "' not in text or "  # ddp|zero1|zero2|zero3" in text  # what else it can be
-
-
-@pytest.mark.parametrize("start", ["sft_chat", "dpo", "finetune_lora"])
-def test_what_a_shipped_experiment_says_at_its_top_is_kept(start):
-    """Such as how to fetch the model, and what a row has; commands name the new file."""
-    top = shipped()[start].read_text().partition("\n\n")[0].replace(f"experiments/{start}.toml", "mine.toml")
-    assert top.startswith("# ") and f"\n\n{top}\n\n" in template(start, "mine")[0]
 
 
 def test_an_experiment_for_gpus_is_planned_for_as_many_as_its_mesh_has(capsys):

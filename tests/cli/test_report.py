@@ -65,7 +65,7 @@ def test_a_run_becomes_a_page(runs, capsys):
         "Compiled again for cpu:8, not run",
         "parameters (master weights, at rest)",
         "params/",  # leaves at rest
-        "the simulated step takes",
+        "The rates of these devices are not known.",  # CPUs
         "started on 8 × cpu (jax",
         "checkpoint_every = 0",
     ):
@@ -91,20 +91,13 @@ def test_runs_of_one_name_go_by_their_paths(runs, capsys):
 
 def damage_metrics(run):
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "loss": 9}x\n{"step": 5, "lo')
+        file.write('{"step": 4, "loss": 9}x\n{"step": 5, "loss": 9}\n')
 
 
 DAMAGED = {
-    "a half-written row": (damage_metrics, "1 of 7 rows of metrics.jsonl are damaged"),
+    "a line that is no row": (damage_metrics, "must have a row of metrics in each line"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "There is no metrics.jsonl: no step was logged."),
     "empty metrics": (lambda run: (run / "metrics.jsonl").write_text(""), "No step was logged."),
-    "words for numbers": (
-        lambda run: (run / "metrics.jsonl").write_text(
-            '{"step": 1, "loss": "low", "lr": 1e999, "x": 9' + "9" * 400 + "}\n"
-        ),
-        "of 4",
-    ),
-    "a huge step": (lambda run: (run / "metrics.jsonl").write_text('{"step": 1' + "0" * 200 + "}\n"), "0 of 4"),
     "no history": (lambda run: (run / "history.jsonl").unlink(), "There is no history.jsonl"),
     "history of anything": (lambda run: (run / "history.jsonl").write_text("[]\n{}\nx\n\x00\n"), "There is no"),
     "a damaged summary": (lambda run: (run / "summary.json").write_text("{"), "summary.json is damaged"),
@@ -173,14 +166,9 @@ MISTAKES = {
     ),
     "misspelt": (["pints"], "did you mean runs/points?"),
     "a folder that is no run": (["runs"], "given runs: it has no experiment.toml; runs has points"),
-    "a file": (["runs/points/metrics.jsonl"], "it is a file"),
-    "other runs": (["points", "--run-dir", "x"], "there is no such folder; x has no runs"),
     "twice": (["points", "runs/points"], "given one twice, runs/points and runs/points"),
-    "an address": (["memory://bucket/run"], "RUN: an address must lead to storage that other machines reach"),
-    "a name of NUL": (["a\0b"], "RUN: a path must have no NUL character"),
+    "an address": (["memory://bucket/run"], "RUN: a path must be on a disk of this machine"),
     "a page nowhere": (["points", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
-    "a page that is a folder": (["points", "--output", "runs"], "runs cannot be written: it is a folder"),
-    "a target of nothing": (["points", "--target", "cpu:"], "a target is KIND:HOSTSxPER_HOST"),
 }
 
 
@@ -192,10 +180,3 @@ def test_a_mistake_is_one_error_and_exit_2(runs, arguments, expected, capfd):
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out
     assert expected in shown.err and "Traceback" not in shown.err
     assert sorted(Path().rglob("*")) == before
-
-
-def test_the_help_names_what_it_takes(capsys):
-    assert main(["report", "--help"]) == 0
-    text = capsys.readouterr().out
-    for option in ("RUN…", "--output", "-o", "--run-dir", "--target", "--no-compile", "--json"):
-        assert option in text

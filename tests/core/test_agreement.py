@@ -6,16 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jdp
 from jdp.core.cluster import agreement
-from jdp.core.cluster.agreement import Fact, agree, program_fact
+from jdp.core.cluster.agreement import agree
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,10 +80,7 @@ refused("place", lambda: make() if rank else step(state, fed(4)))
 
 metrics, grads = gradient(weights, fed(4), key)
 assert float(metrics["weight"]) == 8.0
-rows, events = fed(4), []
-jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
-state, metrics = step(state, rows)
-reported["compiled"] = [event for event in events if event in ("cache_hits", "cache_misses")]
+state, metrics = step(state, fed(4))
 calls, real = [], agreement.agree
 import jdp.core.batch
 jdp.core.batch.agree = lambda place, facts, mesh: calls.append(place) or real(place, facts, mesh)
@@ -168,10 +161,6 @@ def test_the_rows_of_one_process_are_not_taken_for_all_rows(reported, case, kind
         ), reported[rank][case]
 
 
-def test_on_cpus_one_process_compiles_a_step_for_all(reported):
-    assert (reported[0]["compiled"], reported[1]["compiled"]) == (["cache_misses"], ["cache_hits"])
-
-
 def test_who_does_not_come_is_named(reported):
     assert re.search(
         "LostPeer: .* nowhere together; in 1 seconds process 1 did not", reported[0]["alone at the barrier"]
@@ -181,71 +170,8 @@ def test_who_does_not_come_is_named(reported):
 # What is compared, and how a difference is told.
 
 
-class OneStore:
-    """A coordination service of one process that has heard from others."""
-
-    def __init__(self, others):
-        self.kept = others
-
-    def key_value_set(self, key, value):
-        self.kept[key] = value
-
-    def key_value_dir_get(self, prefix):
-        return [(key, value) for key, value in self.kept.items() if key.startswith(prefix)]
-
-    def blocking_key_value_get(self, key, timeout):
-        return self.kept[key]
-
-    def wait_at_barrier(self, name, timeout, processes):
-        pass
-
-
-def test_the_many_are_right_and_the_few_are_named(monkeypatch):
-    """Six processes: two of them have another second line."""
-    members = tuple(range(6))
-    monkeypatch.setattr(agreement, "processes_of", lambda mesh: members)
-    monkeypatch.setattr(agreement, "_rounds", type(agreement._rounds)())
-    prefix = f"jdp/agree/{agreement._digest(repr(members).encode())}/1"
-    ours, theirs = Fact("The batch", "a: 1\nb: 2", "Mend."), Fact("The batch", "a: 1\nb: 3", "Mend.")
-    place = Fact("The place in the program", "here", "")
-    heard = {
-        f"{prefix}/facts/{rank}": json.dumps([place.digest, (theirs if rank in (2, 5) else ours).digest])
-        for rank in range(1, 6)
-    }
-    monkeypatch.setattr(agreement, "coordination_client", lambda: OneStore(heard | {f"{prefix}/text/2": theirs.text}))
-    with pytest.raises(ValueError) as caught:
-        agree("here", [ours], jdp.make_mesh(data=8))
-    assert str(caught.value) == (
-        "The batch must be the same on every process, at here; processes 2 and 5 differ: process 0 has b: 2, "
-        "process 2 has b: 3 (line 2). Mend."
-    )
-    # Two against two: those with the lowest process are taken as right.
-    published = {rank: json.dumps([place.digest, "x" if rank < 2 else "y"]) for rank in range(4)}
-    found = agreement._first_difference(published, [place, ours])
-    assert found == {"fact": 1, "differ": [2, 3], "shown": [0, 2]}
-
-
 def test_without_a_coordination_service_it_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(agreement, "processes_of", lambda mesh: (0, 1))
     monkeypatch.setattr("jdp.base.notices._said", set())
     agree("here", [], jdp.make_mesh(data=8))
     assert "whether they agree is not checked" in capsys.readouterr().err
-
-
-def lowered(value):
-    constant = np.full((64, 64), value, np.float32)
-    constant[0, 0] = 0  # or it is a splat
-    return jax.jit(lambda x: x @ constant + jnp.float32(1)).lower(jnp.ones((2, 64)))
-
-
-def test_large_constants_are_compared_by_digest():
-    one, same, other = (program_fact(lowered(value)) for value in (1, 1, 2))
-    assert one.text == same.text != other.text
-    assert len(one.text) < 4000 and "dense<#" in one.text
-
-
-def test_a_single_process_asks_nobody(monkeypatch):
-    monkeypatch.setattr(agreement, "coordination_client", lambda: 1 / 0)
-    agree("here", [], jdp.make_mesh(data=8))
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=i % 3) for i in range(6)]))
-    assert agreement.processes_of(mesh) == (0, 1, 2)

@@ -11,7 +11,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.export import export_safetensors, gpt2_names, import_safetensors, llama_names
+from jdp.export import export_safetensors, gpt2_names, import_safetensors
 from jdp.models import ResNetConfig
 
 TX = optax.sgd(0.1)
@@ -54,20 +54,13 @@ INIT_STATE = r"jdp\.init_state\(init, tx, plan, rng="
 PAIR_OF_STEP = r"write `state, metrics = step\(state, batch\)`"
 CALLS = {
     "a rule's spec is a tuple": (lambda: plan(rules=[("w", ("model",))]), PAIR + r"\('w', \('model',\)\)"),
-    "a rule's spec is None": (lambda: plan(rules=[("w", None)]), PAIR + r"\('w', None\)"),
-    "a rule's spec is text": (lambda: plan(rules=[("w", "model")]), PAIR + r"\('w', 'model'\)"),
     "a rule's pattern is no text": (lambda: plan(rules=[(re.compile("w"), P("model"))]), PAIR + r"\(re\.compile"),
-    "a rule of three": (lambda: plan(rules=[("w", P("model"), 1)]), PAIR + r"\('w', P"),
     "one rule, not in a list": (lambda: plan(rules=("w", P("model"))), PAIR + "'w'"),
     "rules in a dict": (lambda: plan(rules={"w": P("model")}), r"rules are a sequence of pairs, .*; given \{'w'"),
-    "rules are None": (lambda: plan(rules=None), "rules are a sequence of pairs, .*; given None"),
     "an entry is left open": (lambda: plan(rules=[("w", P(P.UNCONSTRAINED))]), ENTRY + "UNCONSTRAINED.*Write None"),
-    "an entry is a number": (lambda: plan(rules=[("w", P(1))]), ENTRY + "1"),
     "min_shard_size < 0": (lambda: plan(min_shard_size=-1), "min_shard_size is a whole .* 0 or more; given -1"),
-    "min_shard_size is no integer": (lambda: plan(min_shard_size=1e3), "min_shard_size is a whole .*; given 1000.0"),
     "pad is a word": (lambda: plan(pad="no"), "pad is True or False; given 'no'"),
     "whole_matrices is a number": (lambda: plan(whole_matrices=0), "whole_matrices is True or False; given 0"),
-    "a mesh axis is text": (lambda: jdp.make_mesh(data="8"), r"Mesh axes are integers, .*data=8\); given data='8'"),
     "a mesh axis is a float": (lambda: jdp.make_mesh(data=8.0), "Mesh axes are integers, .*; given data=8.0"),
     "a mesh axis is a bool": (lambda: jdp.make_mesh(data=8, x=True), "Mesh axes are integers, .*; given x=True"),
     "tx was not made": (lambda: state(tx=optax.adam), TX_IS + "the function adam. Call it first"),
@@ -80,7 +73,7 @@ CALLS = {
     "init is a module": (lambda: state(linear(KEY)), INIT_IS + r"a Linear\. Write lambda rng: Model"),
     "init is a tree": (lambda: state(params(KEY)), INIT_IS + "a dict.*lambda rng: params for weights that exist"),
     "init is of linen": (lambda: state(linen.Dense(2)), INIT_IS + "a Dense. Write lambda rng"),
-    "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"Linear\(self, in_features"),
+    "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"the class Linear\. Write lambda rng: Linear\("),
     "init of nothing": (lambda: jdp.init(lambda: 0, plan(), rng=KEY), INIT_IS + r"<lambda>\(\)\. Write a function of"),
     "init of an optimizer's state": (lambda: jdp.init(TX.init(0), plan(), of={}), "given a tuple.*tx.init, plan, of="),
     "init and tx exchanged": (lambda: state(TX, params), f"{INIT_IS}a Grad.*in this order: {INIT_STATE}"),
@@ -118,38 +111,25 @@ CALLS = {
     "a path and a state exchanged": (lambda: jdp.save(state(), "folder"), "a path must be text .* given a TrainState"),
     "rng is an nnx.Rngs": (lambda: state(rng=nnx.Rngs(0)), r"rng is a key, .*; given a Rngs.*rngs\.params\(\)"),
     "rng of jdp.init is an nnx.Rngs": (lambda: jdp.init(params, plan(), rng=nnx.Rngs(0)), "rng is a key, .* a Rngs"),
-    "a loss is text": (lambda: jdp.make_train_step("mse", plan()), r"function of \(model, batch, rng\); given 'mse'"),
     "a loss of two": (lambda: jdp.make_eval_step(lambda p, batch: 0.0, plan()), r"given <lambda>\(p, batch\)\. Write "),
     "a loss of keywords": (lambda: jdp.make_train_step(keywords, plan()), r"given keywords\(p, batch, \*, rng\)\."),
-    "a gradient of a loss of two": (lambda: jdp.value_and_grad(lambda p, batch: 0.0, plan()), r"given <lambda>\(p, b"),
     "a gradient of two models": (
         lambda: jdp.value_and_grad(lambda p, batch, rng: 0.0, plan(), argnums=(0, 1)),
         r"\(model_0, model_1, batch, rng\), called with 4 .*; given <lambda>\(p, batch, rng\)",
     ),
-    "the averaged tx is None": (lambda: jdp.with_ema(None, 0.9), TX_IS + "None"),
     "rng is several keys": (lambda: state(rng=jax.random.split(KEY)), r"rng is one key, .*; given keys of shape \[2\]"),
-    "rng is old keys": (
-        lambda: state(rng=np.zeros((3, 2), np.uint32)),
-        r"rng is one key, .*; given keys of shape \[3\]",
-    ),
-    "rng is floats": (lambda: state(rng=np.zeros(2)), r"rng is a key, .*; given float64\[2\]"),
-    "rng is a number": (lambda: state(rng=0), "rng is a key, .*; given 0"),
     "wrt is a number": (lambda: state(linear, wrt=3), r"`wrt` is None, a path pattern .*; given 3"),
     "accumulate is a float": (lambda: step(accumulate=2.0), "accumulate is .*; given 2.0. Give an integer"),
-    "accumulate is a bool": (lambda: step(accumulate=True), "accumulate is .*; given True"),
-    "accumulate is text": (lambda: step(accumulate="2"), "accumulate is .*; given '2'"),
     "clip_norm is text": (
         lambda: step(clip_norm="1"),
         "clip_norm is a positive norm, or None; given '1'. Give a number",
     ),
-    "clip_norm is a bool": (lambda: step(clip_norm=True), "clip_norm is a positive norm, or None; given True"),
     "decay is text": (lambda: jdp.with_ema(TX, "x"), r"decay of a moving average is a number in \[0, 1\); given 'x'"),
     "rate is None": (lambda: jdp.warmup(None, 3), "rate is a number, or an optax schedule.*; given None"),
     "warm-up of half a step": (
         lambda: jdp.warmup(0.1, 2.5),
         "takes an integer steps >= 0 and start >= 0; given steps=2.5",
     ),
-    "start is text": (lambda: jdp.warmup(0.1, 2, start="0"), "start >= 0; given steps=2, start='0'"),
     "batch is infinite": (
         lambda: jdp.scaled_lr(0.1, base_batch=1, batch=float("inf")),
         "given batch=inf. Give finite",
@@ -158,12 +138,10 @@ CALLS = {
         lambda: jdp.scaled_lr(0.1, base_batch=0, batch=1),
         "takes positive numbers; given base_batch=0",
     ),
-    "base_lr is text": (lambda: jdp.scaled_lr("1", base_batch=1, batch=1), "takes positive numbers; given base_lr='1'"),
     "GPT-2's names of a ResNet": (
         lambda: gpt2_names(ResNetConfig(2, (1,))),
         "GPT-2's names .*GPTConfig; given ResNetConfig",
     ),
-    "Llama's names of nothing": (lambda: llama_names(None), "Llama's names .*jdp.models.GPTConfig; given None"),
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jdp.core.cluster import barrier, service
-from jdp.core.cluster.barrier import from_first_process, meet, named
+from jdp.core.cluster import barrier
+from jdp.core.cluster.barrier import from_first_process, meet
 from jdp.launch import launch
 
 ROOT = Path(__file__).parents[2]
@@ -116,21 +116,6 @@ def test_a_process_that_left_barriers_by_an_exception_ends_normally(when, tmp_pa
 
 
 def test_alone_nobody_is_waited_for(monkeypatch):
-    monkeypatch.setattr(service, "coordination_client", lambda: 1 / 0)
+    monkeypatch.setattr(barrier, "coordination_client", lambda: 1 / 0)
     meet("nowhere")
     assert from_first_process("a word", "mine") == "mine"
-
-
-def test_several_processes_without_a_service_are_told(monkeypatch):
-    monkeypatch.setattr(barrier.jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"given 2 processes without it\. Call jdp\.initialize\(\) first"):
-        meet("nowhere")
-
-
-def test_many_are_counted():
-    assert [named(range(count)) for count in (1, 2, 3, 6)] == [
-        "process 0",
-        "processes 0 and 1",
-        "processes 0, 1 and 2",
-        "processes 0, 1, 2 and 3 more",
-    ]

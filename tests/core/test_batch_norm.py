@@ -118,23 +118,6 @@ def test_without_sync_each_device_norms_by_its_own_rows_and_averages_are_average
     assert abs(own["loss"] - whole["loss"]) > 1e-3
 
 
-def test_that_auto_is_always_in_sync_is_reported(monkeypatch):
-    reported = []
-    monkeypatch.setattr("jdp.core.gradients.partitioning.notice", reported.append)
-    plan = jdp.Plan(jdp.make_mesh(), "zero1")
-    state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0))
-    jax.eval_shape(jdp.make_train_step(loss_fn, plan, sync_batch_norm=False), state, next(batches()))
-    assert "sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch" in reported
-
-
-def test_a_model_with_batch_norm_may_get_manual_by_choice():
-    """K = 2 under zero1: auto would synchronise inside the loop, and manual is exact now."""
-    run = train("zero1", None, accumulate=2)
-    assert run.step.partitioning == "manual"
-    assert run.step.why == "auto may synchronise inside the accumulation loop"
-    assert_same(run.last, train("ddp", "auto", devices=1, accumulate=2).last)
-
-
 def test_an_evaluation_uses_the_running_averages_in_both_partitionings():
     run = train("zero3", "auto")
     state, plan = run.state, run.step.plan
@@ -146,52 +129,3 @@ def test_an_evaluation_uses_the_running_averages_in_both_partitionings():
     logits = jax.jit(lambda x: model(x))(next(batches())["x"])
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, next(batches())["y"])
     np.testing.assert_allclose(losses, float(nll.mean()), rtol=1e-5)
-
-
-# Rows that do not count: as many as may be, and on some devices all of them.
-
-
-class Inherited(nnx.BatchNorm):
-    def __call__(self, x, use_running_average=None, *, mask=None):
-        return 2 * super().__call__(x, use_running_average, mask=mask)
-
-
-class Padded(nnx.Module):
-    """Flax's own norm, plain, inherited from, with the slower variance and over another dimension, each with a mask."""
-
-    def __init__(self, *, rngs):
-        self.linear = nnx.Linear(CHANNELS, CHANNELS, rngs=rngs)
-        self.norm = nnx.BatchNorm(CHANNELS, momentum=0.8, use_fast_variance=False, rngs=rngs)
-        self.inherited = Inherited(CHANNELS, momentum=0.8, use_scale=False, rngs=rngs)
-        self.turned = nnx.BatchNorm(CHANNELS, momentum=0.8, axis=1, rngs=rngs)
-
-    def __call__(self, x, counts):
-        x = self.norm(self.linear(x), mask=counts[:, :, None])
-        x = self.inherited(x, mask=counts[:, :, None]).swapaxes(1, 2)
-        return self.turned(x, mask=jnp.stack([counts] * CHANNELS, axis=1).at[:, 0].set(True))  # by feature
-
-
-def padded_loss(model, batch, rng):
-    counts = batch["counts"]
-    y = jnp.where(counts[:, None, :], model(batch["x"], counts), 0.0)
-    return jdp.Loss((y**3).sum(), counts.sum().astype(jnp.float32))
-
-
-@functools.cache
-def train_padded(partitioning, devices):
-    random = np.random.default_rng(1)
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), "zero1", min_shard_size=64)
-    state = jdp.init_state(lambda rng: Padded(rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(padded_loss, plan, partitioning=partitioning)
-    for _ in range(2):
-        x = random.normal(size=(ROWS, 3, CHANNELS)) + np.linspace(-2, 2, ROWS)[:, None, None]
-        counts = random.random((ROWS, 3)) < np.linspace(1, 0.3, ROWS)[:, None]
-        counts[4:8] = False  # one device of four has nothing at all
-        state, metrics = step(state, {"x": x.astype(np.float32), "counts": counts})
-    assert metrics["skipped"] == 0
-    return jax.device_get((state.params, state.model_state, metrics["loss"]))
-
-
-@pytest.mark.parametrize("partitioning", ["auto", "manual"])
-def test_masked_statistics_of_flaxs_own_norm_are_those_of_one_device(partitioning):
-    assert_same(train_padded(partitioning, 4), train_padded("auto", 1))

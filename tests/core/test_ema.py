@@ -64,11 +64,6 @@ def test_updates_are_those_of_the_optimizer_alone():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), plain, beside)
 
 
-def test_an_average_of_nothing_is_the_parameters():
-    _, seen, state = train(jdp.with_ema(optax.adam(1e-2), DECAY, debias=True), steps=0)
-    jax.tree.map(np.testing.assert_array_equal, jdp.ema_params(state).params, seen[0])
-
-
 def test_a_step_that_is_skipped_leaves_the_average():
     plan, _, state = train(jdp.with_ema(optax.sgd(1e-3), DECAY), steps=1)
     before = jax.device_get(state.opt_state)
@@ -97,33 +92,6 @@ def test_the_average_is_float32_whatever_the_parameters_are():
     state, _ = step(state, batch(0))
     assert state.opt_state.average["w"].dtype == jnp.float32
     assert jdp.ema_params(state).params["w"].dtype == jnp.bfloat16
-
-
-def test_the_average_is_found_inside_other_wrappers():
-    tx = optax.apply_if_finite(jdp.with_ema(optax.MultiSteps(optax.adam(1e-2), 2), 0.5), 3)
-    _, seen, state = train(tx, steps=2)
-    np.testing.assert_allclose(
-        jdp.ema_params(state).params["b"], 0.25 * seen[0]["b"] + 0.25 * seen[1]["b"] + 0.5 * seen[2]["b"], rtol=1e-6
-    )
-
-
-def test_averages_of_parts_are_put_together_and_the_rest_stays():
-    """`masked` hides what it leaves out; `multi_transform` has an average for each group, here of two decays."""
-    _, seen, state = train(optax.masked(jdp.with_ema(optax.sgd(0.1), 0.5), {"w": True, "b": False}), steps=1)
-    mean = jdp.ema_params(state).params
-    np.testing.assert_allclose(mean["w"], (seen[0]["w"] + seen[1]["w"]) / 2, rtol=1e-6)
-    np.testing.assert_array_equal(mean["b"], seen[1]["b"])
-
-    groups = {name: jdp.with_ema(optax.sgd(0.1), decay) for name, decay in (("w", 0.5), ("b", 0.75))}
-    _, seen, state = train(optax.multi_transform(groups, {"w": "w", "b": "b"}), steps=1)
-    mean = jdp.ema_params(state).params
-    for name, decay in (("w", 0.5), ("b", 0.75)):
-        np.testing.assert_allclose(mean[name], decay * seen[0][name] + (1 - decay) * seen[1][name], rtol=1e-6)
-
-
-def test_inside_multi_steps_only_whole_steps_are_averaged():
-    _, seen, state = train(optax.MultiSteps(jdp.with_ema(optax.sgd(0.1), 0.5), 2), steps=2)
-    np.testing.assert_allclose(jdp.ema_params(state).params["b"], (seen[0]["b"] + seen[2]["b"]) / 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, 2, float("nan")])

@@ -33,18 +33,6 @@ def clip(params, batch, rng):
     return jdp.Loss(total=nll.sum(), weight=jnp.float32(len(own)))
 
 
-def experts(params, batch, rng):
-    """Let each of two experts take three of a group's four rows at most (GShard, arXiv:2006.16668)."""
-
-    def group(rows):
-        chosen = jax.nn.one_hot(((rows @ params["image"])[:, 0] > 0).astype(int), 2)
-        chosen *= jnp.cumsum(chosen, axis=0) <= 3
-        return jnp.sum((chosen @ params["text"][:2]) ** 2, axis=-1)
-
-    each = jax.vmap(group)(batch["image"].reshape(-1, 4, 6)).ravel()
-    return jdp.Loss(total=each.sum(), weight=jnp.float32(len(each)))
-
-
 def batch_of(rows=16):
     random = np.random.default_rng(0)
     return {"image": random.normal(size=(rows, 6)).astype("f"), "text": random.normal(size=(rows, 5)).astype("f")}
@@ -61,10 +49,7 @@ def losses(loss_fn, plan, **settings):
 
 @pytest.fixture(scope="module")
 def alone():
-    return {
-        clip: losses(clip, plan_of(1))[1],
-        experts: losses(experts, plan_of(1), group=4)[1],
-    }
+    return {clip: losses(clip, plan_of(1))[1]}
 
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -80,13 +65,6 @@ def test_in_batch_negatives_are_those_of_the_whole_batch(alone, partitioning, de
     np.testing.assert_allclose(found, alone[clip], rtol=2e-5)  # sums of 16 rows in another order, three steps long
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("partitioning", ["auto", "manual"])
-def test_capacity_counts_within_groups(alone, strategy, partitioning):
-    found = losses(experts, plan_of(4, strategy), group=4, partitioning=partitioning)[1]
-    np.testing.assert_allclose(found, alone[experts], rtol=2e-5)
-
-
 def test_a_loss_is_refused_that_mixes_without_it_or_gathers_where_it_cannot():
     def without(params, batch, rng):
         image, text = (batch[name] @ params[name] for name in ("image", "text"))
@@ -97,11 +75,5 @@ def test_a_loss_is_refused_that_mixes_without_it_or_gathers_where_it_cannot():
         losses(without, plan_of(4), partitioning="manual")
     with pytest.raises(ValueError, match=r"gather_rows gathers the rows of one microbatch.*accumulate=2"):
         losses(clip, plan_of(4), accumulate=2, check_loss=False)
-    with pytest.raises(
-        ValueError, match=r"gather_rows gathers the rows of the whole batch.*local_steps=1.*Leave local"
-    ):
-        losses(clip, plan_of(8), local_steps=1)
-    with pytest.raises(ValueError, match="noise_scale compares gradients of rows that do not depend on each other"):
-        losses(clip, plan_of(4), noise_scale=True)
     rows, own = jdp.gather_rows(jnp.ones((3, 2)))
     assert rows.shape == (3, 2) and own.tolist() == [0, 1, 2]

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.base import notices
 
 
 class Model(nnx.Module):
@@ -66,13 +65,6 @@ def test_initial_values_are_bitwise_the_same_on_any_mesh(strategy, axes):
         np.testing.assert_array_equal(got[path], want[path], err_msg=path, strict=True)
     sharded = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.is_fully_replicated]
     assert len(sharded) == (0 if strategy == "ddp" else 2)  # the kernel and the embedding
-
-
-def test_the_seed_decides():
-    other = values(initial(plan_of("ddp", data=1), jax.random.key(4)))
-    for path in other:
-        drawn = path == ".rng" or (path.startswith(".params") and ("kernel" in path or "embedding" in path))
-        assert np.array_equal(other[path], reference()[path]) is not drawn, path
 
 
 def test_steps_do_not_draw_what_init_drew():
@@ -133,21 +125,6 @@ def test_the_abstract_state_describes_the_real_one(strategy):
         assert leaf.sharding == sharding
 
 
-def test_the_state_of_a_module_is_plain_dictionaries():
-    state = jdp.abstract_state(make, optax.sgd(0.1), plan_of("ddp", data=1), rng=jax.random.key(0))
-    assert state.params["layers"]["0"]["kernel"].shape == (32, 24)
-    assert state.model_state == {
-        "norm": {"mean": state.model_state["norm"]["mean"], "var": state.model_state["norm"]["var"]}
-    }
-    assert (state.step.dtype, state.skipped.dtype, state.step.shape) == (jnp.int32, jnp.int32, ())
-
-
-def test_dtypes_stay_as_init_made_them():
-    init = lambda rng: {"a": jnp.zeros((8, 8), jnp.bfloat16), "b": jnp.zeros(8)}  # noqa: E731
-    state = jdp.abstract_state(init, optax.sgd(0.1), plan_of("zero1", data=8), rng=jax.random.key(0))
-    assert (state.params["a"].dtype, state.params["b"].dtype) == (jnp.bfloat16, jnp.float32)
-
-
 class Filled(nnx.Module):
     def __init__(self):
         self.w, self.seen = nnx.Param(jnp.full(8, 0.1)), nnx.BatchStat(jnp.full(8, 2))
@@ -176,24 +153,6 @@ def test_a_filled_array_does_not_compile_the_step_twice(init):
 def test_what_cannot_be_trained_is_refused(init, message, function):
     with pytest.raises(ValueError, match=message):
         function(init, optax.sgd(0.1), plan_of("ddp", data=1), rng=jax.random.key(0))
-
-
-def test_a_number_is_not_a_key():
-    with pytest.raises(ValueError, match=r"rng is a key, such as jax.random.key\(0\); given 3"):
-        initial(plan_of("ddp", data=1), 3)
-
-
-def test_the_plan_is_reported_once(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
-    init = lambda rng: {"w": jnp.zeros((8, 16)), "b": jnp.zeros(8)}  # noqa: E731
-    for _ in range(2):
-        initial(plan_of("zero3", data=8), init=init)
-    reported = [record.getMessage() for record in caplog.records if record.name == "jdp"]
-    assert reported == [
-        "zero3 on data=8 cpu devices: gathered at each use",
-        "1 parameter of fewer than 64 elements stays replicated (32 bytes on every device): b",
-    ]
 
 
 def test_linens_other_collections_are_not_trained_as_parameters():

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 import pytest
 
-from jdp.core.cluster import coordinator_address
 from jdp.core.cluster import initialize as initializing
 from jdp.core.cluster.initialize import initialize
 from jdp.launch import launch
@@ -25,6 +23,8 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `jax.distributed.initialize` was called with."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: seen.update(given))
+    monkeypatch.setattr(initializing.RollCall, "call", lambda self, seconds: seen.update(roll=(self, seconds)))
+    monkeypatch.setattr(initializing, "wait_for_coordinator", lambda *_: None)
     monkeypatch.delenv("no_grpc_proxy", raising=False)
     for name in os.environ:
         if name.startswith(("JDP_", "JAX_COORDINATOR", "SLURM_", "OMPI_")):
@@ -40,68 +40,25 @@ def test_alone_nothing_happens(joining: dict[str, Any]):
 
 def test_a_local_coordinator_listens_on_loopback_only_and_goes_round_proxies(joining: dict[str, Any]):
     initialize("127.0.0.1:5", 2, 1, timeout_seconds=7)
-    assert joining["coordinator_bind_address"] == "127.0.0.1:5" and joining["initialization_timeout"] == 7
+    assert joining["coordinator_bind_address"] == "127.0.0.1:5"
+    assert joining["roll"] == (initializing.RollCall("127.0.0.1:5", 1, 2), 7)
     assert (joining["coordinator_address"], joining["num_processes"], joining["process_id"]) == ("127.0.0.1:5", 2, 1)
     assert joining["cluster_detection_method"] == "deactivate"
     assert os.environ["no_grpc_proxy"] == "127.0.0.1"  # noqa: SIM112
 
 
 @pytest.mark.parametrize("address", ["gpu007:5", "192.0.2.77:5", "[fd00::77]:5"])
-def test_a_name_and_another_hosts_number_listen_where_jax_says(address: str):
-    assert coordinator_address.bind_address(address) is None
+def test_another_hosts_coordinator_listens_where_jax_says(address: str, joining: dict[str, Any]):
+    initialize(address, 2, 1)
+    assert joining["coordinator_bind_address"] is None
+    assert os.environ["no_grpc_proxy"] == address[:-2].strip("[]")  # noqa: SIM112
 
 
-def test_another_hosts_coordinator_is_reached_round_proxies_too(
-    joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(initializing, "listen_where_others_reach", lambda _: None)
-    initialize("192.0.2.77:5", 2, 1)
-    assert os.environ["no_grpc_proxy"] == "192.0.2.77"  # noqa: SIM112
-
-
-def test_a_number_of_this_host_is_all_that_is_listened_on(monkeypatch: pytest.MonkeyPatch):
-    """[::1] stands for an address of a private network; where it is loopback's, that is decided before."""
-    monkeypatch.setattr(coordinator_address, "is_loopback", lambda _: False)
-    assert coordinator_address.bind_address("127.0.0.1:5") == "127.0.0.1:5"
-    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:5")
-    assert coordinator_address.bind_address("127.0.0.1:5") is None
-
-
-def test_a_name_without_an_address_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """As long as the pod of process 0 is not there, DNS does not know it."""
-    answers: list[Any] = [socket.gaierror(-2, "Name or service not known")] * 3
-
-    def look_up(*_: Any) -> None:
-        if answers:
-            raise answers.pop()
-
-    monkeypatch.setattr(coordinator_address.socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(coordinator_address, "_POLL_SECONDS", 0)
-    monkeypatch.setattr(coordinator_address, "QUIET_SECONDS", 0)
-    coordinator_address.wait_for_name("train-0.train:5", 60)
-    assert capfd.readouterr().err.count("waiting up to 60 seconds for an address of 'train-0.train'") == 1
-
-
-def test_a_name_that_never_has_an_address_ends_the_wait(joining: dict[str, Any]):
-    with pytest.raises(
-        RuntimeError, match=r"part of a cluster \(arguments\) and could not join it: the name .*'no-such-host.invalid'"
-    ):
-        initialize("no-such-host.invalid:5", 2, 1, timeout_seconds=1)
+def test_mutual_tls_that_this_jax_would_ignore_is_refused(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_MTLS_CERT_FILE", "cert.pem")
+    with pytest.raises(ValueError, match=r"needs JAX 0\.12; given JAX_MTLS_CERT_FILE, which JAX .* ignores"):
+        initialize("127.0.0.1:5", 2, 1)
     assert joining == {}
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "gpu007"])
-def test_a_taken_port_is_not_shared_with_whoever_has_it(host: str, monkeypatch: pytest.MonkeyPatch):
-    """gRPC listens with SO_REUSEPORT: two jobs on one port would mix."""
-    monkeypatch.setattr(coordinator_address, "PORT_SECONDS", 0.1)
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(RuntimeError, match=f"port {port}, of the coordinator, has been taken on this host"):
-            coordinator_address.wait_for_port(f"{host}:{port}")
-    coordinator_address.wait_for_port(f"{host}:{port}")
 
 
 def test_jax_works_out_the_clusters_that_only_it_can(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
@@ -232,32 +189,3 @@ def test_who_ends_early_says_so(together: Callable[[str], tuple[int, str, str]])
 def test_exit_codes_are_the_programs_own(together: Callable[[str], tuple[int, str, str]]):
     code, _, err = together(JOIN + "print('done', flush=True); time.sleep(jax.process_index()); sys.exit(75)")
     assert code == 75 and "ended with exit code 75" in err and "came to its end" not in err
-
-
-def test_the_hook_is_put_in_once_and_only_in_a_cluster(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    shown: list[Any] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given))
-    monkeypatch.setattr(initializing.atexit, "register", lambda function: None)
-    own = sys.excepthook
-    initialize()
-    assert sys.excepthook is own, "a process on its own is left as it is"
-    initialize("127.0.0.1:1", 2, 1)
-    hook = sys.excepthook
-    monkeypatch.setattr(initializing, "joined_as", lambda: (1, 2))
-    initialize("127.0.0.1:1", 2, 1)
-    assert sys.excepthook is hook is not own
-    left: list[Any] = []
-    monkeypatch.setattr(initializing.os, "_exit", left.append)
-    slept: list[float] = []
-    monkeypatch.setattr(initializing.time, "sleep", slept.append)
-    lost = jax.errors.JaxRuntimeError("Connection closed by peer")
-    for error, expected in ((KeyError("x"), []), (lost, [initializing.LAST_WORDS_SECONDS])):
-        hook(type(error), error, None)
-        assert slept == expected, "who lost a peer lets the cause end first"
-        assert shown[-1] == (type(error), error, None)
-    hook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert left == [70, 70, 130]
-
-
-def test_alone_a_failure_leaves_by_the_ordinary_way():
-    assert initializing.leave_after_failure(3) is None  # it returned, and did not end this process

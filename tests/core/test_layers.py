@@ -14,11 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.base import notices
-from jdp.core import layers
-from jdp.core.sharding.traced_mesh import tracing_for
-from jdp.core.tracing.jaxprs import every_eqn
 from jdp.foresight.program.collectives import collectives
-from jdp.foresight.targets import target
 
 LAYERS, WIDTH = 3, 16
 
@@ -88,28 +84,6 @@ def test_a_tuple_is_scanned_and_activations_may_be_a_tree():
         expected = counting((layer, i, keys[i]), expected)
     close(end, expected)
     assert int(end["sum"]) == 0 + 1 + 2
-
-
-@pytest.mark.parametrize(
-    ("scan", "axes", "most", "unroll", "said"),
-    [
-        (True, {"data": 8}, 48, 1, ""),
-        (None, {"data": 8}, 48, LAYERS, ""),
-        ("auto", {"data": 8}, 48, LAYERS, 'scan = "auto": the 3 layers are compiled one by one'),
-        ("auto", {"data": 8}, 2, 1, "the 3 layers are a loop: one by one compile up to 2"),
-        ("auto", {"data": 4, "model": 2}, 48, 1, "the 3 layers are a loop: that sends less beside a model axis"),
-    ],
-)
-def test_on_gpus_few_layers_are_compiled_one_by_one_and_it_is_said(scan, axes, most, unroll, said, monkeypatch, capsys):
-    monkeypatch.setattr(notices, "_said", set())
-    monkeypatch.setitem(layers._MOST_UNROLLED, "gpu", most)
-    mesh = jdp.make_mesh(devices=target("h100:1x8").devices, **axes)
-    with tracing_for(mesh, ("data",)):
-        program = jax.make_jaxpr(lambda x: layers.looped(block, stacked(), x, scan=scan))(jnp.ones((4, WIDTH)))
-    [loop] = [eqn for eqn in every_eqn(program.jaxpr) if eqn.primitive.name == "scan"]
-    assert max(1, int(loop.params["unroll"])) == unroll
-    err = capsys.readouterr().err
-    assert said in err and bool(said) == bool(err)
 
 
 def test_no_layers_at_all_leave_the_activations_as_they_are():
@@ -304,19 +278,6 @@ def test_zero3_gathers_unrolled_layers_one_by_one(partitioning):
     assert LAYERS <= len(gathers) <= 2 * LAYERS
 
 
-def test_zero3_gathers_again_in_the_backward_pass_of_every_unrolled_layer():
-    """In the program as we hand it to XLA: one gather inside each layer's forward pass and one inside its backward."""
-    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x, remat="full"))
-    step = jdp.make_train_step(loss_fn, plan_of("zero3"), partitioning="manual")
-    state = abstract(plan_of("zero3"), init_unrolled)
-    places = list(primitives(jax.make_jaxpr(step.jitted)(state, BATCH).jaxpr, "all_gather"))
-    assert len([inside for inside in places if "remat2" in inside]) == LAYERS  # the backward passes
-    # Nothing else keeps XLA from merging the two. A scan needs no such barrier, and has none.
-    assert step.lower(state, BATCH).as_text().count("optimization_barrier") >= LAYERS
-    scanned = abstract(plan_of("zero3"))
-    assert "optimization_barrier" not in step.lower(scanned, BATCH).as_text()
-
-
 @pytest.fixture
 def reported(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
@@ -344,20 +305,6 @@ def test_a_weight_changed_outside_the_block_is_right_and_reported_once(partition
     assert "cast or reshape it inside the block" in notice
 
 
-def test_a_block_s_statistics_are_no_weights_to_gather(reported):
-    def loss(model, batch, rng):
-        y = jdp.scan_layers(lambda layer, x: layer(x), model, batch["x"])
-        return jdp.Loss((y**2).sum(), len(y))
-
-    def stack(rng):
-        return nnx.List([nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(rng)) for _ in range(2)])
-
-    plan = plan_of("zero3")
-    state = jdp.abstract_state(stack, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    jdp.make_train_step(loss, plan).lower(state, {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)})
-    assert not reported()
-
-
 def test_a_weight_sharded_over_its_layers_is_reported_with_the_rule_that_fixes_it(reported):
     layers = 8
 
@@ -377,10 +324,3 @@ def test_a_weight_sharded_over_its_layers_is_reported_with_the_rule_that_fixes_i
     assert "Plan(..., rules=[('layers/w', PartitionSpec(None, 'data'))])" in notice
     trace([("layers/b", P(None, "data")), ("layers/w", P(None, "data"))])
     assert len(reported()) == 1
-
-
-def test_without_zero3_nothing_is_reported_of_weights_changed_outside(reported):
-    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x))
-    for strategy in ("ddp", "zero2"):
-        jax.eval_shape(jdp.make_train_step(loss_fn, plan_of(strategy)), abstract(plan_of(strategy)), BATCH)
-    assert reported() == []

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jdp
-from jdp.core.sharding.axes import check_axes, equation
 from jdp.core.sharding.mesh import batch_axes, better_order, hosts_along, replicas_for_hosts
 from jdp.foresight.targets.resolve import target
 
@@ -34,12 +33,6 @@ def test_axes_stand_as_written_and_minus_one_takes_what_is_left(axes, shape):
     assert list(mesh.shape.items()) == list(shape.items())
     assert ids(mesh) == [device.id for device in jax.devices()]  # row-major: the last axis varies fastest
     assert set(mesh.axis_types) == {AxisType.Auto}
-
-
-def test_the_last_axis_gets_neighbours():
-    mesh = jdp.make_mesh(replica=2, data=4)
-    assert [device.id for device in mesh.devices[0]] == [0, 1, 2, 3]
-    assert [device.id for device in mesh.devices[:, 0]] == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +104,6 @@ def test_how_many_replicas_keep_data_on_a_host(axes, replicas):
     assert replicas_for_hosts(described("h100:8x8", **axes), **HOSTS) == replicas
 
 
-def test_cpu_devices_and_described_ones_are_left_in_peace(capfd):
-    """What are no hosts to jax draws no advice: virtual devices, and targets, whose plan `jdp plan` tells."""
-    for mesh in (jdp.make_mesh(model=2, data=4), described("h100:8x8", model=8, data=8)):
-        assert better_order(mesh) is None
-        assert replicas_for_hosts(mesh) is None
-    assert "host" not in capfd.readouterr().err
-
-
 def test_devices_keep_the_order_given():
     assert ids(jdp.make_mesh(devices=jax.devices()[::-1])) == list(range(7, -1, -1))
     some = jax.devices()[2:6]
@@ -172,19 +157,3 @@ def test_the_batch_is_sharded_over_replica_and_data_only(axes, expected):
 def test_what_is_wrong_with_a_mesh_is_reported_with_the_whole_equation(axes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jdp.make_mesh(**axes)
-
-
-def test_an_axis_is_not_named_devices():
-    """`make_mesh(devices=...)` takes the devices; axes from a file could have that name."""
-    with pytest.raises(ValueError, match="not `devices`"):
-        check_axes({"data": -1, "devices": 2})
-
-
-def test_the_equation_of_sizes():
-    assert equation({"data": 4, "model": 2}) == "data=4 × model=2 = 8"
-    assert equation({"data": 4}) == "data=4"
-
-
-def test_a_mesh_needs_devices():
-    with pytest.raises(ValueError, match="there are 0 devices"):
-        jdp.make_mesh(devices=[])

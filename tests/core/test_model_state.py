@@ -110,12 +110,6 @@ def test_what_a_block_changes_stays_changed_as_in_a_plain_loop(stacked, remat, c
     assert_same(got, after_one_call(plain, stacked, closing))
 
 
-def test_a_list_in_plain_python_is_the_plain_loop():
-    model, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0), loop=plain)
-    assert_same((model(data()), nnx.state(model)), (other(data()), nnx.state(other)), tolerance=0)
-    assert [int(layer.calls[...]) for layer in model.layers] == [1] * LAYERS
-
-
 def loss_fn(model, batch, rng):
     y = model(batch["x"])
     nnx.pop(model, nnx.Intermediate)
@@ -166,49 +160,6 @@ def test_a_change_that_cannot_leave_the_block_is_refused_with_the_reason(layers)
 
 
 # What the step makes of it.
-
-
-class Tables(nnx.Module):
-    """State of all kinds: tables that no call changes and no average may touch, and what every call changes."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.lowest = nnx.Variable(jnp.full(WIDTH, jnp.finfo(jnp.float32).min))
-        self.none = nnx.Variable(jnp.full(WIDTH, -jnp.inf))
-        self.half = nnx.Variable(jnp.full(WIDTH, -30000.0, jnp.float16))
-        self.largest = nnx.Variable(jnp.full(WIDTH, -jnp.inf))
-        self.sum = nnx.Variable(jnp.full(WIDTH, jnp.finfo(jnp.float32).max))
-        self.narrow = nnx.Variable(jnp.full(WIDTH, -60000.0, jnp.float16))
-        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-        y = self.linear(x)
-        first = jnp.arange(WIDTH) < WIDTH // 2  # the other half of a running maximum stays at -inf
-        self.largest[...] = jnp.where(first, jnp.maximum(self.largest[...], 3.0), self.largest[...])
-        self.sum[...] = self.sum[...] * jnp.where(first, 1.0, 0.5)
-        self.narrow[...] = self.narrow[...] + jnp.float16(0)
-        self.calls[...] += 1
-        return y + jnp.maximum(jnp.maximum(self.lowest[...], self.none[...]), self.half[...])
-
-
-@pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 2), ("manual", 1), ("manual", 2)])
-def test_tables_stay_as_they_are_and_no_average_overflows(partitioning, accumulate):
-    """On three devices, where sums of `finfo.max / 3` would round to infinity; nothing of this skips a step."""
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:3]))
-    state = jdp.init_state(lambda rng: Tables(nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
-    before = jax.device_get(state.model_state)
-    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate)
-    for _ in range(2):
-        state, metrics = step(state, {"x": np.tile(data(), (3, 1))})
-    after = jax.device_get(state.model_state)
-    assert int(metrics["skipped"]) == 0
-    for name in ("lowest", "none", "half", "narrow"):
-        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
-    calls, half = 2 * accumulate, WIDTH // 2
-    assert after["calls"] == calls
-    np.testing.assert_array_equal(after["largest"], [3.0] * half + [-np.inf] * half)
-    largest = float(jnp.finfo(jnp.float32).max)
-    np.testing.assert_allclose(after["sum"], [largest] * half + [largest / 2**calls] * half, rtol=1e-6)
 
 
 class Poisoned(nnx.Module):
@@ -281,17 +232,3 @@ def test_manual_refuses_counts_of_the_batch(what, accumulate):
     for devices, view in ((4, None), (4, "auto"), (1, "manual")):  # alone, or seeing the whole batch
         step, state = step_of(what, view, accumulate, devices)
         jax.eval_shape(step, state, {"x": data()})
-
-
-@pytest.mark.parametrize(("what", "accumulate"), [("nothing", 2), ("through seen", 1)])
-def test_manual_counts_calls(what, accumulate):
-    """Also those of a scanned layer; and what follows from state that all devices share."""
-    step, state = step_of(what, "manual", accumulate, make=jdp.init_state)
-    for _ in range(2):
-        state, _ = step(state, {"x": data()})
-    got = jax.device_get(state.model_state)
-    assert got["calls"] == 2 * accumulate * LAYERS
-    assert got["each"].tolist() == [2 * accumulate] * LAYERS
-    assert got["other"] == (what == "through seen")
-    values = [shard.data for shard in state.model_state["other"].addressable_shards]
-    assert len({int(value) for value in values}) == 1

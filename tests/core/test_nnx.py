@@ -84,12 +84,6 @@ def test_a_module_is_split_into_nested_dicts_and_merged_back():
     assert merged.layers[1].kernel.get_value() is params["layers"]["1"]["kernel"]
 
 
-def test_any_other_pytree_comes_back_as_it_is():
-    tree = {"w": jnp.ones(3)}
-    params, model_state, adapter = flax_nnx.split(tree)
-    assert params is tree and model_state == {} and adapter is None
-
-
 def test_a_merge_is_in_training_mode_with_a_key_and_in_evaluation_mode_without():
     params, model_state, adapter = flax_nnx.split(make(jax.random.key(0)))
     x = data()["x"]
@@ -102,26 +96,6 @@ def test_a_merge_is_in_training_mode_with_a_key_and_in_evaluation_mode_without()
     evaluating = adapter.merge(params, model_state, rng=None)
     np.testing.assert_array_equal(evaluating(x), evaluating(x))
     np.testing.assert_array_equal(adapter.changed(evaluating)["norm"]["mean"], np.zeros(FEATURES))
-
-
-def test_every_dropout_draws_from_a_key_of_its_own():
-    class Two(nnx.Module):
-        def __init__(self, rngs):
-            self.w = nnx.Param(jnp.ones(()))
-            self.first, self.second = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-
-    params, model_state, adapter = flax_nnx.split(Two(nnx.Rngs(0)))
-    module = adapter.merge(params, model_state, rng=jax.random.key(0))
-    x = jnp.ones(64)
-    assert not np.array_equal(module.first(x), module.second(x))
-
-
-def test_modules_made_alike_have_equal_adapters():
-    """Equal and of equal hash: a state made again does not make a step compile again."""
-    one, two = (flax_nnx.split(make(jax.random.key(seed)))[2] for seed in (0, 1))
-    other = flax_nnx.split(make(jax.random.key(0), rate=0.1))[2]
-    assert one == two and hash(one) == hash(two)
-    assert one != other
 
 
 @dataclasses.dataclass
@@ -152,27 +126,6 @@ class LinenConfigured(linen.Module):
     @linen.compact
     def __call__(self, x):
         return linen.Dense(self.configs[0].width)(x)
-
-
-def test_more_than_ten_layers_keep_their_places():
-    class Deep(nnx.Module):
-        def __init__(self):
-            self.scales = nnx.List([nnx.Param(jnp.float32(i)) for i in range(12)])
-
-    params, model_state, adapter = flax_nnx.split(Deep())
-    assert [float(s.get_value()) for s in adapter.merge(params, model_state, rng=None).scales] == list(range(12))
-
-
-def test_a_weight_shared_by_two_layers_is_one_parameter():
-    class Tied(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(4, 4, rngs=rngs)
-            self.second = self.first
-
-    params, model_state, adapter = flax_nnx.split(Tied(nnx.Rngs(0)))
-    assert len(jax.tree.leaves(params)) == 2
-    merged = adapter.merge(params, model_state, rng=None)
-    assert merged.first is merged.second
 
 
 class Odd(nnx.Module):
@@ -236,17 +189,6 @@ def test_masks_of_an_internal_dropout_are_those_of_the_whole_batch(accumulate, p
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), params, expected)
 
 
-def test_masks_change_from_step_to_step():
-    plan = plan_of(devices=1)
-    step = jdp.make_train_step(loss_fn, plan)
-    frozen = jdp.init_state(without_norm, optax.sgd(0.0), plan, rng=jax.random.key(3))
-    losses = []
-    for _ in range(3):
-        frozen, metrics = step(frozen, data())
-        losses.append(float(metrics["loss"]))
-    assert len(set(losses)) == 3
-
-
 def test_accumulation_carries_batch_statistics_from_one_microbatch_to_the_next():
     """Twice 0.9: the statistics moved once a microbatch, each time by the microbatch's own."""
     (_, model_state), _ = after_one_step(devices=8, accumulate=2)
@@ -303,16 +245,6 @@ def test_a_statistic_that_jdp_does_not_know_keeps_auto_and_says_why():
     )
 
 
-def test_manual_says_what_becomes_of_such_a_statistic(reported):
-    step = jdp.make_train_step(loss_fn, plan_of(), partitioning="manual")
-    abstract = jdp.abstract_state(make_watching, TX, plan_of(), rng=jax.random.key(0))
-    jax.eval_shape(step, abstract, data())
-    assert step.why == (
-        "asked for, although each device then computes seen over its own rows, and the values are averaged"
-    )
-    assert any(step.why in message for message in reported())
-
-
 def test_a_step_that_is_not_finite_leaves_the_statistics_alone():
     plan = plan_of("zero3")
     step = jdp.make_train_step(loss_fn, plan)
@@ -335,12 +267,6 @@ def test_evaluation_is_deterministic_and_by_the_running_statistics():
     np.testing.assert_allclose(losses[0], (np.asarray(model(data()["x"])) ** 2).sum() / ROWS, rtol=1e-5)
     halves = [float(evaluate(state, {"x": half})["loss"]) for half in np.split(data()["x"], 2)]
     np.testing.assert_allclose(np.mean(halves), losses[0], rtol=1e-5)  # no statistics of the batch at hand
-
-
-def test_the_model_of_a_pytree_state_is_the_tree():
-    init = lambda rng: {"w": jnp.ones(3)}  # noqa: E731
-    state = jdp.init_state(init, optax.sgd(0.1), plan_of(devices=1), rng=jax.random.key(0))
-    assert state.model is state.params
 
 
 def test_no_call_of_a_compiled_step_walks_the_module(monkeypatch):
@@ -406,15 +332,6 @@ def test_stacked_streams_and_variables_that_hold_trees_train_as_on_one_device(ki
     assert jax.tree.structure(ends[0]) == jax.tree.structure(ends[1])
 
 
-def test_a_filter_selects_a_variable_with_all_it_holds():
-    init = lambda rng: Held(nnx.Rngs(rng))  # noqa: E731
-    state = jdp.abstract_state(init, TX, plan_of(), rng=jax.random.key(0), wrt=nnx.LoRAParam)
-    trained = zip(jax.tree.leaves_with_path(state.params), state.static.trained, strict=True)
-    assert [jax.tree_util.keystr(path, simple=True, separator="/") for (path, _), kept in trained if kept] == [
-        "frozen/scale"
-    ]
-
-
 def test_a_parameter_without_elements_is_saved_and_restored(tmp_path):
     init = lambda rng: Held(nnx.Rngs(rng))  # noqa: E731
     state = jdp.init_state(init, optax.adam(0.1), plan_of("zero1"), rng=jax.random.key(0))
@@ -445,17 +362,6 @@ class Functional(nnx.Module):
 
     def __call__(self, x):
         return self.table[0][1](self.clip(self.act(self.linear(x))))
-
-
-def test_functions_that_do_the_same_are_the_same():
-    made = [flax_nnx.split(Functional(nnx.Rngs(0), scale))[2] for scale in (2.0, 2.0, 3.0)]
-    assert made[0] == made[1] and hash(made[0]) == hash(made[1])
-    assert made[0] != made[2] and made[0].structure.difference(made[2].structure) == "act"
-    plan = plan_of(devices=1)
-    step = jdp.make_train_step(loss_fn, plan)
-    for scale in (2.0, 2.0, 3.0):
-        step(state_of(plan, lambda rng, scale=scale: Functional(nnx.Rngs(rng), scale)), data())
-    assert step.jitted._cache_size() == 2
 
 
 def test_what_is_never_the_same_is_reported_once(reported):

@@ -1,4 +1,4 @@
-"""Optimizer state and master weights in host memory: the same bits, in the memory where the plan has them."""
+"""Optimizer state in host memory: the same bits, in the memory where the plan has them."""
 
 from dataclasses import replace
 
@@ -12,7 +12,6 @@ from flax import nnx
 import jdp
 from jdp.core.sharding.host_memory import PINNED, check_memory_kinds
 from jdp.core.step import Step
-from jdp.core.update import offloaded
 
 LAYERS, WIDTH = 2, 32
 MESH = jdp.make_mesh(data=4, devices=jax.devices()[:4])
@@ -64,9 +63,8 @@ def assert_same_bits(one, other):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path, monkeypatch):
-    """Three steps with and without; saved after two, and restored onto the other plan. Leaves move row by row."""
-    monkeypatch.setattr(offloaded, "SLICE_BYTES", 1)
+def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path):
+    """Three steps with and without; saved after two, and restored onto the other plan."""
     state, step = make(strategy, None)
     off, off_step = make(strategy, "optimizer")
     before = kinds(off)
@@ -76,8 +74,7 @@ def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path, monkeypatch
         off, off_metrics = off_step(off, batch)
         assert float(metrics["loss"]) == float(off_metrics["loss"])
     assert kinds(off) == before
-    assert before[".params['head']['kernel']"] == PINNED
-    assert before[".params['head']['bias']"] == before[".step"] == "device"
+    assert before[".params['head']['kernel']"] == before[".step"] == "device"
     assert all(kind == PINNED for path, kind in before.items() if ".mu" in path and "kernel" in path)
     assert_same_bits(state, off)
 
@@ -118,8 +115,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert_same_bits(kept, jax.device_get((state.params, state.opt_state)))
 
 
-def test_optimizers_that_take_norms_move_leaves_whole():
-    """LAMB's trust ratio is of a whole leaf; the leaves' bits are those without offload too."""
+def test_an_optimizer_that_mixes_leaves_and_parameters():
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(1e-2))
     state, step = make("zero1", None, tx)
     off, off_step = make("zero1", "optimizer", tx)
@@ -127,28 +123,14 @@ def test_optimizers_that_take_norms_move_leaves_whole():
     assert_same_bits(step(state, batch)[0], off_step(off, batch)[0])
 
 
-def test_an_optimizer_that_mixes_parameters_is_reported(capfd):
-    scale = optax.stateless(lambda updates, params: jax.tree.map(lambda u: u / optax.tree.norm(params), updates))
-    off, step = make("ddp", "optimizer", optax.chain(optax.sgd(1e-2), scale))
-    step.lower(off, batches()[0])
-    assert "the optimizer's update mixes 4 parameters" in capfd.readouterr().err
-
-
 def test_plan_says_what_rests_on_the_host():
     state, step = make("zero1", "optimizer")
     placements = {p.path: p for p in step.plan.placements(state)}
-    head = placements["params/head/kernel"]
+    head = placements["opt_state/0/mu/head/kernel"]
     assert head.on_host and head.reason.endswith("in host memory") and head.bytes_per_device == 4 * WIDTH * 64 // 4
-    assert placements["params/head/bias"].memory == "device"
-    assert str(step.plan).endswith("gathered once a step; optimizer state and master weights in host memory")
+    assert placements["params/head/kernel"].memory == placements["opt_state/0/mu/head/bias"].memory == "device"
+    assert str(step.plan).endswith("gathered once a step; optimizer state in host memory")
     assert not any(p.on_host for p in replace(step.plan, offload=None).placements(state))
-
-
-def test_frozen_parameters_stay_on_the_device():
-    plan = jdp.Plan(jdp.make_mesh(data=8), "zero1", offload="optimizer")
-    state = jdp.abstract_state(Model, optax.sgd(0.1), plan, rng=jax.random.key(0), wrt="head/*")
-    on_host = [p.path for p in plan.placements(state) if p.on_host]
-    assert on_host == ["params/head/kernel"]
 
 
 def test_mistakes():
@@ -158,6 +140,3 @@ def test_mistakes():
     with pytest.raises(ValueError, match=r"devices that reach pinned host memory.*given metal devices with device"):
         check_memory_kinds(["device"], "metal")
     check_memory_kinds([], "gpu")  # only described
-    plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), offload="optimizer")
-    with pytest.raises(ValueError, match="local_steps keeps an optimizer on every replica's devices; given Plan"):
-        jdp.make_train_step(loss, plan, local_steps=2)

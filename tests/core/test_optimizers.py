@@ -157,23 +157,6 @@ def test_every_alias_is_run():
     assert len(ALIASES) >= 29
 
 
-LARGE_BATCH = ("adafactor", "lamb", "lars")  # a norm over each parameter, or means over its rows and columns
-
-
-@functools.cache
-def run_large_batch(strategy, partitioning, devices=8):
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64)
-    tx = optax.multi_transform({name: alias(name) for name in LARGE_BATCH}, {name: name for name in LARGE_BATCH})
-    init = lambda rng: {name: init_one(rng) for name in LARGE_BATCH}  # noqa: E731
-    return train(plan, tx, init, loss_all, partitioning=partitioning, clip_norm=1.0)[2]
-
-
-@pytest.mark.parametrize(("strategy", "partitioning"), [("zero1", "manual"), ("zero2", "auto"), ("zero3", "manual")])
-def test_norms_over_a_sharded_parameter_are_those_of_the_whole(strategy, partitioning):
-    got, wanted = run_large_batch(strategy, partitioning), run_large_batch("ddp", "auto", 1)
-    assert_same(jax.device_get((got.params, got.opt_state)), jax.device_get((wanted.params, wanted.opt_state)))
-
-
 # What belongs to which parameter.
 
 
@@ -183,24 +166,6 @@ def shapes_of(init, tx, plan, wrt=None):
 
 def placed(plan, state):
     return {p.path.removeprefix("opt_state/"): p for p in plan.placements(state) if p.path.startswith("opt_state/")}
-
-
-TREES = [name for name in ALIASES if name not in ("sign_sgd", "fromage", "polyak_sgd", "rmsprop")]
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_optax_finds_the_same_trees_by_asking_the_optimizer(name):
-    """`optax.tree_map_params` runs `init` on a placeholder; our paths agree with it leaf by leaf."""
-    tx, plan = alias(name), plan_of("zero1")
-    state = shapes_of(init_one, tx, plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = optax.tree_map_params(
-            tx, lambda _: True, state.opt_state, transform_non_params=lambda leaf: jax.tree.map(lambda _: False, leaf)
-        )
-    for place, belongs in zip(placed(plan, state).values(), jax.tree.leaves(theirs), strict=True):
-        if place.shape:
-            assert belongs == ("params/" in place.reason), (place.path, place.reason)
 
 
 class Blocks:
@@ -279,14 +244,6 @@ def test_a_leaf_that_is_made_from_a_parameter_gets_what_fits_it_and_says_so(name
     assert {place.rest for place in placed(ddp, shapes_of(stacked, make(), ddp)).values()} == {P()}
 
 
-def test_the_models_own_axes_go_with_the_dimensions_too():
-    plan = jdp.Plan(jdp.make_mesh(data=4, model=2), "zero1", rules=[("w", P(None, None, "model"))], min_shard_size=64)
-    places = placed(plan, shapes_of(stacked, optax.adafactor(1e-3, min_dim_size_to_factor=8), plan))
-    assert places["0/v_row/w"].compute == P(None, "model")
-    assert places["0/v_row/w"].rest == P("data", "model")
-    assert places["0/v_col/w"].rest == P(None, "data")
-
-
 # Wrappers, in steps.
 
 
@@ -327,14 +284,6 @@ def test_wrappers_keep_their_state_sharded_and_train_as_on_one_device(name):
     assert_same(jax.device_get(state.params), jax.device_get(alone.params))
 
 
-def test_multi_steps_reports_the_better_tool_once(monkeypatch):
-    reported = []
-    monkeypatch.setattr("jdp.core.init.train_state.notice", reported.append)
-    tx = optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(1e-3), 2))
-    jdp.init_state(lambda rng: {"w": jnp.ones(8)}, tx, plan_of("one device"), rng=jax.random.key(0))
-    assert sum("make_train_step(accumulate=K)" in words for words in reported) == 1
-
-
 # What a step cannot carry.
 
 
@@ -363,14 +312,3 @@ def test_a_leaf_that_is_no_array_is_named():
 def test_a_state_that_changes_between_steps_is_named(update, words):
     with pytest.raises(ValueError, match=rf"keeps its structure, shapes and dtypes .* opt_state/m is {words}"):
         shapes_of(init_one, transformation(lambda params: {"m": jnp.zeros(3)}, update), plan_of("zero1"))
-
-
-def test_numbers_in_a_state_become_arrays_that_compile_once():
-    """A Python number is weakly typed; kept so, the second step would be traced anew."""
-    update = lambda g, s, p=None: (jax.tree.map(lambda x: -1e-3 * x, g), {"n": s["n"] + jnp.int32(1)})  # noqa: E731
-    plan = plan_of("one device")
-    state = jdp.init_state(init_one, transformation(lambda params: {"n": 0}, update), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss_one, plan)
-    for batch in batches(2):
-        state, _ = step(state, batch)
-    assert state.opt_state["n"] == 2 and step.jitted._cache_size() == 1

@@ -15,10 +15,7 @@ from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
 from jdp.core import layers
-from jdp.core.gradients.layer_parts import Parts
-from jdp.core.gradients.pipeline import pipelined
-from jdp.core.tracing.collectives import parameter_scope
-from jdp.core.tracing.jaxprs import every_eqn, scan_counts
+from jdp.core.tracing.jaxprs import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report
@@ -165,91 +162,6 @@ def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled,
     forward, backward = (text.splitlines() for text in bodies if not text.lstrip().startswith("ENTRY"))
     assert all(multiplied_meanwhile(forward)) and len(multiplied_meanwhile(forward)) == 2  # a gather for each layer
     assert sum(multiplied_meanwhile(backward)) > len(multiplied_meanwhile(backward)) / 2  # XLA found some as short
-
-
-class Seen(nnx.Variable):
-    pass
-
-
-class Carried(nnx.Module):
-    """A layer whose product is carried on in 16 bits, and kept in 32."""
-
-    def __init__(self, key):
-        self.weight, self.scale = nnx.Param(jax.random.normal(key, (16, 16)) / 4), nnx.Param(jnp.ones(16))
-        self.seen = Seen(jnp.zeros((4, 16)))
-
-    def __call__(self, x):
-        x = jnp.sin(x * self.scale[...]) @ self.weight[...]
-        self.seen[...] = x.astype(jnp.float32)
-        return x
-
-
-class Tower(nnx.Module):
-    def __init__(self, rng):
-        self.layers = jax.vmap(Carried)(jax.random.split(rng, 5))
-
-    def __call__(self, x):
-        x = x.astype(self.layers.weight[...].dtype)
-        return jdp.scan_layers(lambda layer, x: layer(x), self.layers, x)
-
-
-def test_norms_are_gathered_once_for_all_layers_and_a_carried_product_keeps_its_dtype():
-    plan = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=64)
-    state = jdp.init_state(Tower, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    settings = {"partitioning": "manual", "overlap": True, "precision": "bf16", "check_loss": False}
-    step = jdp.make_train_step(nested_loss, plan, **settings)
-    traced = step.jitted.trace(state, ROWS).jaxpr.jaxpr
-    gathered = Counter(eqn.outvars[0].aval.shape for eqn in every_eqn(traced) if eqn.primitive.name == "all_gather")
-    assert gathered[5, 16] == 2 and (16,) not in gathered, "in each pass"
-    assert gathered[16, 16] > 2
-    assert np.isfinite(step(state, ROWS)[1]["loss"])
-
-
-def after_no_rounds(stack, x):
-    x, sums = jax.lax.scan(lambda x, y: (x + y, x * y), x, jnp.zeros((0, *x.shape)))
-    return x + jnp.sum(sums)
-
-
-def with_a_shared_shard(stack, x):
-    """Gather a matrix and a bias of one shard, and biases of others, one of which takes both."""
-
-    def layer(x, shard):
-        weight, (first, second) = jnp.sin(shard["weight"]), shard["biases"]
-        with parameter_scope("matrix"):
-            matrix = 2 * weight
-        with parameter_scope("bias"):
-            bias = 2 * weight[0]
-        with parameter_scope("first"):
-            first = 2 * first
-        with parameter_scope("second"):
-            second = 2 * second + weight[1] + first
-        return jnp.tanh(x @ matrix + bias + first), second
-
-    return jax.lax.scan(layer, x, stack)
-
-
-@pytest.mark.parametrize("more", [after_no_rounds, with_a_shared_shard])
-def test_loops_of_no_rounds_and_gathers_that_share_operations(more):
-    keys = jax.random.split(jax.random.key(0), 3)
-    stack = {"weight": jax.random.normal(keys[0], (3, 8, 8)), "biases": jax.random.normal(keys[1], (3, 2, 8))}
-    both = lambda stack, x: (with_a_shared_shard(stack, x), more(stack, x))  # noqa: E731
-    arguments = stack, jax.random.normal(keys[2], (4, 8))
-    made, expected = (jax.jit(each)(*arguments) for each in (pipelined(both), both))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), made, expected)
-
-
-def test_of_16_bit_products_those_that_are_only_stacked_in_float32_are_made_so():
-    def layer(carry, each):
-        low, _ = carry
-        x, y, stacked = (low @ each for _ in range(3))
-        return (x, y.astype(jnp.float32)), (x.astype(jnp.float32), stacked.astype(jnp.float32))
-
-    low, high = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((4, 4))
-    scan = jax.make_jaxpr(lambda each: jax.lax.scan(layer, (low, high), each))(jnp.ones((3, 4, 4), jnp.bfloat16))
-    [loop] = [eqn for eqn in every_eqn(scan.jaxpr) if eqn.primitive.name == "scan"]
-    parts = Parts.of(loop.params["jaxpr"], *scan_counts(loop))
-    products = [each for each in parts.main if each.name == "dot_general"]
-    assert [each in parts.wide for each in products] == [False, False, True]
 
 
 def test_gradients_of_weights_are_summed_in_float32_and_not_rounded_before():

@@ -12,12 +12,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.base import notices
 from jdp.core.sharding.padded import Flat
-from jdp.core.state import ERROR
 from jdp.foresight.targets.resolve import target
 from jdp.models import build
 from jdp.models.configs.sizes import SIZES
@@ -98,37 +96,6 @@ def padding(state):
     return [np.asarray(by_path[path])[..., flat.row :] for path, flat in state.static.flat]
 
 
-@pytest.mark.parametrize("shape", [(7,), (13, 101), (3, 5, 7), (3, 101, 13), (2, 3, 101, 13), (101, 4)])
-@pytest.mark.parametrize("count", [5, 8, 64])
-def test_a_flat_leaf_has_its_elements_in_order_and_zeros_behind_them(shape, count):
-    flat = Flat.of(shape, count)
-    assert flat is not None
-    stacked = len(flat.at_rest) == 2  # a loop over layers slices the leading dimension off
-
-    @jax.jit
-    def made(x, more):
-        rest, layer = flat.to_rest(x), x[0] if stacked else x
-        return {
-            "rest": rest,
-            "there and back": (flat.from_rest(rest), flat.from_rest(flat.to_rest(more))),
-            "masked": (flat.masked(rest + 1), flat.to_rest(x + 1)),
-            "layer": (flat.to_rest(layer), flat.from_rest(flat.to_rest(layer))),
-        }
-
-    x = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
-    more = np.stack([x, -x])  # as the replicas' optimizer states are
-    found = jax.device_get(made(x, more))
-    rest = found["rest"]
-    assert rest.shape == flat.at_rest
-    assert rest.shape[-1] % count == 0
-    assert np.array_equal(rest[..., : flat.row], x.reshape(*rest.shape[:-1], -1))
-    assert not rest[..., flat.row :].any()
-    assert all(map(np.array_equal, found["there and back"], (x, more)))
-    assert np.array_equal(*found["masked"])
-    if stacked:
-        assert all(map(np.array_equal, found["layer"], (rest[0], x[0])))
-
-
 @pytest.mark.parametrize("shape", ["1x3", "1x5", "1x6", "1x7", "64x8"])
 def test_gpt2_rests_within_two_percent_on_any_number_of_devices(shape):
     devices = target(f"h100:{shape}").devices
@@ -168,55 +135,9 @@ def test_padded_training_equals_one_device(strategy, devices, settings):
     np.testing.assert_allclose(*averages, atol=WEIGHT_BOUND)
 
 
-def by_blocks():
-    """Root mean squares of each parameter, updates every other step, and one part frozen by path."""
-    tx = optax.chain(optax.clip_by_block_rms(0.01), optax.scale_by_trust_ratio(), optax.sgd(0.1, momentum=0.9))
-    return optax.MultiSteps(tx, 2)
-
-
-def without_eps():
-    return optax.adam(1e-3, eps=0.0)
-
-
-def test_norms_of_a_parameter_leave_the_padding_out():
-    state = assert_equals_one_device(plan_of(5), by_blocks, 9)
-    assert not any(behind.any() for behind in padding(state))
-
-
-def test_padding_is_zero_again_where_the_update_divides_by_zero():
-    state, _ = train(plan_of(7), without_eps())
-    assert not any(behind.any() for behind in padding(state))
-
-
 def test_frozen_parameters_are_padded_too():
     state = assert_equals_one_device(plan_of(5), decayed, 6, "down/*")  # up stays; 2 frozen, 1 trained, its moments
     assert state.params["up"]["w"].ndim == len(Flat.of((IN, HIDDEN), 5).at_rest)
-
-
-def factored():
-    return optax.adafactor(1e-2, min_dim_size_to_factor=8)
-
-
-def muon():
-    return optax.contrib.muon(1e-2)
-
-
-def cover():
-    return optax.sm3(1e-2)
-
-
-@pytest.mark.parametrize(("make_tx", "flat"), [(factored, 2), (muon, 3), (cover, 3)])
-def test_an_update_that_mixes_elements_keeps_its_parameters_replicated(make_tx, flat):
-    state = assert_equals_one_device(dataclasses.replace(plan_of(5), whole_matrices=False), make_tx, flat)
-    assert state.params["up"]["w"].shape == (IN, HIDDEN)
-    assert state.params["up"]["b"].shape == (105,)  # of a vector nothing is mixed
-
-
-@pytest.mark.parametrize(("make_tx", "flat"), [(factored, 4), (muon, 7)])
-def test_an_update_that_takes_matrices_whole_leaves_them_padded(make_tx, flat):
-    state = assert_equals_one_device(plan_of(5), make_tx, flat)
-    assert state.params["up"]["w"].shape == Flat.of((IN, HIDDEN), 5).at_rest
-    assert "up/w" in state.static.whole
 
 
 def test_what_a_user_sees_has_its_own_shape(capfd, monkeypatch):
@@ -241,100 +162,6 @@ def test_what_a_user_sees_has_its_own_shape(capfd, monkeypatch):
     again = jdp.place(state.unpadded(), plan)
     assert again.static == state.static
     assert jax.tree.all(jax.tree.map(np.array_equal, again.params, state.params))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"wire": "int8", "partitioning": "manual"},
-        {"wire": "powersgd", "partitioning": "manual"},
-        {"buckets": 2000, "partitioning": "manual"},
-    ],
-    ids=["int8", "powersgd", "buckets"],
-)
-def test_padded_gradients_are_encoded_as_they_are_replicated(settings):
-    """The same bound for both: encoding is not exact, but padding adds nothing to what it loses."""
-    plan, tx = plan_of(5, "zero2"), optax.sgd(0.1)
-    _, padded = train(plan, tx, **settings)
-    _, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
-    np.testing.assert_allclose(padded, plain, rtol=2e-3 if "wire" in settings else LOSS_BOUND)
-
-
-def by_norms():
-    """Optimizers that take norms of a parameter, and an inner product of two trees."""
-    each = {
-        "lamb": optax.lamb(1e-2),
-        "lars": optax.lars(0.1, momentum=0.9),
-        "fromage": optax.fromage(1e-2),
-        "prodigy": optax.contrib.prodigy(estim_lr0=1e-2),
-    }
-    return optax.multi_transform(each, {"up": {"w": "lamb", "b": "prodigy"}, "down": {"w": "lars", "b": "fromage"}})
-
-
-@pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), by_norms()], ids=["sgd", "norms"])
-def test_local_steps_on_padded_parameters(tx):
-    plan = plan_of(6, "zero2", mesh={"replica": 2, "data": 3})
-    settings = {"local_steps": jdp.LocalSteps(2, momentum=0.5, lr=0.7), "partitioning": "manual", "rows": 60}
-    state, padded = train(plan, tx, **settings)
-    assert len([path for path, _ in state.static.flat if path.startswith("params")]) >= 3
-    other, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
-    np.testing.assert_allclose(padded, plain, rtol=LOSS_BOUND)
-    assert not any(behind.any() for behind in padding(state))
-    for got, wanted in zip(*map(jax.tree.leaves, (state.unpadded().params, other.params)), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=WEIGHT_BOUND)
-
-
-def test_an_explicit_mesh_of_another_name():
-    mesh = jax.make_mesh((5,), ("batch",), devices=jax.devices()[:5])
-    plan = jdp.Plan(mesh, "zero3", data="batch", min_shard_size=16)
-    state = assert_equals_one_device(plan, decayed, FLAT)
-    assert jax.typeof(state.params["up"]["w"]).sharding.spec == P("batch")
-
-
-def test_beside_a_rule_or_a_model_axis_parameters_stay_replicated():
-    ruled = plan_of(5, rules=[("up/w", P())])
-    state = jdp.abstract_state(init, optax.sgd(0.1), ruled, rng=jax.random.key(0))
-    assert state.params["up"]["w"].shape == (IN, HIDDEN)
-    assert state.params["down"]["w"].ndim == 1
-    beside = plan_of(6, mesh={"data": 3, "model": 2})
-    assert jdp.abstract_state(init, optax.sgd(0.1), beside, rng=jax.random.key(0)).static.flat == ()
-
-
-def init_layers(rng):
-    layers = {"up": 0.2 * drawn(3, 13, 31), "down": 0.2 * drawn(3, 31, 13), "bias": np.zeros((3, 13), np.float32)}
-    return jax.tree.map(jnp.asarray, {"layers": layers, "head": 0.2 * drawn(13, 11)})
-
-
-def layers_loss(params, batch, rng):
-    layer = lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"] + each["bias"]  # noqa: E731
-    y = jdp.scan_layers(layer, params["layers"], batch["x"]) @ params["head"]
-    return jdp.Loss((((y - batch["y"]) ** 2).mean(1) * batch["weight"]).sum(), batch["weight"].sum())
-
-
-def train_layers(plan, **settings):
-    state = jdp.init_state(init_layers, optax.sgd(0.3, momentum=0.9), plan, rng=jax.random.key(7))
-    step = jdp.make_train_step(layers_loss, plan, **settings)
-    losses = []
-    for batch in batches(10):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses, state, step
-
-
-@pytest.fixture(scope="module")
-def layers_alone():
-    return train_layers(plan_of(1))[0]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "overlap", "accumulate"), [("zero3", False, 1), ("zero3", True, 2), ("zero1", True, 2)]
-)
-def test_layers_are_gathered_one_at_a_time(strategy, overlap, accumulate, layers_alone):
-    """Stacked layers keep their leading dimension: zero3 gathers them in the loop, also one ahead."""
-    losses, state, step = train_layers(plan_of(5, strategy), overlap=overlap, accumulate=accumulate)
-    assert step.partitioning == "manual"
-    assert state.params["layers"]["down"].shape == (3, 405)
-    np.testing.assert_allclose(losses, layers_alone, rtol=LOSS_BOUND)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
@@ -375,36 +202,3 @@ def test_checkpoints_fit_any_number_of_devices(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, taken.model, expected.params))
     with pytest.raises(ValueError, match=r"padded to \[1115\], which does not divide by data=3"):
         plan_of(3).placements(first)
-
-
-def plus_one(tree):
-    """What is kept is zero before the first step."""
-    shardings = jax.tree.map(lambda x: x.sharding, tree)
-    return jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), out_shardings=shardings)(tree)
-
-
-def test_what_encoding_lost_fits_another_number_of_devices(tmp_path):
-    states = []
-    for devices in (5, 3):
-        plan = plan_of(devices, "zero2")
-        step = jdp.make_train_step(loss, plan, wire="int8", partitioning="manual")
-        states.append(step.complete(jdp.init_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(7))))
-    jdp.save(tmp_path / "saved", dataclasses.replace(states[0], sync=plus_one(states[0].sync)))
-    read = jdp.restore(tmp_path / "saved", states[1]).sync[ERROR]["up"]["w"]
-    flat = dict(states[1].static.flat)["params/up/w"]
-    np.testing.assert_allclose(flat.from_rest(read).sum(axis=0), np.full((IN, HIDDEN), 5.0), rtol=1e-6)
-
-
-def test_a_checkpoint_of_local_steps_fits_another_number_of_devices(tmp_path):
-    states = []
-    for devices in (3, 2):
-        plan = plan_of(2 * devices, "zero2", mesh={"replica": 2, "data": devices})
-        step = jdp.make_train_step(loss, plan, local_steps=jdp.LocalSteps(2, momentum=0.5), partitioning="manual")
-        state = step.complete(jdp.init_state(init, optax.sgd(1e-3, momentum=0.9), plan, rng=jax.random.key(7)))
-        states.append(state)
-    saved = dataclasses.replace(states[0], sync=plus_one(states[0].sync))
-    jdp.save(tmp_path / "saved", saved)
-    read = jdp.restore(tmp_path / "saved", states[1])
-    momentum = read.sync["momentum"]["up"]["w"]
-    flat = dict(states[1].static.flat)["params/up/w"]
-    assert np.array_equal(flat.from_rest(momentum), np.ones((IN, HIDDEN)))

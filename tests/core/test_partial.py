@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.core.step_settings import StepSettings
@@ -177,15 +176,6 @@ def test_frozen_leaves_have_no_optimizer_state_and_rest_sharded(case):
     assert state.static.trained == tuple(p.trained for path, p in places.items() if path.startswith("params/"))
 
 
-def test_training_everything_is_training_everything():
-    plan = plan_of("zero1")
-    states = [
-        jdp.abstract_state(lambda rng: init_tree(rng)["head"], TX, plan, rng=jax.random.key(0), wrt=wrt)
-        for wrt in (None, "*", ["kernel", "bias"])
-    ]
-    assert states[0] == states[1] == states[2] and states[0].static.trained is None
-
-
 def test_clipping_looks_at_the_trained_leaves_only():
     """The frozen part's gradient would be far larger: with it the trained one would be clipped to almost nothing."""
     init = lambda rng: {"frozen": jnp.full((8, 8), 1e3), "w": jnp.ones(8)}  # noqa: E731
@@ -262,15 +252,3 @@ def test_frozen_weights_are_gathered_layer_by_layer_and_as_they_rest():
 def test_a_filter_that_does_not_fit_is_one_clear_error(init, wrt, words):
     with pytest.raises(ValueError, match=words):
         jdp.abstract_state(init, TX, plan_of("zero1"), rng=jax.random.key(0), wrt=wrt)
-
-
-def test_a_tree_with_something_else_than_arrays_is_named():
-    init = lambda rng: {"w": jnp.ones((8, 8)), "activation": jnp.tanh}  # noqa: E731
-    with pytest.raises(ValueError, match=r"`init` returns arrays only; activation is <.*tanh.*eqx\.partition"):
-        jdp.init_state(init, TX, plan_of("zero1"), rng=jax.random.key(0))
-
-
-def test_a_rule_may_pin_a_frozen_leaf():
-    plan = jdp.Plan(jdp.make_mesh(), "zero1", rules=[("body/w", P(None, "data"))])
-    state = jdp.abstract_state(init_tree, TX, plan, rng=jax.random.key(0), wrt="head/*")
-    assert plan.shardings(state).params["body"]["w"].spec == P(None, "data")

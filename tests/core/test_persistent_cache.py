@@ -1,4 +1,4 @@
-"""Compiled programs on disk: found again, never run when damaged, and never a reason to fail."""
+"""Compiled programs on disk: found again, within a limit, the user's alone, and never a reason to fail."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,19 +7,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import compilation_cache
+from jax.experimental.compilation_cache import compilation_cache
 
 import jdp
 from jdp.base import notices
 from jdp.core.compiling import persistent_cache
 
 Compile = Callable[[], bool]
+NAMES = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", *persistent_cache.SETTINGS)
 
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     """Compile a program that is not in memory any more; True if it was found on disk."""
+    before = {name: getattr(jax.config, name) for name in NAMES}
     monkeypatch.setitem(persistent_cache.SETTINGS, "jax_persistent_cache_min_compile_time_secs", 0.0)
+    monkeypatch.setattr(notices, "_said", set())
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     events: list[str] = []
@@ -36,42 +39,30 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     jax.monitoring.register_event_listener(listen)
     yield compile_it
     jax.monitoring.unregister_event_listener(listen)
-    jax.config.update("jax_compilation_cache_dir", None)
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
-def entries(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.xla"))
-
-
-def test_a_program_is_found_again_and_a_damaged_one_is_made_anew(tmp_path: Path, found: Compile):
-    folder = jdp.keep_programs(tmp_path / "programs")
-    assert folder is not None and folder == tmp_path / "programs"
+def test_a_program_is_found_again_in_a_folder_of_its_processor(tmp_path: Path, found: Compile):
+    folder = jdp.keep_programs(tmp_path / "programs", limit_bytes=10**6)
+    assert folder is not None and folder.parent == tmp_path / "programs" and len(folder.name) == 16
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert persistent_cache.kept_in() == folder
+    assert jax.config.jax_compilation_cache_max_size == 10**6  # pyright: ignore[reportAttributeAccessIssue]
     assert not found() and found()
-    for change in (
-        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-        lambda content: content[:40],
-        lambda _: b"",
-    ):
-        for entry in entries(folder):
-            entry.write_bytes(change(entry.read_bytes()))
-        assert not found() and found()
+    with persistent_cache.without_kept_programs():
+        assert not found()
+    assert found()
 
 
-def test_the_least_recently_used_programs_go_first(tmp_path: Path, found: Compile):
-    folder = jdp.keep_programs(tmp_path, limit_bytes=1)
-    assert not found() and not found()
-    assert folder is not None and not entries(folder)
-
-
-def test_a_folder_that_cannot_be_written_is_said_once_and_breaks_nothing(
-    tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_cannot_be_made_is_said_and_breaks_nothing(
+    tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(notices, "_said", set())
     (tmp_path / "file").touch()
     assert jdp.keep_programs(tmp_path / "file" / "programs") is None
     assert not found() and not found()
-    assert capsys.readouterr().err.count("compiled programs are not kept for the next run: ") == 1
+    assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
 def test_without_a_home_folder_programs_are_compiled_each_time(
@@ -88,28 +79,15 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str], mode: int, who: str
 ):
     """A program is code that this process runs."""
-    folder = tmp_path / "programs"
-    assert jdp.keep_programs(folder) and not found()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    (folder := tmp_path / "programs").mkdir()
     folder.chmod(mode)
     assert jdp.keep_programs(folder) is None and not found()
     assert f"put code among them: {who} may write to {folder}: chmod go-w {folder}\n" in capsys.readouterr().err
 
 
-def test_what_jax_was_told_before_stays(
-    tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(notices, "_said", set())
+def test_what_jax_was_told_before_stays(tmp_path: Path, found: Compile):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-    assert jdp.keep_programs() == jdp.keep_programs(tmp_path / "own") == tmp_path / "own"
-    assert not capsys.readouterr().err
-    assert jdp.keep_programs(tmp_path / "other") == tmp_path / "own"
-    assert (
-        f"kept in {tmp_path / 'own'}, as JAX was told before, and not in {tmp_path / 'other'}"
-        in capsys.readouterr().err
-    )
+    assert jdp.keep_programs() == jdp.keep_programs(tmp_path / "other") == tmp_path / "own"
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_enable_compilation_cache", False)
     assert jdp.keep_programs(tmp_path / "other") is None
@@ -118,9 +96,30 @@ def test_what_jax_was_told_before_stays(
 
 
 @pytest.mark.parametrize(
+    ("chosen", "words", "expected"),
+    [
+        (False, ["a x ", "b x "], "on several hosts: set JDP_CACHE_DIR"),
+        (True, ["a x ", "b x "], ""),
+        (False, ["a x ", "a x "], ""),
+        (True, ["a x ", "b y "], "processors of this run's hosts differ"),
+        (True, ["a x ", "b x no mark"], "not all processes of this run reach"),
+    ],
+)
+def test_several_processes_keep_programs_in_one_folder_or_not_at_all(
+    chosen: bool, words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(persistent_cache, "joined_as", lambda: (0, 2))
+    monkeypatch.setattr(persistent_cache, "meet", lambda *_: None)
+    monkeypatch.setattr(persistent_cache, "from_first_process", lambda _, own: own)
+    monkeypatch.setattr(persistent_cache, "from_every_process", lambda *_: words)
+    why = persistent_cache._why_not_together(tmp_path, "", chosen, "x")  # pyright: ignore[reportPrivateUsage]
+    assert expected in why and bool(expected) == bool(why)
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"folder": 3}, "text or a pathlib.Path, given '3'"),
+        ({"folder": 3}, "text or a pathlib.Path, given 3"),
         ({"limit_bytes": 0}, "at least 1; given 0"),
         ({"limit_bytes": "1G"}, "at least 1; given '1G'"),
     ],

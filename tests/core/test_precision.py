@@ -33,45 +33,15 @@ def abstract(plan, init=init):
     return jdp.abstract_state(init, optax.adamw(0.1), plan, rng=jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("fp32", jdp.Precision("fp32", "fp32", "fp32")),
-        ("bf16", jdp.Precision("fp32", "bf16", "fp32")),
-        ("fp8", jdp.Precision("fp32", "bf16", "fp32", products="fp8")),
-        (jdp.Precision(params="bf16"), jdp.Precision("bf16", "fp32", "fp32")),
-    ],
-)
-def test_words_and_precisions(given, expected):
-    assert jdp.Precision.of(given) == expected
-
-
-def test_dtypes_of_a_precision():
-    precision = jdp.Precision(compute="bf16")
-    assert (precision.compute_dtype, precision.reduce_dtype) == (BF16, jnp.float32)
-
-
 @pytest.mark.parametrize("field", ["params", "compute", "reduce"])
 def test_a_dtype_that_is_not_known_is_refused(field):
     with pytest.raises(ValueError, match=re.escape(f"Precision.{field} is one of fp32, bf16; given 'fp16'.")):
         jdp.Precision(**{field: "fp16"})
 
 
-@pytest.mark.parametrize(
-    ("given", "rule"),
-    [
-        ({"compute": "bf16", "products": "int8"}, "Precision.products is None or \"fp8\"; given 'int8'."),
-        ({"products": "fp8"}, "Precision.products=\"fp8\" rounds bfloat16 operands; given compute='fp32'."),
-    ],
-)
-def test_products_in_another_dtype_are_refused(given, rule):
-    with pytest.raises(ValueError, match=re.escape(rule)):
-        jdp.Precision(**given)
-
-
 @pytest.mark.parametrize("word", ["fp16", "float32", None, jnp.float32])
 def test_a_word_that_is_not_known_is_refused(word):
-    with pytest.raises(ValueError, match=r"precision is fp32, bf16, fp8 or a jdp.Precision; given"):
+    with pytest.raises(ValueError, match=r"precision is fp32, bf16 or a jdp.Precision; given"):
         jdp.Precision.of(word)
 
 

@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType
-from matrix_runs import assert_kept, assert_trains_as_one_device, batches, few, plan_of, start
-
-import jdp
+from matrix_runs import assert_kept, assert_trains_as_one_device, plan_of, start
 
 
 def of_matrices(init_one, update_one, rate):
@@ -74,59 +71,3 @@ def test_preconditioners_of_a_users_own(make, strategy, devices):
     assert_kept(*start(plan, shapes, tx))
     whole = {*shapes} - ({"odd"} if strategy == "ddp" else set())
     assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=5e-5)  # squares up to 20, of which 1e-6 is 2e-5
-
-
-@pytest.mark.parametrize(("make", "count"), [(lambda: few(ns_coeffs="dion"), 2), (soap, 13)])
-def test_parameters_of_a_shape_are_one_stack(make, count):
-    """Also where each computes its own bias correction, or its program is a loop: one exchange a value."""
-    state, step = start(plan_of(), [(64, 32), (64, 32)], make())
-    sent = [each.collective for each in jdp.verify(step, state, batches(1)[0]).collectives]
-    assert sum(each.count for each in sent if each.kind == "all-to-all") == count
-
-
-def until_orthogonal():
-    """Steps until they change little, of a random projection's range: a loop with arrays of its own, and draws."""
-
-    def update(grads, state, params=None):
-        def one(g):
-            change = lambda x: 1.5 * x - 0.5 * x @ x.T @ x  # noqa: E731
-            start = g @ jax.random.normal(jax.random.key(0), (g.shape[1], 4))
-            start /= jnp.linalg.norm(start)
-            loop = jax.lax.while_loop(
-                lambda c: (c[1] > 1e-2) & (c[2] < 20),
-                lambda c: (change(c[0]), jnp.linalg.norm(change(c[0]) - c[0]), c[2] + 1),
-                (start, 1.0, 0),
-            )
-            return -1e-2 * loop[0] @ (loop[0].T @ g)
-
-        return jax.tree.map(lambda g: (jax.vmap(one) if g.ndim > 2 else one)(g), grads), state
-
-    return optax.GradientTransformation(lambda params: (), update)
-
-
-def largest():
-    return optax.stateless_with_tree_map(lambda g, _: -1e-2 * jnp.where(g >= jax.lax.top_k(g.ravel(), 5)[0][-1], g, 0))
-
-
-@pytest.mark.parametrize("make", [until_orthogonal, largest])
-def test_loops_draws_and_largest_elements_on_an_explicit_mesh(make):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    shapes, plan = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}, plan_of(mesh=mesh)
-    assert_kept(*start(plan, shapes, make()))
-    assert_trains_as_one_device(shapes, make(), plan, shapes)
-
-
-def test_low_ranks_norms_and_factors():
-    """Norms need no matrix whole; means over a dimension do where a parameter is flat, and projections do."""
-    txs = {
-        "galore": optax.contrib.galore(1e-3, rank=4, update_proj_gap=3),
-        "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
-        "lamb": optax.lamb(1e-2),
-        "lars": optax.lars(1e-2),
-        "fromage": optax.fromage(1e-2),
-    }
-    shapes = {name: {"w": (64, 32), "odd": (33, 31)} for name in txs}
-    tx, plan = optax.multi_transform(txs, {name: name for name in txs}), plan_of("zero3")
-    whole = {"galore/w", "galore/odd", "adafactor/odd"}
-    # galore's momentum is in its basis, whose rounding is divided by the distance of two singular values
-    assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=1e-2)

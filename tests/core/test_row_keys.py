@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.base import notices
@@ -68,11 +67,6 @@ def test_draws_are_the_rows_of_the_global_draw(layout):
     check_rows(bits_and_masks, layout)
 
 
-def test_draws_of_64_bits():
-    with jax.enable_x64(True):
-        check_rows(lambda key, rows: jax.random.bits(key, (rows, 5), jnp.uint64), (3, 4))
-
-
 def test_what_is_made_of_bits_follows():
     """Within rounding: a shorter array may be vectorised another way."""
 
@@ -105,55 +99,7 @@ def test_one_key_an_example():
     check_rows(draw, (24, 1))
 
 
-def test_draws_without_a_batch_dimension_are_the_plain_draws():
-    shapes = ((), (5,), (3, 4), (4, 0), (1, 7), (6, 2))
-    whole = jax.jit(lambda: [jax.random.bits(KEY, shape) for shape in shapes])()
-    drawn = on_batch_key(lambda key, rows: [jax.random.bits(key, shape) for shape in shapes], 6, 2)(jnp.uint32(1))
-    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), drawn, whole)
-
-
-def test_shards_of_a_mesh_assemble_the_global_masks():
-    """Under shard_map over replica and data, as the manual step uses it, with the offset from the axis index."""
-    mesh = jdp.make_mesh(replica=2, data=2, model=2)
-    rows, axes = 5, ("replica", "data")
-
-    def local(x):
-        first = jax.lax.axis_index(axes).astype(jnp.uint32) * rows
-        loss = RowwiseLoss(lambda operands, model_state, x, key: jax.random.bernoulli(key, 0.5, x.shape))
-        return loss({}, {}, x, keys.batch_key(KEY, rows=rows, total=4 * rows, offset=first, stride=1))
-
-    masks = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes), check_vma=False)
-    )(jnp.zeros((4 * rows, 16)))
-    np.testing.assert_array_equal(masks, jax.random.bernoulli(KEY, 0.5, (4 * rows, 16)))
-
-
 # Indices beyond 32 bits.
-
-EDGES = [0, 1, 2, 3, 0xFFFF, 0x10000, 0x10001, 0x7FFFFFFF, 0x80000000, 0xFFFF0000, 0xFFFFFFFE, 0xFFFFFFFF]
-
-
-def test_products_of_32_bit_numbers_are_exact():
-    random = np.random.default_rng(0)
-    factors = np.concatenate([np.array(EDGES), random.integers(0, 2**32, 200)]).astype(np.uint32)
-    for b in [*EDGES, *map(int, random.integers(0, 2**32, 4))]:
-        high, low = map(np.asarray, keys._multiply(factors, b))
-        got = [(int(h) << 32) | int(w) for h, w in zip(high, low, strict=True)]
-        assert got == [int(a) * b for a in factors], b
-
-
-@pytest.mark.parametrize(
-    ("offset", "stride", "size"),
-    [(2**32 - 9, 2, 1), (858_993_459, 1, 5), (2**31, 3, 2), (1000, 7, 4_294_967), (2**32 - 30, 4, 2**20 - 3)],
-)
-def test_elements_beyond_two_to_the_32_have_indices_of_64_bits(offset, stride, size):
-    """A global draw of more than 2**32 elements, of which we take a few rows."""
-    rows = 4 if size < 100 else 1
-    words = jnp.array([*jax.random.key_data(KEY), offset, stride, 0], jnp.uint32)
-    high, low = keys._counts((rows, 1, 1), words, (rows, size))
-    index = (np.uint64(offset) + np.uint64(stride) * np.arange(rows, dtype=np.uint64))[:, None] * np.uint64(size)
-    index = index + np.arange(size, dtype=np.uint64)
-    np.testing.assert_array_equal((np.asarray(high, np.uint64) << np.uint64(32)) | np.asarray(low, np.uint64), index)
 
 
 def test_a_draw_hashes_the_64_bit_index_of_each_element():
@@ -272,7 +218,7 @@ SAID = {
 }
 
 
-def noise_of_a_step(draws, rows, partitioning, accumulate, devices, group=1):
+def noise_of_a_step(draws, rows, partitioning, accumulate, devices):
     """{name: noise [global rows, 2]} that a training step gives the examples, and the key that it drew from.
 
     An example has a parameter of its own, so its gradient is its noise.
@@ -287,7 +233,7 @@ def noise_of_a_step(draws, rows, partitioning, accumulate, devices, group=1):
         each = {name: (params[name][ids] * draw(rng, ids)).sum() for name, draw in draws.items()}
         return jdp.Loss(sum(each.values()), jnp.float32(len(ids)))
 
-    settings = {"partitioning": partitioning, "accumulate": accumulate, "group": group}
+    settings = {"partitioning": partitioning, "accumulate": accumulate}
     step = jdp.make_train_step(
         loss_fn, plan, check_loss=False, **settings
     )  # `in_a_branch` asks for the sum of all rows
@@ -341,28 +287,6 @@ def test_samplers_are_by_global_row_too(draws):
     got, key = noise_of_a_step(draws, 2, "manual", 2, 2)
     for name, noise in global_noise(draws, key, 8).items():
         np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(("partitioning", "devices"), [("manual", 2), ("auto", 1)])
-def test_rows_that_stay_together_keep_their_noise(partitioning, devices):
-    draws = {name: BY_ROW[name] for name in ("rows lead", "time leads", "fold_in by number")}
-    got, key = noise_of_a_step(draws, 4, partitioning, 4 // devices, devices, group=2)
-    for name, noise in global_noise(draws, key, 16).items():
-        np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def test_a_loss_that_does_not_take_the_whole_batch_is_read_by_shapes_and_that_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
-
-    def draw(key, rows):
-        assert rows == 3, "three rows"
-        return jax.random.bits(key, (rows, 2))
-
-    drawn = on_batch_key(draw, 3, 1)(jnp.uint32(6))
-    np.testing.assert_array_equal(drawn, jax.random.bits(KEY, (BATCH, 2))[6:9])
-    [reported] = caplog.messages
-    assert "does not take the whole batch of 24 rows (AssertionError: three rows" in reported
 
 
 def test_what_permutes_the_rows_is_reported(monkeypatch, caplog):

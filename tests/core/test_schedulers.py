@@ -1,17 +1,19 @@
 """Which cluster an environment describes: none by mistake, and no half of one."""
 
+import os
 import socket
 from typing import Any
 
 import pytest
 
 from jdp.base import machine
-from jdp.core.cluster.schedulers import Cluster, find_cluster, slurm_hosts
+from jdp.core.cluster.schedulers import Cluster, find_cluster, split_address
 
 SLURM_STEP = {
     "SLURM_JOB_ID": "4097",
     "SLURM_STEP_NODELIST": "gpu[007-008]",
     "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
@@ -54,10 +56,6 @@ FOUND: dict[str, tuple[dict[str, str], Cluster | None]] = {
         Cluster("Open MPI", f"127.0.0.1:{PORT_4}", 4, 1),
     ),
     "Open MPI 4, two hosts": (OPEN_MPI_4, Cluster("Open MPI", f"192.0.2.2:{PORT_4}", 4, 1)),
-    "Open MPI 4, IPv6 only": (
-        OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fd00::2,fd00::3]:4"},
-        Cluster("Open MPI", f"[fd00::2]:{PORT_4}", 4, 1),
-    ),
     "Open MPI 5, two hosts": (OPEN_MPI_5, Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 1)),
     "Open MPI with its address": (OPEN_MPI | {"JDP_COORDINATOR": "h:9"}, Cluster("Open MPI", "h:9", 4, 1)),
     "Open MPI inside Slurm": (SLURM_STEP | OPEN_MPI_5, Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 1)),
@@ -71,13 +69,24 @@ FOUND: dict[str, tuple[dict[str, str], Cluster | None]] = {
 }
 
 
+@pytest.fixture
+def describe(monkeypatch: pytest.MonkeyPatch):
+    """Set these variables, and none other that describes a cluster."""
+    for name in os.environ:
+        if name.startswith(("JDP_", "JAX_COORDINATOR", "SLURM_", "OMPI_", "PMIX_")):
+            monkeypatch.delenv(name)
+    return lambda variables: [monkeypatch.setenv(*each) for each in variables.items()]
+
+
 @pytest.mark.parametrize(("environment", "expected"), FOUND.values(), ids=FOUND)
-def test_a_cluster_is_found_in_the_environment(environment: dict[str, str], expected: Cluster | None):
-    assert find_cluster(environment) == expected
+def test_a_cluster_is_found_in_the_environment(environment: dict[str, str], expected: Cluster | None, describe: Any):
+    describe(environment)
+    assert find_cluster() == expected
 
 
-def test_arguments_come_before_the_environment():
-    assert find_cluster(LAUNCHED, "h:1", 3, 2) == Cluster("arguments", "h:1", 3, 2)
+def test_arguments_come_before_the_environment(describe: Any):
+    describe(LAUNCHED)
+    assert find_cluster("h:1", 3, 2) == Cluster("arguments", "h:1", 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,52 +96,40 @@ def test_arguments_come_before_the_environment():
         ((None, 2, 0), r"coordinator=None, num_processes=2, process_id=0"),
         (("h:1", 2, 2), "0 <= process_id < num_processes"),
         (("h", 2, 0), "HOST:PORT"),
-        (("h:", 2, 0), "port is a number from 1 to 65535"),
-        (("h:70000", 2, 0), "port is a number from 1 to 65535"),
+        (("h:", 2, 0), "a port from 1 to 65535"),
+        (("h:70000", 2, 0), "a port from 1 to 65535"),
+        (("::1:29500", 2, 0), r"brackets before its port; given '::1:29500'. Write \[::1\]:29500"),
     ],
 )
 def test_arguments_that_do_not_make_a_cluster_are_refused(arguments: tuple[Any, ...], message: str):
     with pytest.raises(ValueError, match=message):
-        find_cluster({}, *arguments)
+        find_cluster(*arguments)
+
+
+def test_an_address_may_be_of_the_sixth_version():
+    assert split_address("[::1]:29500") == ("::1", 29500) and split_address("node0:1") == ("node0", 1)
 
 
 @pytest.mark.parametrize("missing", LAUNCHED)
-def test_half_a_cluster_in_the_environment_is_an_error_and_not_a_run_alone(missing: str):
+def test_half_a_cluster_in_the_environment_is_an_error_and_not_a_run_alone(missing: str, describe: Any):
+    describe({name: value for name, value in LAUNCHED.items() if name != missing})
     with pytest.raises(ValueError, match="takes all of coordinator, num_processes and process_id"):
-        find_cluster({name: value for name, value in LAUNCHED.items() if name != missing})
+        find_cluster()
+    describe(LAUNCHED | {"JDP_PROCESS_ID": "x"})
     with pytest.raises(ValueError, match=r"must be whole numbers; given 'x'"):
-        find_cluster(LAUNCHED | {"JDP_PROCESS_ID": "x"})
+        find_cluster()
 
 
-MPIRUN_ELSEWHERE = {
-    "Open MPI 4": OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "0"},
-    "Open MPI 5": OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "0"},
-}
-
-
-@pytest.mark.parametrize("environment", MPIRUN_ELSEWHERE.values(), ids=MPIRUN_ELSEWHERE)
-def test_rank_0_says_so_when_mpirun_runs_on_another_host(environment: dict[str, str]):
-    """The other ranks expect it where mpirun is, and cannot know better; its error makes mpirun end them."""
-    with pytest.raises(ValueError, match=r"must run on mpirun's own host; given mpirun on .*-x JDP_COORDINATOR="):
-        find_cluster(environment)
-
-
-def test_rank_0_beside_mpirun_is_what_the_others_expect():
-    uri = OPEN_MPI_4["OMPI_MCA_orte_hnp_uri"]
-    beside = OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_local_daemon_uri": uri}
-    assert find_cluster(beside) == Cluster("Open MPI", f"192.0.2.2:{PORT_4}", 4, 0)
-    beside = OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_HOSTNAME": "gpu-007.cluster.local"}
-    assert find_cluster(beside) == Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 0)
-
-
-def test_an_mpirun_that_names_no_host_is_asked_for_one():
+def test_an_mpirun_that_names_no_host_is_asked_for_one(describe: Any):
+    describe(OPEN_MPI)
     with pytest.raises(ValueError, match=r"this mpirun names no host\. Name rank 0's: mpirun -x JDP_COORDINATOR="):
-        find_cluster(OPEN_MPI)
+        find_cluster()
 
 
-def test_a_count_that_contradicts_the_scheduler_is_refused():
+def test_a_count_that_contradicts_the_scheduler_is_refused(describe: Any):
+    describe(SLURM_STEP | {"JDP_NUM_PROCESSES": "8"})
     with pytest.raises(ValueError, match=r"number of processes that Slurm started, 4; given 8\. Unset it"):
-        find_cluster(SLURM_STEP | {"JDP_NUM_PROCESSES": "8"})
+        find_cluster()
 
 
 @pytest.mark.parametrize(
@@ -142,51 +139,49 @@ def test_a_count_that_contradicts_the_scheduler_is_refused():
         ("set-workers-0-1.set", "set-workers-0-0.set:8476"),
     ],
 )
-def test_a_pod_finds_pod_0_by_its_own_name(own: str, coordinator: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_pod_finds_pod_0_by_its_own_name(own: str, coordinator: str, describe: Any, monkeypatch: pytest.MonkeyPatch):
+    describe(POD)
     monkeypatch.setattr(socket, "getfqdn", lambda: own)
-    assert find_cluster(POD) == Cluster("Kubernetes, an indexed job", coordinator, 3, 1)
+    assert find_cluster() == Cluster("Kubernetes, an indexed job", coordinator, 3, 1)
 
 
-def test_an_indexed_job_that_does_not_say_enough_is_refused_in_words(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match=r"by JDP_NUM_PROCESSES; it is not set.*jdp manifest kubernetes"):
-        find_cluster({"JOB_COMPLETION_INDEX": "0"})
+def test_an_indexed_job_that_does_not_say_enough_is_refused_in_words(describe: Any, monkeypatch: pytest.MonkeyPatch):
+    describe({"JOB_COMPLETION_INDEX": "0"})
+    with pytest.raises(ValueError, match=r"by JDP_NUM_PROCESSES; it is not set.*experiments/cluster/jobset.yaml"):
+        find_cluster()
+    describe(POD)
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-1")
     with pytest.raises(ValueError, match=r"by a headless service.*given a pod named 'train-1'.*subdomain"):
-        find_cluster(POD)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ("node1", ["node1"]),
-        ("node1,node2", ["node1", "node2"]),
-        ("gpu[007-009,020],login", ["gpu007", "gpu008", "gpu009", "gpu020", "login"]),
-        ("rack[1-2]-gpu,x", ["rack1-gpu", "rack2-gpu", "x"]),
-        ("a[1-2]-b[3,5].x", ["a1-b3.x", "a1-b5.x", "a2-b3.x", "a2-b5.x"]),
-    ],
-)
-def test_the_hosts_of_a_slurm_node_list(nodes: str, expected: list[str]):
-    assert list(slurm_hosts(nodes)) == expected
+        find_cluster()
 
 
 @pytest.mark.parametrize(
     ("extra", "devices"),
     [
         ({}, None),
-        ({"SLURM_GPUS_ON_NODE": "8"}, (4, 5, 6, 7)),
-        ({"SLURM_GPUS_ON_NODE": "2"}, (1,)),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "4"}, None),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=4"}, None),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (4, 5, 6, 7)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, (1,)),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7", "SLURM_GPUS_PER_TASK": "4"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=4"}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, None),
     ],
 )
-def test_a_slurm_task_takes_its_part_of_the_nodes_gpus(extra: dict[str, str], devices: tuple[int, ...] | None):
-    cluster = find_cluster(SLURM_STEP | extra)
+def test_a_slurm_task_takes_its_part_of_the_nodes_gpus(
+    extra: dict[str, str], devices: tuple[int, ...] | None, describe: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "find_spec", lambda _: True)  # as if JAX had its CUDA plugin
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    describe(SLURM_STEP | extra)
+    cluster = find_cluster()
     assert cluster is not None and cluster.local_device_ids == devices
 
 
 @pytest.mark.parametrize(("gpus", "devices"), [("0,1,2,3,4,5,6,7", (4, 5, 6, 7)), ("0,1", (1,)), ("5", None)])
-def test_a_rank_takes_its_part_of_the_hosts_gpus(gpus: str, devices: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "find_spec", lambda _: True)  # as if JAX had its CUDA plugin
-    cluster = find_cluster(OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": gpus})
+def test_a_rank_takes_its_part_of_the_hosts_gpus(
+    gpus: str, devices: Any, describe: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "find_spec", lambda _: True)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    describe(OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": gpus})
+    cluster = find_cluster()
     assert cluster is not None and cluster.local_device_ids == devices

@@ -8,11 +8,9 @@ import optax
 import pytest
 
 import jdp
-from jdp.core.step_settings import StepSettings
-from jdp.foresight.memory.peak import memory
+from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.traffic.theory import theory
 from jdp.foresight.verify import report as written
 
 # 12 kernels [24, 24] and as many biases, 7,200 parameters, beside one that shards.
@@ -79,22 +77,3 @@ def test_planned_all_reduces_stay_within_the_total():
     [breach] = report.breaches
     assert "are all-reduced whole by plan: 49.2 KiB" in breach  # 7/4 of the payload
     assert "ddp" in breach
-
-
-def test_frozen_leaves_are_not_planned():
-    plan = jdp.Plan(jdp.make_mesh(), "zero2")
-    params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jax.ShapeDtypeStruct((8,), "float32")}
-    whole = theory(plan, params, StepSettings(accumulate=4)).unsharded
-    assert (whole.paths, whole.payload_bytes, whole.devices) == (("b",), 4 * 4 * 8, 8)
-    assert whole.wire_bytes == 2 * 7 / 8 * 128
-    state = jdp.abstract_state(
-        lambda rng: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params),
-        optax.sgd(0.1),
-        plan,
-        rng=jax.random.key(0),
-        wrt="w",
-    )
-    frozen = theory(plan, state.params, StepSettings(accumulate=4), static=state.static).unsharded
-    assert (frozen.paths, frozen.payload_bytes) == ((), 0)
-    ddp = theory(jdp.Plan(jdp.make_mesh(), "ddp"), params, StepSettings(accumulate=4)).unsharded
-    assert ddp.paths == ()

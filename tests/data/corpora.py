@@ -3,7 +3,7 @@
 import pyarrow
 import pyarrow.parquet
 
-from jdp.data.text.documents import corpus_of, find_text, find_token_ids, text_parts, token_id_parts
+from jdp.data.text.documents import corpus_of, find_text
 
 
 def parquet(file, table):
@@ -19,11 +19,5 @@ def arrow_file(file, table):
     arrow(file, table, pyarrow.ipc.new_file)
 
 
-def read_corpus(source, *, suffixes=None, field="text"):
-    found = find_text(source, suffixes=suffixes)
-    return corpus_of(found.name, text_parts(found, field))
-
-
-def read_token_ids(source, *, suffixes=None, field="input_ids"):
-    found = find_token_ids(source, suffixes=suffixes)
-    return corpus_of(found.name, token_id_parts(found, field))
+def read_corpus(source, *, field="text"):
+    return corpus_of(find_text(source), field)

@@ -1,7 +1,6 @@
 """Pictures that the tests of image sources share, in files of every kind, and what is looked at of their samples."""
 
 import io
-import tarfile
 
 import numpy as np
 from PIL import Image
@@ -30,22 +29,9 @@ def write_pictures(folder, pixels=PIXELS):
     return folder
 
 
-def write_tar(path, members, **options):
-    """Write a tar file of (name, content)."""
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w", **options) as archive:
-        for name, content in members:
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            archive.addfile(header, io.BytesIO(content))
-    return path
-
-
-def members(numbers, label=lambda number: number % 3):
-    """Return the members of a tar file that make these pictures samples, as WebDataset has them."""
-    named = [(f"{number:04d}.png", PNGS[number]) for number in numbers]
-    labels = [(f"{number:04d}.cls", str(label(number)).encode()) for number in numbers]
-    return [member for both in zip(named, labels, strict=True) for member in both]
+def folder_of(folder):
+    """A source of a folder of classes."""
+    return f"hf:imagefolder:{folder}"
 
 
 def samples_of(data):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from picture_files import encoded, pixels_of, write_pictures
+from picture_files import folder_of, write_pictures
 from tiny_runs import refused
 
 from jdp.data import augmented, global_batches, image_data, mixture
@@ -60,13 +60,6 @@ def test_every_epoch_draws_anew(shuffle):
         assert sum(a[label] == b[label] for label in a) < N / 4
 
 
-def test_seeds_draw_differently_and_only_the_images():
-    other = augmented(Pictures(), crop_padding=2, flip=True, seed=SEED + 1)
-    pairs = [(SOURCE[i], other[i]) for i in range(N)]
-    assert sum(np.array_equal(a["images"], b["images"]) for a, b in pairs) < N / 4
-    assert all(a["labels"] == b["labels"] == i and a["weights"] == 1 for i, (a, b) in enumerate(pairs))
-
-
 def test_the_draws_are_those_of_the_first_release():
     """A change of the stream would change what a resumed run reads."""
     drawn = [int(SOURCE.sample_in_epoch(i, e)["images"][2, 2, 0]) % 100 for e in range(2) for i in range(8)]
@@ -107,8 +100,8 @@ GRADIENT = np.stack(np.broadcast_arrays(np.arange(90)[:, None], np.arange(0, 240
 
 
 @pytest.fixture
-def gradients(tmp_path):
-    return image_data(write_pictures(tmp_path, [GRADIENT] * 6 + [255 - GRADIENT] * 6), size=24)
+def gradients(tmp_path, own_hub):
+    return image_data(folder_of(write_pictures(tmp_path, [GRADIENT] * 6 + [255 - GRADIENT] * 6)), size=24)
 
 
 def shown(sample):
@@ -136,35 +129,6 @@ def test_a_resized_crop_has_the_area_and_proportions_of_torchvisions(gradients):
     assert np.log(proportions).mean() == pytest.approx(0.031, abs=4 * 0.16 / 600**0.5)
 
 
-def test_a_resized_crop_of_nearly_all_is_the_picture(gradients):
-    """None of ten shapes fits into a picture of 4:3 with all of its area, but that itself."""
-    source = augmented(gradients.train, resized_crop=0.999999)
-    top, bottom, left, right = shown(source[0] if gradients.train[0]["images"][0, 0, 0] < 0 else source[1])
-    assert (top, left) == pytest.approx((0, 0), abs=2) and (bottom, right) == pytest.approx((90, 120), abs=2)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_part_is_decoded_as_it_is_in_the_whole_picture(tmp_path, kind):
-    """A JPEG is decoded at a part of its size where that is enough: never below twice the crop's."""
-    y, x = np.mgrid[:800, :1200]
-    values = np.stack([x // 5, y // 4, (x + y) // 8], -1).astype(np.uint8)
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "1").with_suffix(f".{kind.lower()}").write_bytes(encoded(values - (name == "b"), kind))
-    data = image_data(tmp_path, size=20, heldout_fraction=0.5)
-    side = data.train if len(data.train) else data.heldout
-    part = pixels_of(side.part(0, lambda height, width: (600, 200, 900, 400)))
-    expected = values[205:400:10, 607:900:15]
-    assert np.abs(part.astype(int) - expected).max() <= 4  # JPEG's loss, half a step of the gradient, and 1 of "b"
-
-
-def test_images_of_a_data_set_are_padded_with_black():
-    """An image of `image_data` is normalised: black is -mean / std."""
-    digits = image_data("digits", mean=0.2, std=0.4)
-    drawn = np.stack([augmented(digits.train, crop_padding=7)[i]["images"] for i in range(20)])
-    assert drawn.min() == digits.train.black == np.float32(-0.5)
-
-
 # --- of an experiment -----------------------------------------------------------------------------------------------
 
 
@@ -175,23 +139,23 @@ def experiment(**data):
 
 
 def test_only_what_is_trained_on_is_augmented():
-    table = experiment(crop_padding=1, flip=True)
+    table = experiment(augment="crop")
     plain, data = open_data(experiment()), open_data(table)
     assert len(plain.train) == len(data.train) and data.fingerprint != plain.fingerprint
     assert any((plain.train[i]["images"] != data.train[i]["images"]).any() for i in range(5))
     sets = open_eval_sets(table, data)
     assert all(np.array_equal(sets["eval"][i]["images"], plain.heldout[i]["images"]) for i in range(5))
     assert "cropped after padding by 1, flipped half the time" in str(data)
-    again = open_data(experiment(crop_padding=1, flip=True))
+    again = open_data(experiment(augment="crop"))
     assert again.fingerprint == data.fingerprint
-    crops = open_data(experiment(resized_crop=0.3))
-    assert "crops of 0.3 of the area or more, resized" in str(crops)
-    assert crops.fingerprint not in (data.fingerprint, open_data(experiment(resized_crop=0.2)).fingerprint)
+    crops = open_data(experiment(augment="resized_crop"))
+    assert "crops of 0.08 of the area or more, flipped half the time" in str(crops)
+    assert crops.fingerprint not in (data.fingerprint, plain.fingerprint)
 
 
-@pytest.mark.parametrize("crop", [{"crop_padding": 2}, {"resized_crop": 0.2}], ids=str)
-def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(crop):
-    assembly = Assembly.on_devices(experiment(flip=True, **crop))
+@pytest.mark.parametrize("augment", ["crop", "resized_crop"])
+def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(augment):
+    assembly = Assembly.on_devices(experiment(augment=augment))
     source = assembly.data.train
     alone = first(4, global_batches(source, batch_size=8, seed=assembly.experiment.seed))
     with assembly.feed(source, seed=assembly.experiment.seed, shuffle=True, start=2) as resumed:
@@ -203,13 +167,9 @@ def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(crop):
 
 REFUSED = {
     "negative": ({"crop_padding": -1}, "crop_padding must be 0 or more and less than the image's height and width, 5"),
-    "as large as the image": ({"crop_padding": 4}, "5 and 4, so that each crop shows some of it; given 4"),
-    "half a pixel": ({"crop_padding": 1.5}, "given 1.5: give for example 1"),
-    "seed": ({"seed": -1}, r"seed must be 0 to 2\*\*64 - 1; given -1"),
     "share": ({"resized_crop": 1}, "resized_crop must be 0, or a share of the area below 1; given 1"),
     "both": ({"resized_crop": 0.5, "crop_padding": 1}, "resized_crop and crop_padding both crop; given 0.5 and 1"),
     "arrays": ({"resized_crop": 0.5}, "resized_crop is of pictures that image_data opens; given Pictures"),
-    "fill of three channels": ({"fill": (0, 0, 0)}, "fill must be one number, or one a channel of 5x4x2"),
 }
 
 
@@ -228,12 +188,9 @@ def test_samples_without_images_and_mixtures_are_refused():
 
 
 KEYS = {
-    "negative": ("resnet-digits", "digits", "crop_padding = -1", "data.crop_padding must be 0 or more; given -1"),
-    "larger": ("vit-digits", "digits", "crop_padding = 8", "must be less than model.image_size = 8; given 8: lower it"),
-    "both": ("vit-digits", "digits", "crop_padding = 1\nresized_crop = 0.5", "both crop; given 1 and 0.5: remove one"),
-    "share": ("vit-digits", "digits", "resized_crop = 1", "data.resized_crop must be less than 1.0; given 1"),
-    "text": ("gpt-nano", "stdlib", "flip = true", "data.flip is not used by model.name = 'gpt-nano', as a GPT learns"),
-    "features": ("mlp", "digits", "crop_padding = 1", "data.crop_padding is not used by model.name = 'mlp', as an MLP"),
+    "word": ("vit-digits", "digits", 'augment = "flip"', "data.augment must be one of crop, resized_crop"),
+    "text": ("gpt-nano", "stdlib", 'augment = "crop"', "data.augment is not used by model.name = 'gpt-nano', as a GPT"),
+    "features": ("mlp", "digits", 'augment = "crop"', "data.augment is not used by model.name = 'mlp', as an MLP"),
 }
 
 

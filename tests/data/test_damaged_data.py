@@ -1,28 +1,25 @@
 """Data that is damaged, not what its name says, or names what is not its own: one error with the file's name, or a
 notice; never a traceback, an endless wait, or the memory of the machine."""
 
-import gzip
 import io
 import json
 import os
 import random
 import struct
 import zipfile
+from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow
 import pytest
-import zstandard
-from corpora import arrow, arrow_file, parquet, read_corpus, read_token_ids
-from picture_files import encoded
+from corpora import read_corpus
 
 from jdp.cli import main as cli
 from jdp.data import array_data, text_data
 from jdp.data.images.samples import image_data
 from jdp.data.sources import array_files as reads_arrays
 from jdp.data.sources.array_files import read_arrays
-from jdp.data.sources.hub import OutsideError, _check_files, hub_splits
+from jdp.data.sources.hub import _check_files, hub_data
 from jdp.data.text.tokenizers import open_tokenizer
 
 LONGEST = 600
@@ -37,6 +34,10 @@ def refusal(read, path):
     message = str(caught.value)
     assert os.fspath(path) in message and len(message.replace(os.fspath(path), "")) < LONGEST
     return message
+
+
+def read_ids(path):
+    text_data(path, length=1, ids="features")
 
 
 def npz(save=np.savez, **arrays):
@@ -59,43 +60,18 @@ def header(words):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(words)) + words
 
 
-def patched(content, *, flags=None, method=None):
-    """A zip file, both headers of each member changed."""
-    changed = bytearray(content)
-    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        start = changed.find(mark)
-        while start >= 0:
-            for offset, value in ((at, flags), (at + 2, method)):
-                if value is not None:
-                    changed[start + offset : start + offset + 2] = struct.pack("<H", value)
-            start = changed.find(mark, start + 4)
-    return bytes(changed)
-
-
 ARRAYS = npz(features=np.arange(60.0).reshape(20, 3), labels=np.arange(20) % 2)
 CLAIM = header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (550000000000,), }")
-CUT = (header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }") + np.zeros(3).tobytes())[:-8]
 DAMAGED_ARRAYS = {
-    "encrypted": (patched(ARRAYS, flags=1), "is encrypted"),
-    "unknown compression": (patched(ARRAYS, method=97), "compression method is not supported"),
-    "other compression": (patched(ARRAYS, method=12), ""),
     "truncated": (ARRAYS[:400], "not a zip file"),
-    "empty": (b"", "not a zip file"),
-    "text": (b"a,b\n1,2\n", "not a zip file"),
     "4 TB claimed": (member(CLAIM), r"features.npy claims [550000000000] float64, 4 TiB, and has 128 B"),
-    "negative size claimed": (member(header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (-5,), }")), ""),
-    "header that is code": (member(header(b"{'descr': __import__('os').abort(), 'shape': (1,)}")), ""),
-    "header nested deeply": (member(header(b"(" * 100)), ""),
-    "header of another version": (member(b"\x93NUMPY\x09\x00" + b"\0" * 100), ""),
-    "no header": (member(b"12345"), ""),
     "objects": (npz(features=np.array([{}, []], object)), "Object arrays cannot be loaded"),
-    "pickle": (member(b"cos\nsystem\n(S'true'\ntR."), "magic string is not correct"),
     "one byte changed": (ARRAYS[:300] + bytes([ARRAYS[300] ^ 1]) + ARRAYS[301:], "Bad CRC-32"),
 }
 
 
 @pytest.mark.parametrize(("content", "expected"), DAMAGED_ARRAYS.values(), ids=DAMAGED_ARRAYS)
-@pytest.mark.parametrize("read", [read_arrays, read_token_ids], ids=["arrays", "token ids"])
+@pytest.mark.parametrize("read", [read_arrays, read_ids], ids=["arrays", "token ids"])
 def test_a_damaged_npz_is_one_error(tmp_path, content, expected, read):
     path = tmp_path / "x.npz"
     path.write_bytes(content)
@@ -113,49 +89,9 @@ def test_arrays_that_unpack_to_more_than_the_memory_are_not_read(tmp_path, monke
     assert read_arrays(path)[0]["features"].shape == (1000, 1000)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", CLAIM, header(b"{}"), npz(a=np.zeros(3)), CUT], ids=range(6))
-@pytest.mark.parametrize("read", [read_arrays, read_token_ids], ids=["arrays", "token ids"])
-def test_a_damaged_npy_is_one_error(tmp_path, content, read):
-    path = tmp_path / "x.npy"
-    path.write_bytes(content)
-    refusal(read, path)
-
-
-def in_bytes(write, rows):
-    made = io.BytesIO()
-    write(made, rows)
-    return made.getvalue()
-
-
-PICTURES = [encoded(np.full((8, 8, 3), 20 * number, np.uint8)) for number in range(8)]
-
-
-NOTED = {"info": {"features": {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["a", "b"]}}}}
-
-
-def picture_table(**changed):
-    rows = [{"bytes": content, "path": None} for content in PICTURES]
-    made = pyarrow.table({"image": rows, "label": [number % 2 for number in range(8)]} | changed)
-    return made.replace_schema_metadata({"huggingface": json.dumps(NOTED)})
-
-
-def read_pictures(path):
-    data = image_data(path, size=8)
-    assert len(data.fingerprint) == 16
-
-
-TEXT, TEXTS = b"some words of text. " * 40, pyarrow.table({"text": [f"row {number} " * 5 for number in range(40)]})
 FORMATS = {
     "npz": ("x.npz", ARRAYS, read_arrays),
     "npz compressed": ("x.npz", npz(np.savez_compressed, features=np.arange(60.0).reshape(20, 3)), read_arrays),
-    "gzip": ("x.txt.gz", gzip.compress(TEXT), read_corpus),
-    "zstandard": ("x.txt.zst", zstandard.compress(TEXT), read_corpus),
-    "JSON lines": ("x.jsonl", b'{"text": "some words"}\n' * 20, read_corpus),
-    "parquet": ("x.parquet", in_bytes(parquet, TEXTS), read_corpus),
-    "Arrow stream": ("x.arrow", in_bytes(arrow, TEXTS), read_corpus),
-    "Arrow file": ("x.arrow", in_bytes(arrow_file, TEXTS), read_corpus),
-    "parquet of pictures": ("x.parquet", in_bytes(parquet, picture_table()), read_pictures),
-    "Arrow stream of pictures": ("x.arrow", in_bytes(arrow, picture_table()), read_pictures),
 }
 """A file's name, its bytes when whole, and who reads it."""
 
@@ -189,44 +125,16 @@ def damaged(content, draw):
     return bytes(changed)
 
 
-WRONG_TABLES = {
-    "a class beyond memory": ({"label": [2**40] * 8}, None, "up to 10,000,000; given 1099511627776 for sample 0"),
-    "a note that is no JSON": ({}, b"{", "note for Hugging Face datasets must be JSON"),
-    "a note of something else": ({}, b"[1]", "note for Hugging Face datasets must be JSON"),
-    "names that are no names": (
-        {}, json.dumps(NOTED).replace('"a"', "1").encode(), "the names of classes must be a list of text"
-    ),
-    "pictures without bytes": ({"image": [{"path": "x.png"}] * 8}, json.dumps(NOTED).encode(), "must have their bytes"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changed", "note", "expected"), WRONG_TABLES.values(), ids=WRONG_TABLES)
-def test_a_table_of_pictures_with_a_nonsensical_note_is_one_error(tmp_path, changed, note, expected):
-    path = tmp_path / "x.parquet"
-    rows = picture_table(**changed)
-    parquet(path, rows.replace_schema_metadata({"huggingface": note} if note else {}))
-    assert expected in refusal(image_data, path)
-
-
-def test_a_column_that_is_there_twice_is_one_error(tmp_path):
-    path = tmp_path / "x.arrow"
-    arrow(path, pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]))
-    assert 'must have a column once; given "text" 2 times' in refusal(read_corpus, path)
-
-
-@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.parquet"])
-def test_a_pipe_in_a_folder_of_data_is_refused_and_not_waited_for(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=f"given {tmp_path / name}, it is a pipe or a device"):
-        read_corpus(tmp_path)
-
-
-def test_a_pipe_among_pictures_is_refused_and_not_waited_for(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        os.mkfifo(tmp_path / name / "x.png")
+@pytest.mark.parametrize("source", ["{}", "hf:json:{}", "hf:parquet:{}", "hf:imagefolder:{}"])
+def test_a_pipe_in_a_folder_of_data_is_refused_and_not_waited_for(tmp_path, own_hub, source):
+    (tmp_path / "a").mkdir()
+    for name in ("x.txt", "x.jsonl", "x.parquet", "a/x.png"):
+        if Path(name).suffix.strip(".") in {"{}": "txt", "hf:json:{}": "jsonl", "hf:parquet:{}": "parquet"}.get(
+            source, "png"
+        ):
+            os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match="it is a pipe or a device"):
-        image_data(tmp_path)
+        read_corpus(source.format(tmp_path))
 
 
 def read_text(path):
@@ -239,7 +147,7 @@ READERS = {"text": read_text, "arrays": array_data, "images": image_data, "token
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("suffix", ["", ".npz", "/*.txt", ".parquet"])
+@pytest.mark.parametrize("suffix", ["", ".npz", "/*.txt"])
 def test_a_name_that_no_file_can_have_is_one_error(read, name, suffix):
     with pytest.raises(ValueError, match="a path must ") as caught:
         read(f"{name}{suffix}")
@@ -266,9 +174,7 @@ def card_folder(folder, names):
 OUTSIDE = {
     "up": "data_files: ../other.txt",
     "absolute": "data_files: FOLDER/other.txt",
-    "there and up": "data_files: [own.txt, sub/../../other.txt]",
     "by a glob": "data_files: ../o*.txt",
-    "in another folder": "data_dir: ..",
 }
 
 
@@ -277,49 +183,31 @@ def test_a_data_set_whose_card_names_files_outside_is_refused(offline, names):
     own = card_folder(offline, names)
     (own / "sub").mkdir()
     said = r"must name its own files; given .*other\.txt, which is outside of the folder"
-    with pytest.raises(OutsideError, match=said):
-        hub_splits(f"hf:{own}")
+    with pytest.raises(ValueError, match=said):
+        hub_data(f"hf:{own}")
 
 
 @pytest.mark.parametrize("names", ["data_files: own.txt", "data_files: FOLDER/own/own.txt", "data_files: '*.txt'"])
 def test_a_data_set_whose_card_names_its_own_files_is_read(offline, names):
     own = card_folder(offline, names)
-    assert hub_splits(f"hf:{own}")["train"].to_pylist() == [{"text": "its own"}]
-
-
-def test_a_link_out_of_a_data_sets_folder_is_followed(offline):
-    own = card_folder(offline, "data_files: link.txt")
-    (own / "link.txt").symlink_to(offline / "other.txt")
-    assert hub_splits(f"hf:{own}")["train"].to_pylist() == [{"text": "not its own"}]
+    assert hub_data(f"hf:{own}")[1].to_list() == [{"text": "its own"}]
 
 
 def test_a_saved_data_set_that_names_files_outside_is_refused(offline):
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(offline / "own")
-    assert hub_splits(f"hf:{offline / 'own'}")["train"].num_rows == 1
+    assert hub_data(f"hf:{offline / 'own'}")[1].num_rows == 1
     (offline / "own" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../other.arrow"}]}))
-    with pytest.raises(OutsideError, match=r"other\.arrow, which is outside of the folder"):
-        hub_splits(f"hf:{offline / 'own'}")
+    with pytest.raises(ValueError, match=r"other\.arrow, which is outside of the folder"):
+        hub_data(f"hf:{offline / 'own'}")
     both = offline / "both"
     both.mkdir()
     (both / "dataset_dict.json").write_text('{"splits": ["../own"]}')
-    with pytest.raises(OutsideError, match="which is outside of the folder"):
-        hub_splits(f"hf:{both}")
+    with pytest.raises(ValueError, match="which is outside of the folder"):
+        hub_data(f"hf:{both}")
 
 
 def test_a_data_set_on_the_hub_names_no_file_of_this_disk():
     _check_files(["hf://datasets/owner/name@main/a.txt", "zip://a.txt::https://host/b.zip"], None)
     for file in ("/etc/passwd", "file:///etc/passwd", "zip://a.txt::/etc/b.zip"):
-        with pytest.raises(OutsideError, match="which is on this disk"):
+        with pytest.raises(ValueError, match="which is on this disk"):
             _check_files([file], None)
-
-
-def test_pictures_that_a_table_names_outside_of_its_folder_are_reported(tmp_path, capsys):
-    (tmp_path / "own").mkdir()
-    rows = []
-    for number, content in enumerate(PICTURES):
-        (tmp_path / f"{number}.png").write_bytes(content)
-        rows.append({"bytes": None if number < 3 else content, "path": str(tmp_path / f"{number}.png")})
-    path = tmp_path / "own" / "x.parquet"
-    parquet(path, picture_table(image=rows))
-    image_data(path)
-    assert f"3 pictures are files outside of {tmp_path / 'own'} that it names, such as" in capsys.readouterr().err

@@ -80,11 +80,6 @@ def test_what_comes_out_is_what_a_step_takes():
         assert float(step(state, next(feed))["loss"]) == float(step(state, next(batches(1)))["loss"])
 
 
-def test_a_single_process_reads_whole_batches():
-    assert jdp.process_rows(plan_of(data=8), 16) == list(range(16))
-    assert jdp.process_rows(plan_of(replica=2, data=2, model=2), 8) == list(range(8))
-
-
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [([0, 1], [0, 1, 2, 3, 4, 5]), ([2, 3], [6, 7, 8, 9, 10, 11]), ([3, 0, 0], [0, 1, 2, 9, 10, 11])],
@@ -108,12 +103,6 @@ def test_rows_that_do_not_divide_are_refused():
         next(jdp.shard_batches(batches(1, rows=0), plan_of()))
     with pytest.raises(ValueError, match=r"share their leading dimension, the examples; given .*a scalar"):
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
-
-
-def test_arrays_of_different_rows_are_refused():
-    loader = [{"x": np.zeros((8, 2)), "y": np.zeros(6)}]
-    with pytest.raises(ValueError, match=r"share their leading dimension, the examples; given \['x'\]: 8, \['y'\]: 6"):
-        next(jdp.shard_batches(loader, plan_of()))
 
 
 # A loader that fills one buffer again and again.
@@ -175,11 +164,6 @@ def test_the_loader_runs_so_far_ahead_and_no_further(prefetch, monkeypatch):
             next(feed)
 
 
-def test_prefetch_is_at_least_one():
-    with pytest.raises(ValueError, match="prefetch must be at least 1 batch; given 0"):
-        jdp.shard_batches(batches(1), plan_of(), prefetch=0)
-
-
 def test_only_waiting_is_counted(monkeypatch):
     """By a clock that the loader sets forward while it is waited for, and the loop while it works."""
     now, waiting = [0.0], threading.Event()
@@ -204,13 +188,6 @@ def test_only_waiting_is_counted(monkeypatch):
 
 
 # The end.
-
-
-def test_it_ends_with_the_loader_and_stays_ended():
-    feed = jdp.shard_batches(batches(2), plan_of())
-    assert len(list(feed)) == 2
-    with pytest.raises(StopIteration):
-        next(feed)
 
 
 def test_nothing_to_read_is_an_error_in_words():
@@ -276,12 +253,6 @@ def test_closing_midway_stops_reading_and_ends_the_thread(taken):
     assert so_far == len(read) <= taken + 3
     assert next(feed, None) is None
     feed.close()  # twice is no mistake
-
-
-def test_leaving_a_with_closes():
-    with jdp.shard_batches(batches(10**9), plan_of()) as feed:
-        next(feed)
-    assert next(feed, None) is None
 
 
 def test_a_feed_that_is_left_behind_stops_its_thread():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdp.data import global_batches, mixture, text_data
-from jdp.data.mixtures import Concatenated, MixedSamples, _floor_sum
+from jdp.data.mixtures import Concatenated, MixedSamples
 
 
 class Numbered:
@@ -86,18 +86,6 @@ def test_positions_far_away_cost_nothing_and_agree():
         assert own[0] == pytest.approx(10**15 * weight / sum(WEIGHTS), rel=1e-8)  # weights are kept to 2⁻³²
 
 
-def test_seeds_are_orders_of_their_own():
-    lines = [line(mixed(seed=own), 60, seed=given) for own, given in itertools.product(range(2), range(3))]
-    assert len(set(map(tuple, lines))) == len(lines)
-    assert line(mixed(seed=1), 60, seed=2) == line(mixed(seed=1), 60, seed=2)
-
-
-def test_parts_alike_are_shuffled_apart():
-    drawn = line(mixed(sizes=(50, 50), weights=(1.0, 1.0)), 100)
-    orders = [[index for which, index in drawn if which == owner] for owner in range(2)]
-    assert orders[0][:40] != orders[1][:40]
-
-
 def test_the_order_of_a_mixture_is_the_same_for_ever():
     """Runs are resumed under other versions: these numbers may not change."""
     assert line(mixed(seed=3), 6, seed=5) == [(0, 0), (0, 6), (0, 4), (0, 1), (1, 30), (0, 2)]
@@ -130,22 +118,6 @@ def test_held_out_is_everything_once():
     assert len(Concatenated((Numbered(2), Numbered(3)))) == 5
 
 
-def test_a_mixture_may_hold_a_mixture():
-    inner = mixture([(Data(5, 3, owner=0), 1), (Data(9, 4, owner=1), 1)], seed=0)
-    outer = mixture([(inner, 1), (Data(20, 4, owner=2), 1)], seed=0)
-    drawn = line(outer.train, 400)
-    assert [sum(which == owner for which, _ in drawn) for owner in range(3)] == pytest.approx([100, 100, 200], abs=4)
-    assert set(drawn) == {(owner, index) for owner, size in ((0, 5), (1, 9), (2, 20)) for index in range(size)}
-
-
-def test_the_fingerprint_distinguishes_data_weights_and_seeds():
-    def fingerprint(weight=1.0, seed=0, content="g"):
-        return mixture([(Data(5, 3), 1), (Data(5, 3, fingerprint=content), weight)], seed=seed).fingerprint
-
-    assert fingerprint() == fingerprint()
-    assert len({fingerprint(), fingerprint(weight=2.0), fingerprint(seed=1), fingerprint(content="h")}) == 4
-
-
 def test_texts_are_mixed(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 400)
@@ -155,11 +127,6 @@ def test_texts_are_mixed(tmp_path):
     assert letters.count("b") / len(letters) == pytest.approx(0.25, abs=0.05)
     assert data.vocab_size == 256 and data.decode(data.encode("ü")) == "ü"
     assert str(data).startswith(f"mixture of 2, an epoch is {len(data.train)} samples: 0.75 of {parts[0]}; 0.25 of ")
-
-
-def test_floor_sums():
-    for count, divisor, step, start in itertools.product(range(6), (1, 2, 7), (0, 1, 5, 9), (0, 3, 8)):
-        assert _floor_sum(count, divisor, step, start) == sum((step * i + start) // divisor for i in range(count))
 
 
 @pytest.mark.parametrize(

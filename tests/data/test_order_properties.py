@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jdp.data import augmented, batch_count, global_batches, sample_index
 from jdp.data.arrays import ArraySamples
 from jdp.data.images.decode import Frame
-from jdp.data.images.from_arrays import array_pictures
 from jdp.data.images.samples import ImageSamples, Normalised
+from jdp.data.images.sources import array_pictures
 from jdp.data.mixtures import MixedSamples
 from jdp.data.text.packing import PackedSamples
 from jdp.data.text.samples import TextSamples

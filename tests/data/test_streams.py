@@ -16,7 +16,7 @@ from jdp.cli import main as cli
 from jdp.data import global_batches, mixture, text_data
 from jdp.data.feed import process_rows
 from jdp.data.sources.hub import _reading
-from jdp.data.text import samples as reads_text
+from jdp.data.text.tokens import TextReader
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(60)]
 
@@ -38,13 +38,18 @@ def folder(tmp_path, request):
     return tmp_path / "rows"
 
 
+def read_whole(folder):
+    """The source that reads the same files at once."""
+    return f"hf:{'parquet' if (folder / 'train-0.parquet').exists() else 'json'}:{folder}"
+
+
 def test_a_stream_is_tokenised_once_and_gives_the_samples_of_its_rows(folder, monkeypatch):
     stream = text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2)
-    memory = text_data(f"{folder}/*", length=16, heldout_fraction=0.2, in_files=False)
+    memory = text_data(read_whole(folder), length=16, heldout_fraction=0.2, in_files=False)
     assert stream.folder is not None and stream.fingerprint == memory.fingerprint
     batches = [next(iter(global_batches(data.train, batch_size=8, seed=2, start=5))) for data in (stream, memory)]
     assert all(np.array_equal(batches[0][key], batches[1][key]) for key in batches[1])
-    monkeypatch.setattr(reads_text, "tokenised_parts", None)  # from here on nothing is fetched
+    monkeypatch.setattr(TextReader, "parts", None)  # from here on nothing is fetched
     assert text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2).fingerprint == stream.fingerprint
 
 
@@ -58,7 +63,7 @@ def test_some_rows_of_a_stream(folder, rows, expected):
 
 @pytest.mark.parametrize("split", ["train[:10%]", "train[5:5]", "train[:-1]", "test"])
 def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
-    said = r"rows of a stream must be counted|must be readable; given hf-stream"
+    said = r"rows of a stream must be counted|must be readable by `datasets`; given hf-stream"
     with pytest.raises(ValueError, match=said) as caught:
         text_data(f"hf-stream:{folder}:{split}", length=16)
     assert cli._is_users_mistake(caught.value)
@@ -69,7 +74,7 @@ def test_a_hub_that_does_not_answer_is_told_once(capfd, monkeypatch):
     monkeypatch.setattr("jdp.base.notices._said", set())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     ask = lambda: http_backoff("HEAD", "http://127.0.0.1:9/", max_retries=3, base_wait_time=0.01)  # noqa: E731
-    with pytest.raises(ValueError, match=r"must be readable; given hf:x: .*or look at the network"):
+    with pytest.raises(ValueError, match=r"must be readable by `datasets`; given hf:x: .*or look at the network"):
         _reading("hf:x", ask)
     told = capfd.readouterr().err
     assert told.count("does not answer") == 1 and "Retrying" not in told and "HEAD" not in told
@@ -78,7 +83,7 @@ def test_a_hub_that_does_not_answer_is_told_once(capfd, monkeypatch):
 def test_a_stream_that_breaks_off_leaves_nothing(folder, tmp_path):
     last = max(folder.iterdir())
     last.write_bytes(last.read_bytes()[:-40])
-    with pytest.raises(ValueError, match="must be readable; given hf-stream:") as caught:
+    with pytest.raises(ValueError, match="must be readable by `datasets`; given hf-stream:") as caught:
         text_data(f"hf-stream:{folder}", length=16)
     assert cli._is_users_mistake(caught.value)
     assert not [path for path in (tmp_path / "cache" / "token_files").iterdir() if path.is_dir()]
@@ -89,7 +94,7 @@ def test_a_mixture_of_all_has_one_order_on_any_number_of_devices_and_processes(f
     (tmp_path / "a.txt").write_text("".join(reversed(TEXTS)))
     texts = [
         (text_data(f"hf-stream:{folder}", length=16), 3),
-        (text_data(f"{folder}/*", length=16, in_files=True, heldout_fraction=0.3), 2),
+        (text_data(read_whole(folder), length=16, in_files=True, heldout_fraction=0.3), 2),
         (text_data(tmp_path / "a.txt", length=16), 1),
     ]
     mixed = mixture(texts, seed=4).train

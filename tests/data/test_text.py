@@ -1,7 +1,6 @@
 """What text promises: every token a target once, the same split everywhere, and sources read as they are named."""
 
 import logging
-import os
 import re
 from pathlib import Path
 
@@ -44,13 +43,6 @@ def test_every_token_but_the_first_is_a_target_once(size):
     assert not samples[-1]["tokens"][filling].any() and not samples[-1]["targets"][filling].any()
 
 
-def test_samples_are_a_sequence():
-    samples = TextSamples(np.arange(10, dtype=np.uint8), length=4)
-    assert np.array_equal(samples[-1]["tokens"], samples[2]["tokens"])
-    with pytest.raises(IndexError):
-        samples[3]
-
-
 def test_samples_need_a_length_and_a_target():
     with pytest.raises(ValueError, match="length must be at least 1; given 0"):
         TextSamples(np.zeros(9, np.uint8), length=0)
@@ -64,12 +56,6 @@ def test_text_comes_back():
     assert decode(encode(text)) == text
     assert decode(encode("☃")[:2]) == "�"
     assert decode([]) == ""
-
-
-@pytest.mark.parametrize("token", [-1, 256])
-def test_only_bytes_are_decoded(token):
-    with pytest.raises(ValueError, match=r"a token must be a byte, 0 to 255; given"):
-        decode([65, token])
 
 
 # --- the split ------------------------------------------------------------------------------------------------------
@@ -129,49 +115,13 @@ def test_a_file_a_glob_a_directory_and_a_list_are_the_same_text(tmp_path, monkey
     assert read_corpus(["b.txt", "a.txt"]).documents == expected
 
 
-def test_a_path_may_look_like_a_glob(tmp_path):
-    write(tmp_path / "data[1]", a="text")
-    for name in ("", "a.txt", "*.txt", "[a].txt", "**/*"):
-        assert read_corpus(tmp_path / "data[1]" / name).documents == (b"text",)
-
-
-def test_stdlib_may_stand_in_a_list(tmp_path):
-    write(tmp_path, a="my own text")
-    corpus = read_corpus(["stdlib", tmp_path / "a.txt"])
-    assert b"my own text" in corpus.documents and len(corpus.documents) > 300
-    assert corpus.name.endswith("and 1 more")
-
-
 def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path, notices):
     write(tmp_path, a="text")
     write(tmp_path / ".hidden", b="not seen")
     (tmp_path / ".draft.txt").write_text("not seen")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert read_corpus(tmp_path).documents == (b"text",)
-    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 2 others" in notices.text
-    assert read_corpus(tmp_path, suffixes=[".png"]).documents == (b"\x89PNG",)
-    assert read_corpus(tmp_path / "*.png").documents == (b"\x89PNG",)
-
-
-def test_a_separator_in_the_text_is_reported(tmp_path, notices):
-    text_data(write(tmp_path, utf16="wide text".encode("utf-16")), length=4)
-    assert "byte 0, which closes a document, is in 1 of them" in notices.text
-
-
-def test_empty_files_hold_no_document(tmp_path):
-    write(tmp_path, a="", b="text", c="")
-    assert read_corpus(tmp_path).documents == (b"text",)
-
-
-def test_the_fingerprint_distinguishes_texts_and_lengths(tmp_path):
-    def fingerprint(text, length=4):
-        return text_data(write(tmp_path, a=text), length=length).fingerprint
-
-    assert fingerprint("some text to read") == fingerprint("some text to read")
-    assert (
-        len({fingerprint("some text to read"), fingerprint("some text to reap"), fingerprint("some text to read", 5)})
-        == 3
-    )
+    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 1 others" in notices.text
 
 
 @pytest.mark.parametrize(
@@ -179,7 +129,7 @@ def test_the_fingerprint_distinguishes_texts_and_lengths(tmp_path):
     [
         ("missing.txt", r"exists; given missing.txt, looked for at /.*/missing.txt: fix the path"),
         ("*.text", r"a glob must match at least one file; given \*.text"),
-        ("pictures", r"must hold text files \(.txt, .md, .rst, .py\); given pictures with 1 other file"),
+        ("pictures", r"must hold .txt, .md, .rst, .py files; given pictures with 1 other files such as a.png: write"),
         ("empty.txt", r"text must not be empty; given empty.txt: 1 empty file"),
         (["empty.txt", "missing.txt"], r"given missing.txt"),
         ([], r"source must name some text; given an empty list"),
@@ -202,18 +152,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def refuse(self, *_):
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match=rf"must be readable; given {path}, Permission denied: fix its permissions"):
         text_data(path, length=4)
-
-
-def test_a_directory_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=rf"must be readable; given {tmp_path}, Permission denied"):
-        read_corpus(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +164,6 @@ def test_a_directory_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
         ({"heldout_fraction": 0.0}, "heldout_fraction must be between 0 and 1; given 0.0"),
         ({"heldout_fraction": 1.0}, "heldout_fraction must be between 0 and 1; given 1.0"),
         ({"heldout_fraction": float("nan")}, "heldout_fraction must be between 0 and 1; given nan"),
-        ({"suffixes": ["txt"]}, r"suffixes must each begin with a dot; given \['txt'\]"),
-        ({"suffixes": []}, r"suffixes must each begin with a dot; given \[\]"),
     ],
 )
 def test_what_is_wrong_with_an_argument_is_reported(tmp_path, wrong, message):

@@ -6,16 +6,21 @@ import threading
 import time
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jdp.cli import main as cli
 from jdp.data import TextSamples, global_batches, text_data
-from jdp.data.text import samples as reads_text
 from jdp.data.text.token_array import MappedTokens
+from jdp.data.text.tokens import TextReader
 
 TEXTS = [f"In chapter {number} of the tale, naïvely — " * (1 + number % 5) for number in range(60)]
+
+
+datasets.disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_hub")
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +32,7 @@ def cache(own_cache):
 def rows(tmp_path):
     lines = [json.dumps({"text": text, "input_ids": list(text.encode())}) + "\n" for text in TEXTS]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
-    return tmp_path / "rows.jsonl"
+    return f"hf:json:{tmp_path}/rows.jsonl"
 
 
 @pytest.fixture
@@ -55,10 +60,10 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
-@pytest.mark.parametrize("tokens", ["bytes", "words", "none"])
+@pytest.mark.parametrize("tokens", ["bytes", "words", "ids"])
 def test_samples_are_those_from_memory(rows, words, cache, tokens, packing):
-    tokenizer = words if tokens == "words" else tokens
-    options = {"length": 16, "tokenizer": tokenizer, "packing": packing, "vocab_size": 402, "heldout_fraction": 0.2}
+    by = {"bytes": {"vocab_size": 256}, "words": {"tokenizer": words}, "ids": {"ids": "input_ids", "vocab_size": 402}}
+    options = {"length": 16, "packing": packing, "heldout_fraction": 0.2, **by[tokens]}
     files, memory = (text_data(rows, in_files=in_files, **options) for in_files in (True, False))
     assert_same(files, memory)
     assert files.folder in folders(cache) and memory.folder is None
@@ -68,20 +73,10 @@ def test_samples_are_those_from_memory(rows, words, cache, tokens, packing):
     assert all(np.array_equal(batches[0][key], batches[1][key]) for key in batches[1])
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_too_few_documents_are_split_at_their_tails(tmp_path, packing):
-    (tmp_path / "one.txt").write_text("".join(TEXTS))
-    files, memory = (
-        text_data(tmp_path / "one.txt", length=16, packing=packing, in_files=in_files) for in_files in (True, False)
-    )
-    assert not files.whole
-    assert_same(files, memory)
-
-
 def test_text_is_read_once(rows, cache, monkeypatch):
     first = text_data(rows, length=16, in_files=True)
     with monkeypatch.context() as patched:
-        patched.setattr(reads_text, "tokenised_parts", None)
+        patched.setattr(TextReader, "parts", None)
         patched.setattr(TextSamples, "__getitem__", None)
         again = text_data(rows, length=16, in_files=True)
         assert again.fingerprint == first.fingerprint
@@ -92,13 +87,14 @@ def test_text_is_read_once(rows, cache, monkeypatch):
     for damage in (lambda data: data[:-8], lambda data: data[:-1] + b"\x7f", lambda data: b"\x01" + data[1:]):
         file.write_bytes(damage(file.read_bytes()))
         assert_same(text_data(rows, in_files=True, **packed), text_data(rows, in_files=False, **packed))
-    rows.write_text(rows.read_text().replace("tale", "tail"))
+    file = Path(rows.removeprefix("hf:json:"))
+    file.write_text(file.read_text().replace("tale", "tail"))
     assert "tail" in (changed := text_data(rows, length=16, in_files=True)).decode(changed.train.tokens[:200])
     assert len(folders(cache)) == 2
 
 
 def test_one_process_writes_and_the_others_wait(rows, cache, monkeypatch):
-    asked, found, readers, tokenised = threading.Barrier(5), [], [], reads_text.tokenised_parts
+    asked, found, readers, tokenised = threading.Barrier(5), [], [], TextReader.parts
 
     def slowly(*given, **options):  # a generator: only who writes runs it
         readers.append(threading.current_thread())
@@ -109,7 +105,7 @@ def test_one_process_writes_and_the_others_wait(rows, cache, monkeypatch):
         asked.wait(10)
         found.append(text_data(rows, length=16, in_files=True))
 
-    monkeypatch.setattr(reads_text, "tokenised_parts", slowly)
+    monkeypatch.setattr(TextReader, "parts", slowly)
     threads = [threading.Thread(target=open_text) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -121,24 +117,18 @@ def test_one_process_writes_and_the_others_wait(rows, cache, monkeypatch):
     assert len(folders(cache)) == 1
 
 
-def test_what_cannot_be_read_leaves_nothing(rows, cache, tmp_path):
-    with rows.open("a") as file:
-        file.write('{"text": 7}\n')
-    with pytest.raises(ValueError, match=r"must be text; given 7 in .*rows.jsonl, line 61") as caught:
+def test_what_cannot_be_read_leaves_nothing(rows, cache):
+    file = Path(rows.removeprefix("hf:json:"))
+    whole = file.read_text()
+    file.write_text(whole + '{"text": null, "input_ids": []}\n')
+    with pytest.raises(ValueError, match=r"must be text; given nothing \(null\) in .*, row 60") as caught:
         text_data(rows, length=16, in_files=True)
     assert cli._is_users_mistake(caught.value)
     assert not folders(cache)
     (cache / "leftover").mkdir()
-    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
+    file.write_text(whole)
     killed = text_data(rows, length=16, in_files=True).folder
     assert {folder.name for folder in folders(cache)} == {killed.name, "leftover"}
-
-
-def test_a_cache_that_cannot_be_written_is_reported(rows, tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("a file stands here")
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "file"))
-    assert text_data(rows, length=16, in_files=True).folder is None
-    assert "held in memory, by each process" in capsys.readouterr().err
 
 
 def resident():

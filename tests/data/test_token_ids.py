@@ -1,57 +1,126 @@
-"""What text that was tokenised before comes in: rows and arrays of token ids, laid as they are, checked to the id."""
+"""Rows of token ids and their weights: laid as they are, checked to the id, packed and cut as documents are."""
 
+import itertools
 import json
 
+import datasets
 import numpy as np
 import pyarrow
 import pytest
-from corpora import arrow, parquet, read_token_ids
+from corpora import parquet
 
-from jdp.data import text_data
-from jdp.data.sources.tables import table_pieces
+from jdp.data import global_batches, text_data
 
-IDS = [[5, 6, 300], [7], [], [8, 9]]
+datasets.disable_progress_bars()
+pytestmark = pytest.mark.usefixtures("own_hub", "own_cache")
 
-
-def ids_file(path):
-    kinds = {".parquet": pyarrow.list_(pyarrow.uint16()), ".arrow": pyarrow.large_list(pyarrow.int64())}
-    match path.suffix:
-        case ".jsonl":
-            path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
-        case suffix:
-            table = pyarrow.table({"input_ids": pyarrow.array(IDS, kinds[suffix])})
-            (parquet if suffix == ".parquet" else arrow)(path, table)
-    return path
+ROWS = 60
+RNG = np.random.default_rng(0)
+IDS = [[row, *RNG.integers(0, 500, RNG.integers(3, 30)).tolist()] for row in range(ROWS)]
+MASKS = [[0, *RNG.integers(0, 2, len(ids) - 2).tolist(), 1] for ids in IDS]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
-def test_rows_of_token_ids_are_documents(tmp_path, name):
-    corpus = read_token_ids(ids_file(tmp_path / name))
-    assert [document.tolist() for document in corpus.documents] == [[5, 6, 300], [7], [8, 9]]
-    assert corpus.name_of(2).endswith(f"{name}, line 4" if name == "a.jsonl" else f"{name}, row 3")
+def written(path, **columns):
+    parquet(path / "a.parquet", pyarrow.table({"input_ids": IDS} | columns))
+    return f"hf:parquet:{path}/a.parquet"
 
 
-def test_arrays_of_token_ids_are_documents(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
-    np.savez(tmp_path / "b.npz", input_ids=np.arange(6).reshape(2, 3), other=np.zeros(3))
-    corpus = read_token_ids(tmp_path)
-    assert [document.tolist() for document in corpus.documents] == [list(range(10)), [0, 1, 2], [3, 4, 5]]
-    assert [corpus.name_of(document) for document in (0, 2)] == [f"{tmp_path}/a.npy", f"{tmp_path}/b.npz, row 1"]
+def given_weights(path):
+    """The same weights in every form: source, and the columns to name."""
+    longest = max(map(len, IDS))
+    padded, mask = (np.zeros((ROWS, longest), int) for _ in range(2))
+    for row, ids in enumerate(IDS):
+        padded[row, : len(ids)], mask[row, : len(ids)] = ids, 1
+    loss = np.zeros((ROWS, longest), np.float32)
+    for row, weights in enumerate(MASKS):
+        loss[row, : len(weights)] = weights
+    np.savez(path / "a.npz", input_ids=padded, attention_mask=mask, loss_mask=loss)
+    labels = [[i if w else -100 for i, w in zip(ids, m, strict=True)] for ids, m in zip(IDS, MASKS, strict=True)]
+    source = written(path, loss_mask=MASKS, labels=labels, assistant_masks=[[bool(w) for w in m] for m in MASKS])
+    return {
+        "weights": (source, {"weights": "loss_mask"}),
+        "labels": (source, {"labels": "labels"}),
+        "booleans": (source, {"weights": "assistant_masks"}),
+        "arrays": (path / "a.npz", {"weights": "loss_mask", "attention_mask": "attention_mask"}),
+    }
 
 
-def test_token_ids_are_laid_as_they_are(tmp_path):
-    rows = [[number, number + 1, 999] for number in range(100)]
-    parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": rows}))
-    data = text_data(tmp_path / "a.parquet", length=4, tokenizer="none", heldout_fraction=0.2)
-    assert data.train.tokens.dtype == np.uint16 and data.vocab_size == 1000
-    both = [side.tokens.reshape(-1, 3).tolist() for side in (data.train, data.heldout)]
-    assert sorted(both[0] + both[1]) == rows and both[0] and both[1]
-    assert "300 tokens (600 B in memory)" in str(data)
-    with pytest.raises(ValueError, match=r'by a tokenizer only; given "none" with .*a.parquet: take'):
-        data.decode([1])
-    assert (
-        text_data(tmp_path / "a.parquet", length=4, tokenizer="none", vocab_size=2**17).train.tokens.dtype == np.uint32
+def targets(data):
+    """(target, weight) of every target of all samples, those of padding left out."""
+    samples = [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
+    return sorted(
+        (int(target), float(weight))
+        for sample in samples
+        for target, weight, segment in zip(sample["targets"], sample["weights"], sample["segments"], strict=True)
+        if segment
     )
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("form", ["weights", "labels", "booleans", "arrays"])
+def test_a_weight_belongs_to_the_token_that_is_the_target(tmp_path, form, in_files):
+    source, named = given_weights(tmp_path)[form]
+    options = {"length": 32, "packing": "documents", "heldout_fraction": 0.2, "vocab_size": 500, "in_files": in_files}
+    data = text_data(source, ids="input_ids", **named, **options)
+    expected = sorted(
+        (i, float(w)) for ids, m in zip(IDS, MASKS, strict=True) for i, w in zip(ids[1:], m[1:], strict=True)
+    )
+    assert targets(data) == expected
+    assert data.documents == ROWS and data.whole and data.tokenizer is None
+    assert (data.folder is None) != in_files
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_ids_are_laid_as_they_are_and_a_resume_has_the_same_bits(tmp_path, packing):
+    source = written(tmp_path, loss_mask=MASKS)
+    options = {"length": 8, "ids": "input_ids", "weights": "loss_mask", "packing": packing, "heldout_fraction": 0.2}
+    data = text_data(source, **options)
+    assert data.train.tokens.dtype == np.uint16 and data.vocab_size == 1 + max(map(max, IDS))
+    bounds = data.train.bounds
+    rows = [data.train.tokens[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    assert rows == [ids for ids in IDS if ids in rows] and 30 < len(rows) < ROWS
+    assert "of its tokens count" in str(data)
+    batches = iter(global_batches(data.train, batch_size=4, seed=1))
+    whole = [next(batches) for _ in range(12)]
+    again = text_data(source, **options)
+    assert again.fingerprint == data.fingerprint
+    for start in (3, 7):
+        found = next(iter(global_batches(again.train, batch_size=4, seed=1, start=start)))
+        assert all(np.array_equal(found[key], whole[start][key]) for key in found)
+    other = written(tmp_path, loss_mask=[[1] * len(ids) for ids in IDS])
+    assert text_data(other, **options).fingerprint != data.fingerprint, "weights are of the samples too"
+
+
+def test_a_long_row_is_cut_and_pieces_without_a_target_are_left_out(tmp_path):
+    ids = [[*range(1, 21)], [*range(30, 50)]]
+    masks = [[0] * 15 + [1] * 5, [0] * 18 + [1, 1]]
+    parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": ids, "loss_mask": masks}))
+    source = f"hf:parquet:{tmp_path}/a.parquet"
+    data = text_data(source, length=8, ids="input_ids", weights="loss_mask", packing="documents", heldout_fraction=0.5)
+    learnt = [t for t, w in targets(data) if w]
+    assert learnt == [16, 17, 18, 19, 20, 48, 49] and not [t for t, _ in targets(data) if t < 10]
+
+
+def test_rows_with_nothing_to_learn_are_left_out_and_counted(tmp_path, notices):
+    rows = [[1, 2, 3], [4, 5], [], [6, 7, 8], [9]]
+    masks = [[0, 0, 1], [1, 0], [], [0, 1, 0], [1]]
+    parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": rows, "loss_mask": masks}))
+    source = f"hf:parquet:{tmp_path}/a.parquet"
+    data = text_data(source, length=2, ids="input_ids", weights="loss_mask", packing="documents", heldout_fraction=0.5)
+    assert data.documents == 2 and "3 of 5 rows are left out: no token of theirs counts as a target" in notices.text
+    parquet(tmp_path / "b.parquet", pyarrow.table({"input_ids": rows, "loss_mask": [[0] * len(ids) for ids in rows]}))
+    with pytest.raises(ValueError, match=r"must be rows to learn; given .*, 5 rows: no token of theirs counts"):
+        text_data(f"hf:parquet:{tmp_path}/b.parquet", length=2, ids="input_ids", weights="loss_mask")
+
+
+def test_columns_that_look_like_ids_or_weights_are_named(tmp_path, notices):
+    masks = [[1] * len(ids) for ids in IDS]
+    source = written(tmp_path, labels=IDS, attention_mask=masks, source=["a"] * ROWS)
+    text_data(source, length=8, ids="input_ids")
+    said = 'labels, attention_mask are not read; if meant, write labels = "labels", attention_mask = "attention_mask"'
+    assert notices.text.count(said) == 1 and "source" not in notices.text
+    text_data(source, length=8, ids="input_ids", labels="labels", attention_mask="attention_mask")
+    assert notices.text.count("not read") == 1
 
 
 @pytest.mark.parametrize(
@@ -59,54 +128,67 @@ def test_token_ids_are_laid_as_they_are(tmp_path):
     [
         (
             [[1, 2], [3, 256]],
-            "must be 0 to 255, below vocab_size 256; given 256 as token 1 of .*a.jsonl, line 2 .ids from 1 to 256",
+            "must be whole numbers from 0 to 255, below vocab_size 256; given 256 as token 1 of .* row 1",
         ),
-        ([[1, 2], [-3]], "given -3 as token 0 of .*a.jsonl, line 2"),
-        ([[2**31]], "given 2147483648 as token 0 of"),
-        ([[1, 2], [2**63]], "as token 0 of .*a.jsonl, line 2"),
-        ([[1.5]], r'the field "input_ids" must be lists of token ids; given \[1.5\] in .*a.jsonl, line 1'),
-        ([[[1], [2, 3]]], r"must be lists of token ids; given \[\[1\], \[2, 3\]\]"),
-        (["text"], r"must be lists of token ids; given .text. in"),
-        ([[True]], r"must be lists of token ids; given \[true\]"),
+        ([[1, 2], [-3]], "given -3 as token 0 of .*a.jsonl .*, row 1"),
+        ([[1.5]], "must be whole numbers .* given 1.5 as token 0"),
+        (["text"], r'the column "input_ids" must have a list of numbers a row; given string'),
+        ([[[1], [2, 3]]], "must have a list of numbers a row; given list"),
+        ([[1], None], r"must have a list a row; given nothing \(null\)"),
     ],
 )
-def test_ids_out_of_range_name_file_row_and_id(tmp_path, rows, message):
+def test_ids_that_cannot_be_name_row_and_id(tmp_path, rows, message):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     with pytest.raises(ValueError, match=message):
-        text_data(tmp_path / "a.jsonl", length=1, tokenizer="none", vocab_size=256)
+        text_data(f"hf:json:{tmp_path}/a.jsonl", length=1, ids="input_ids", vocab_size=256)
 
 
 @pytest.mark.parametrize(
-    ("column", "message"),
+    ("columns", "named", "message"),
     [
-        (pyarrow.array([[1], None]), r"given nothing \(null\) in .*a.parquet, row 1"),
-        (pyarrow.array([[1, 2], [3], [4, None]]), r"given a list with nothing \(null\) in it in .*a.parquet, row 2"),
-        (pyarrow.array([[1.5]]), "given type list<.*double> in .*a.parquet"),
-        (pyarrow.array(["a"]), "given type string in .*a.parquet"),
+        (
+            {"loss_mask": [[1, 1], [1]]},
+            {"weights": "loss_mask"},
+            "must be of the same lengths; given 2 and 1 in .* row 1",
+        ),
+        ({"loss_mask": [[1, 1], [1, 2]]}, {"weights": "loss_mask"}, "must be numbers from 0 to 1; given 2 as token 1"),
+        (
+            {"w": [[1.0, 0.5], [-0.5, 1]]},
+            {"weights": "w"},
+            "must be numbers from 0 to 1; given -0.5 as token 0 of .* row 1",
+        ),
+        ({"w": [[1.0, float("nan")], [1, 1]]}, {"weights": "w"}, "must be numbers from 0 to 1; given nan as token 1"),
+        ({"labels": [[6, 5], [7, 8]]}, {"labels": "labels"}, "must be the ids, or -100 .* given 6 as token 0"),
+        ({"m": [[1, 2], [1, 1]]}, {"attention_mask": "m"}, "must be 0 or 1; given 2 as token 1"),
+        ({"x": [1, 2]}, {"weights": "loss_mask"}, 'weights = "loss_mask" must be a column; given .* with input_ids, x'),
+        ({}, {"weights": "a", "labels": "b"}, "weights and labels both say what counts"),
     ],
 )
-def test_columns_that_are_not_token_ids(tmp_path, column, message):
-    parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": column}))
+def test_weights_that_cannot_be_name_row_and_token(tmp_path, columns, named, message):
+    parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": [[5, 6], [7, 8]]} | columns))
     with pytest.raises(ValueError, match=message):
-        text_data(tmp_path / "a.parquet", length=1, tokenizer="none")
+        text_data(f"hf:parquet:{tmp_path}/a.parquet", length=1, ids="input_ids", **named)
 
 
-def test_arrays_that_are_not_token_ids(tmp_path):
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    with pytest.raises(ValueError, match=r"must be whole numbers \[n\] or \[rows, n\]; given float64 \[3\] in .*a.npy"):
-        read_token_ids(tmp_path / "a.npy")
-    np.savez(tmp_path / "b.npz", x=np.zeros(3, int))
-    with pytest.raises(ValueError, match=r'the field "input_ids"; given .*b.npz without it: give one that it has: x'):
-        read_token_ids(tmp_path / "b.npz")
-    (tmp_path / "d.txt").write_text("text")
-    said = r"token ids must be in .parquet, .*\.npy files; given .*d.txt: name a tokenizer"
-    with pytest.raises(ValueError, match=said):
-        read_token_ids(tmp_path / "d.txt")
+def test_padding_is_at_the_ends_of_rows(tmp_path):
+    ids, mask = [[0, 5, 6, 7], [8, 9, 1, 0]], [[0, 1, 1, 1], [1, 1, 1, 0]]
+    np.savez(tmp_path / "a.npz", input_ids=ids, attention_mask=mask)
+    options = {"length": 2, "ids": "input_ids", "attention_mask": "attention_mask", "heldout_fraction": 0.5}
+    data = text_data(tmp_path / "a.npz", **options)
+    assert sorted([*data.train.tokens.tolist(), *data.heldout.tokens.tolist()]) == [1, 5, 6, 7, 8, 9]
+    np.savez(tmp_path / "a.npz", input_ids=ids, attention_mask=[[1, 0, 1, 1], [1, 1, 1, 0]])
+    with pytest.raises(ValueError, match=r"must be 1 in one stretch of a row, .* given 0 as token 1 of .*a.npz, row 0"):
+        text_data(tmp_path / "a.npz", **options)
 
 
-def test_slices_and_fixed_lists_are_read(tmp_path):
-    fixed = pyarrow.array([[1, 2], [3, 4], [5, 6]], pyarrow.list_(pyarrow.int32(), 2)).slice(1)
-    parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": fixed}))
-    [table] = table_pieces(tmp_path / "a.parquet", ["input_ids"])
-    assert [ids.tolist() for ids in table.integer_lists("input_ids")] == [[3, 4], [5, 6]]
-    assert table.name_of(1) == f"{tmp_path}/a.parquet, row 1"
+def test_files_that_are_not_rows_of_ids(tmp_path):
+    np.savez(tmp_path / "a.npz", input_ids=np.zeros((2, 2, 2), int))
+    with pytest.raises(ValueError, match=r"rows of ids are numbers \[n\] or \[rows, n\]; given int64 \[2, 2, 2\]"):
+        text_data(tmp_path / "a.npz", length=1, ids="input_ids")
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r'rows of ids are in .npz files, .* write "hf:json:'):
+        text_data(tmp_path / "a.jsonl", length=1, ids="input_ids")
+    with pytest.raises(
+        ValueError, match=r'weights, labels and attention_mask are of rows of ids; .* ids = "input_ids"'
+    ):
+        text_data("stdlib", length=1, weights="loss_mask")

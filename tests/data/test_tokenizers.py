@@ -8,7 +8,6 @@ import tokenizers
 
 from jdp.data import mixture, open_tokenizer, text_data
 from jdp.data.text import tokenizers as ours
-from jdp.data.text.token_array import smallest_uint
 
 TEXTS = [f"In chapter {number} of the tale, naïvely told: ☃ " * 3 for number in range(40)]
 END = "<|endoftext|>"
@@ -37,10 +36,9 @@ def file(trained, tmp_path):
 
 
 @pytest.fixture
-def texts(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+def texts(tmp_path, own_hub):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return f"hf:json:{tmp_path}/rows.jsonl"
 
 
 def documents_of(side, separator):
@@ -92,10 +90,6 @@ def test_text_that_comes_token_by_token_is_the_text(kind, trained, file):
     assert torn == ["\ufffd"]  # what is not complete at the end is shown as it is
 
 
-def test_a_folder_holds_the_file(file):
-    assert open_tokenizer(str(file.parent)).identity == open_tokenizer(str(file)).identity
-
-
 def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, texts):
     saved = tokenizers.Tokenizer.from_str(trained.to_str())
     saved.enable_truncation(5)
@@ -118,43 +112,11 @@ def test_the_configuration_names_what_closes_a_document(trained, file, config, t
     assert open_tokenizer(str(file)).separator == trained.token_to_id(token)
 
 
-def test_one_long_document_is_split_at_a_token(file, tmp_path):
-    """Not inside of a character, as bytes could be."""
-    (tmp_path / "a.txt").write_text("☃" * 1000)
-    data = text_data(tmp_path / "a.txt", length=8, tokenizer=str(file), heldout_fraction=0.1)
-    count = len(open_tokenizer(str(file)).encode("☃" * 1000))
-    assert not data.whole
-    assert (len(data.train.tokens), len(data.heldout.tokens)) == (count - -(-count // 10) + 1, -(-count // 10) + 1)
-    joined = np.concatenate([data.train.tokens[:-1], data.heldout.tokens[:-1]])
-    assert data.decode(joined) == "☃" * 1000
-
-
-def test_documents_are_packed_whole(file, texts):
-    data = text_data(texts, length=64, tokenizer=str(file), packing="documents")
-    row = data.train[0]
-    first = data.decode(row["targets"][row["segments"] == 1])
-    assert any(text.endswith(first.removesuffix(END)) for text in TEXTS)
-
-
-def test_text_that_spells_the_end_is_reported(file, tmp_path, notices):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text(f"one {END} two {END} " * 5 + name)
-    text_data(tmp_path / "*.txt", length=4, tokenizer=str(file))
-    assert "token 299, which closes a document, is in 2 of them; are they text?" in notices.text
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype"), [(1, np.uint8), (256, np.uint8), (257, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)]
-)
-def test_tokens_take_few_bytes(size, dtype):
-    assert smallest_uint(size) == dtype
-
-
 def test_a_mixture_has_one_tokenizer(file, texts):
     same = [text_data(texts, length=16, tokenizer=str(file)) for _ in range(2)]
     assert mixture([(same[0], 1), (same[1], 2)]).vocab_size == 300
-    (texts.parent / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(200))}))
-    ids = text_data(texts.parent / "ids.jsonl", length=16, tokenizer="none")
+    np.savez(file.parent / "ids.npz", input_ids=np.arange(200))
+    ids = text_data(file.parent / "ids.npz", length=16, ids="input_ids")
     assert mixture([(ids, 1), (same[0], 1)]).decode(same[0].encode("tale")) == "tale"
     with pytest.raises(ValueError, match="must have one tokenizer; given those of"):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
@@ -175,34 +137,13 @@ def test_tokens_are_kept_and_found_again(file, texts, own_cache, monkeypatch):
     assert text_data(texts, length=16, tokenizer=str(file)).fingerprint == first.fingerprint
 
 
-def test_another_text_or_tokenizer_is_not_found(file, texts, own_cache, monkeypatch):
-    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
-    text_data(texts, length=16, tokenizer=str(file))
-    texts.write_text(texts.read_text().replace("tale", "tail"))
-    other = text_data(texts, length=16, tokenizer=str(file))
-    assert "tail" in other.decode(other.train.tokens)
-    saved = json.loads(file.read_text())
-    saved["added_tokens"][0]["content"] = "</s>"
-    file.write_text(json.dumps(saved))
-    text_data(texts, length=16, tokenizer=str(file))
-    assert len(list((own_cache / "tokens").iterdir())) == 3
-
-
-def test_a_cache_that_cannot_be_written_is_reported(file, texts, tmp_path, monkeypatch, notices):
-    (tmp_path / "cache").write_text("a file stands here")
-    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
-    assert text_data(texts, length=16, tokenizer=str(file)).vocab_size == 300
-    assert "tokens are not kept" in notices.text
-
-
 # --- what is wrong --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("missing.json", None, r'must be "bytes", "none" .*; given .*missing.json, looked for at /'),
+        ("missing.json", None, r'must be "bytes", .*; given .*missing.json, looked for at /'),
         ("a.json", "{}", r"must be a file of Hugging Face tokenizers; given .*a.json: "),
         ("b.json", "not JSON", r"must be a file of Hugging Face tokenizers; given .*b.json: "),
     ],
@@ -253,20 +194,3 @@ def test_tokens_of_text_have_its_bytes(trained, file):
         assert counts[tokenizer.encode(text)].sum() == len(text.encode())
     plain = open_tokenizer("bytes").byte_counts()
     assert plain.tolist() == [0, *[1] * 255]
-
-
-def test_pieces_of_sentencepiece_have_their_bytes_and_words_have_none(tmp_path):
-    """Llama's kind: a space is ▁, other bytes are <0xE2>. A word does not say what was between it and the next."""
-    words = {"</s>": 0, "▁a": 1, "▁": 2, "b": 3, "ï": 4, **{f"<0x{byte:02X}>": 5 + byte for byte in range(256)}}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("▁", "a")] * 0, byte_fallback=True))
-    bpe.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    decode = tokenizers.decoders
-    bpe.decoder = decode.Sequence([decode.Replace("▁", " "), decode.ByteFallback(), decode.Fuse()])
-    bpe.add_special_tokens(["</s>"])
-    bpe.save(str(tmp_path / "pieces.json"))
-    tokenizer, text = open_tokenizer(str(tmp_path / "pieces.json")), "b ï ☃b"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.byte_counts()[tokenizer.encode(text)].sum() == len(text.encode()) == 9
-    level = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
-    level.save(str(tmp_path / "words.json"))
-    assert open_tokenizer(str(tmp_path / "words.json")).byte_counts() is None

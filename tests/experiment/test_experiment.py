@@ -116,11 +116,14 @@ WRONG_FILES = {
         SMALL + '[optimizer]\nname = "adam"\nweight_decay = 0.1',
         "optimizer.weight_decay is not used by adam, only by adamw, lion, sgd, adafactor, lamb, lars, muon; given 0.1",
     ),
-    "rule without an axis": (SMALL + '[rules]\n"*/kernel" = ["", "model"]', "which are data; given 'model': add it to"),
-    "rule over replica": (SMALL + '[mesh]\nreplica = 2\n[rules]\n"*" = ["replica"]', "carries the batch only"),
+    "rule without an axis": (
+        SMALL + '[rules]\n"*/kernel" = ["", "model"]',
+        "than replica: data; given 'model': name",
+    ),
+    "rule over replica": (SMALL + '[mesh]\nreplica = 2\n[rules]\n"*" = ["replica"]', "data; given 'replica'"),
     "rule that is no array": (SMALL + '[rules]\n"*" = "model"', "an array with a mesh axis for each dimension"),
     "metric no evaluation gives": (
-        SMALL + 'stop_metric = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
+        SMALL + 'keep_best = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
         "given 'eval_wiki_loss'; did you mean eval_wikis_loss?",
     ),
     "accuracy of text": (SMALL + 'keep_best = "eval_accuracy"', "train.keep_best must be a metric of the evaluations"),
@@ -407,3 +410,9 @@ def test_describe_lists_every_key_with_type_default_and_description():
     assert keys["train.steps"].default == "required" and keys["train.steps"].type == "int >= 1"
     assert keys["strategy"].type == "ddp|zero1|zero2|zero3" and keys["strategy"].default == '"ddp"'
     assert keys["optimizer.clip_norm"].type == "float > 0|none"
+
+
+@pytest.mark.parametrize("source", ["hf:jsonl:rows.jsonl", "hf:foo:some/rows.jsonl"])
+def test_a_word_that_is_no_builder_is_refused_at_once(source):
+    with pytest.raises(ExperimentError, match=r'one of the builders json, .*, as in "hf:json:(some/)?rows.jsonl"'):
+        load("quickstart", {"data.source": source})

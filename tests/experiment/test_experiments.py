@@ -63,7 +63,7 @@ def loaded(name, folder):
         return load(EXPERIMENTS / f"{name}.toml")
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     given = {"model.name": f"hf:{folder}", "train.init_from": str(folder)}
-    given |= {"data.tokenizer": "none", "data.source": "texts.jsonl", "sample": "none"}
+    given |= {"data.source": "texts.txt", "sample": "none"}
     return load(EXPERIMENTS / f"{name}.toml", given)
 
 

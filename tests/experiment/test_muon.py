@@ -50,14 +50,14 @@ def flat(tree):
 @pytest.mark.parametrize("adam_lr", [None, 0.003])
 def test_updates_are_those_of_optax_written_by_hand(adam_lr):
     """Matrices as by `optax.contrib.muon`, each layer by itself; the others as by `optax.adamw`."""
-    settings = {"lr": 0.02, "beta": 0.9, "ns_steps": 4, "b1": 0.8, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
+    settings = {"lr": 0.02, "beta": 0.9, "b1": 0.8, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
     more = {"schedule": "cosine", "warmup_steps": 2, "final_lr_fraction": 0.1}
     experiment, tx = made_by_file(**settings, **more, **({} if adam_lr is None else {"adam_lr": adam_lr}))
     params, rate = params_of(TINY), learning_rate(experiment)
     share = 1 if adam_lr is None else adam_lr / 0.02
     adamw = optax.adamw(lambda count: share * rate(count), b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1, mask=decay_mask)
     whole = muon(
-        rate, ns_steps=4, beta=0.9, eps=1e-6, weight_decay=0.1, consistent_rms=0.2,
+        rate, beta=0.9, eps=1e-6, weight_decay=0.1, consistent_rms=0.2,
         muon_weight_dimension_numbers=jax.tree.map(
             lambda leaf: MuonDimensionNumbers(1, 2) if leaf.ndim == 3 else None, params
         ),

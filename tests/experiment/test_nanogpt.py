@@ -23,7 +23,7 @@ RECIPE = Path(__file__).parents[2] / "experiments/gpt2_124m.toml"
 ROWS, LENGTH, WORDS, HEADS = 8, 16, 64, 4
 TOY = {"model.layers": 2, "model.width": 32, "model.heads": HEADS, "model.context": LENGTH, "model.vocab_size": WORDS}
 TOY |= {"data.length": LENGTH, "data.heldout_fraction": 0.2, "train.batch_size": ROWS, "train.accumulate": 2}
-TOY |= {"precision": "fp32", "sample": "none", "data.tokenizer": "none"}
+TOY |= {"precision": "fp32", "sample": "none"}
 """Sizes, and a type in which the numbers can be compared."""
 
 

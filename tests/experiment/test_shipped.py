@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from jdp.cli import launch
-from jdp.cli import main as cli
 from jdp.experiment.file import ExperimentError, load, to_toml
 from jdp.experiment.shipped import shipped
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-NEED_A_FOLDER = {"finetune_hf_llama", "continue_pretraining", "dpo", "sft_chat"}
+NEED_A_FOLDER = {"finetune_hf_llama", "continue_pretraining", "sft_chat"}
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +67,3 @@ def test_launch_takes_a_name_unless_a_command_has_it(elsewhere, monkeypatch):
     command.touch(0o755)
     monkeypatch.setenv("PATH", str(elsewhere), prepend=os.pathsep)
     assert launch._program(["quickstart"]) == ["quickstart"]
-
-
-def test_a_job_gets_the_name_as_it_is(capsys):
-    assert cli.main(["manifest", "slurm", "quickstart", "--nodes", "1", "--per-node", "4"]) == 0
-    assert " -m jdp train quickstart --run-dir=" in capsys.readouterr().out

@@ -34,7 +34,7 @@ from jdp.models import GPT
 
 EXPERIMENTS = ROOT / "experiments"
 RECIPES = {
-    "finetune_hf_llama", "finetune_lora", "continue_pretraining", "sft_chat", "dpo", "imagenet_resnet50",
+    "finetune_hf_llama", "finetune_lora", "continue_pretraining", "sft_chat", "imagenet_resnet50",
     "imagenet_vit", "digits_resnet", "gpt2_124m", "gpt_1b", "plugin/rings",
 }  # fmt: skip
 HEADER = ("Data:", "Hardware:", "Cost:", "Expected:", "Measured 20")
@@ -138,7 +138,7 @@ def fine_tuned(folder, family, form):
     given = {"model.name": f"hf:{folder}/{family}", "train.init_from": f"{folder}/{family}", "precision": "fp32"}
     given |= {"data.source": f"{folder}/rows.npz", "data.length": 31, "data.heldout_fraction": score}
     given |= {"train.batch_size": 8, "train.steps": 6, "optimizer.warmup_steps": 1, "train.export": "hf"}
-    given |= {"train.eval_every": 2, "train.checkpoint_every": 2, "data.tokenizer": "none"}
+    given |= {"train.eval_every": 2, "train.checkpoint_every": 2}
     return trained("finetune_hf_llama", folder, **given, **FORMS[form])
 
 
@@ -170,7 +170,7 @@ ATOL = 5e-5
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path, family, form):
     run = fine_tuned(tmp_path, family, form)
     losses = rows(run, "loss")
@@ -185,7 +185,7 @@ def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path
     reason="the numbers that transformers gave are kept, and held against above; this loads what was fine-tuned",
 )
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_transformers_loads_what_was_fine_tuned(tmp_path, family, form):
     run = fine_tuned(tmp_path, family, form)
     program = [sys.executable, hf_reference.__file__, "--loads", str(run / "export")]
@@ -198,7 +198,7 @@ def test_transformers_loads_what_was_fine_tuned(tmp_path, family, form):
 
 PICTURES = {
     "imagenet_vit": {"model.layers": 2, "model.width": 32, "model.heads": 2, "model.patch": 8, "train.steps": 80},
-    "imagenet_resnet50": {"model.blocks": "[1, 1]", "model.width": 8, "optimizer.base_batch_size": 32},
+    "imagenet_resnet50": {"model.blocks": "[1, 1]", "model.width": 8, "optimizer.lr": 0.1},
 }
 
 
@@ -215,11 +215,13 @@ def textures(tmp_path_factory):
 def test_an_image_folder_is_learnt_from_resized_crops(name, textures, tmp_path, capsys):
     """Four classes, so chance is a quarter. Held-out pictures are not cropped at random."""
     small = {"model.classes": 4, "model.image_size": 32, "train.batch_size": 32, "train.steps": 40}
-    small |= {"optimizer.warmup_steps": 10, "train.eval_every": 10, "train.checkpoint_every": 0, "precision": "fp32"}
-    run = trained(name, tmp_path, **{"data.source": textures}, **(small | PICTURES[name]))
+    small |= {"optimizer.warmup_steps": 10, "train.eval_every": 5, "train.checkpoint_every": 0, "precision": "fp32"}
+    source = f"hf:imagefolder:{textures}"
+    sides = {"data.source": f"{source}:train", "data.heldout": f"{source}:validation"}
+    run = trained(name, tmp_path, **sides, **(small | PICTURES[name]))
     accuracy = [*rows(run, "eval_accuracy").values()]
     assert accuracy[-1] > 0.7 and accuracy[-1] > accuracy[0] + 0.1
-    assert re.search(r"crops of 0\.0[58] of the area or more, resized, flipped half the time", capsys.readouterr().out)
+    assert re.search(r"crops of 0\.08 of the area or more, flipped half the time", capsys.readouterr().out)
 
 
 def test_digits_are_learnt(tmp_path):
@@ -232,7 +234,7 @@ def test_digits_are_learnt(tmp_path):
 
 
 def test_a_plug_in_is_found_by_its_package(tmp_path):
-    """In a process of its own, as nothing that it registers stays; a file alone runs no code."""
+    """In a process of its own, as it is imported; a file alone runs no code."""
     words = [
         str(EXPERIMENTS / "plugin/rings.toml"),
         "--plugin",

@@ -116,17 +116,6 @@ def test_a_baseline_is_equal_until_a_line_sends_more(program, capsys):
     assert verify(capsys, "own_step.py:make_step", "--against", "base.json", "--tolerance", "200%")[0] == 0
 
 
-def test_a_copy_in_another_folder_names_its_own_lines(program, capsys, tmp_path, monkeypatch):
-    """Also where the same program was compiled before, and is found in the cache."""
-    copy = tmp_path / "copy"
-    (copy / ".git").mkdir(parents=True)
-    (copy / "own_step.py").write_text(PROGRAM)
-    for folder in (tmp_path, copy):
-        monkeypatch.chdir(folder)
-        verify(capsys, "own_step.py:make_step", "--target", "cpu:8", "--save", "base.json")
-        assert [each.source for each in read_baseline(folder / "base.json").sent] == ["own_step.py:10"]
-
-
 PLACED = """\
 import jax
 import jax.numpy as jnp
@@ -226,9 +215,7 @@ def test_steps_of_other_libraries(program, capsys, library):
 
 MISTAKES = {
     "no function": ("own_step.py", [], r'given "own_step.py": add :FUNCTION'),
-    "another name": ("own_step.py:make_stepp", [], r"given 'make_stepp', not in own_step.py; did you mean make_step\?"),
     "no file": ("nosuch.py:make_step", [], r"a Python file that exists"),
-    "no module": ("no.such:make_step", [], r"no.such could not be imported: ModuleNotFoundError: No module named 'no'"),
     "an exception": (
         "own_step.py:other_function",
         [],
@@ -240,13 +227,11 @@ MISTAKES = {
     "a tolerance": ("own_step.py:make_step", ["--tolerance", "2"], "--tolerance is a percentage; given .2.: write 2%"),
     "a key": ("own_step.py:make_step", ["--train.steps", "3"], "--train.steps is for an experiment; given the program"),
     "no baseline": ("own_step.py:make_step", ["--against", "nosuch.json"], "No such file or directory; write it with"),
-    "no JSON": ("own_step.py:make_step", ["--against", "own_step.py"], "it is not JSON; write it with jdp verify"),
     "another JSON": (
         "own_step.py:make_step",
         ["--against", "other.json"],
         "a baseline has format 1; given .* format 2",
     ),
-    "half of it": ("own_step.py:make_step", ["--against", "half.json"], r"whose program is wrong \(.*\): write it"),
     "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the base"),
     "both": ("own_step.py:make_step", ["--json", "--markdown"], "both print on stdout"),
     "an experiment": (
@@ -260,7 +245,6 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_error(program, capsys, name):
     (program.parent / "other.json").write_text('{"format": 2}')
-    (program.parent / "half.json").write_text('{"format": 1}')
     file, options, words = MISTAKES[name]
     code, out, err = verify(capsys, file, *options)
     assert (code, out) == (2, "")
@@ -280,12 +264,11 @@ def test_a_plan_of_several_targets_is_a_row_for_each(program, capsys):
 
 
 @pytest.mark.aot
-def test_a_plan_of_one_target_is_the_report_and_a_trace(program, capsys):
-    assert cli.main(["plan", "own_step.py:make_step", "--target", "h100:1x8", "--trace", "trace.json"]) == 0
+def test_a_plan_of_one_target_is_the_report(program, capsys):
+    assert cli.main(["plan", "own_step.py:make_step", "--target", "h100:1x8"]) == 0
     assert capsys.readouterr().out.startswith("step on data=8 for h100:1x8\nA device sends 28 KiB a step.\n")
-    assert json.loads((program.parent / "trace.json").read_text())["traceEvents"]
-    assert cli.main(["plan", "own_step.py:make_step", "--target", "h100:1x8", "--tune"]) == 2
-    assert "--tune is for an experiment; given the program own_step.py:make_step" in capsys.readouterr().err
+    assert cli.main(["plan", "own_step.py:make_step", "--target", "h100:1x8", "--host-memory", "9"]) == 2
+    assert "--host-memory is for an experiment; given the program own_step.py:make_step" in capsys.readouterr().err
 
 
 # Comparison, in numbers
@@ -303,19 +286,8 @@ def baseline(*sent, total=10**9, seconds=1.0, fits=True, target="h100:8x8", jax=
 CASES = {
     "equal": ([line()], {}, [line()], {}, "equal", []),
     "moved": ([line()], {}, [line(source="a.py:9")], {}, "equal", []),
-    "to another file": ([line()], {}, [line(source="b.py:9", text="g(x)")], {}, "equal", []),
     "edited": ([line()], {}, [line(text="g(x)", wire=2e6)], {}, "worse", ["sent a device", "all-reduce"]),
-    "within": ([line()], {}, [line(wire=1.019e6)], {}, "changed", []),
-    "less": ([line(), line("all-gather")], {}, [line()], {}, "better", []),
     "another kind": ([line()], {}, [line("all-gather")], {}, "worse", ["all-gather"]),
-    "one up, one down": (
-        [line(), line(source="a.py:2", text="g(x)", wire=2e6)],
-        {},
-        [line(wire=2e6), line(source="a.py:2", text="g(x)", wire=1e6)],
-        {},
-        "worse",
-        ["all-reduce"],
-    ),
     "one up, all down": (
         [line(), line(source="a.py:2", text="g(x)", wire=5e6)],
         {},

@@ -80,21 +80,6 @@ def test_where_a_collective_was_written(where):
     assert found.source == f"{__file__}:{psum.__code__.co_firstlineno + 1}"
 
 
-def test_kinds_that_only_gpus_have():
-    mesh = mesh_of("h100:1x8")
-    broadcast = compiled(mesh, lambda x: lax.pbroadcast(x, ("data",), 0), (P("data"),), P("data"), ((64, 128), F32))
-    [found] = collectives(broadcast)
-    assert (found.kind, found.payload_bytes, found.wire_bytes) == ("collective-broadcast", 4096, 4096)
-
-    def ragged(x, out, *offsets_and_sizes):
-        return lax.ragged_all_to_all(x, out, *offsets_and_sizes, axis_name="data")
-
-    x, index = ((64, 128), BF16), ((64,), jnp.int32)
-    text = compiled(mesh, ragged, (P("data"),) * 6, P("data"), x, x, index, index, index, index)
-    [found] = collectives(text)
-    assert (found.kind, found.payload_bytes, found.dtype) == ("ragged-all-to-all", 2048, "bf16")
-
-
 @pytest.mark.parametrize(
     ("dtype", "size"), [("float8_e4m3fn", 8192), ("bool", 8192), ("int4", 4096), ("complex64", 65536)]
 )
@@ -134,25 +119,6 @@ def test_groups_of_a_partitioned_program_with_a_split_axis(where):
     reduced, gathered = collectives(text)
     assert (reduced.kind, reduced.groups) == ("all-reduce", ((0, 1), (2, 3), (4, 5), (6, 7)))
     assert (gathered.kind, gathered.groups) == ("all-gather", ((0, 2, 4, 6), (1, 3, 5, 7)))
-
-
-@ON_BOTH
-def test_groups_of_axes_that_are_not_neighbours(where):
-    mesh = mesh_of(where, 2, 2, 2, axes=("a", "b", "c"))
-    x = jax.ShapeDtypeStruct((64, 128), F32, sharding=NamedSharding(mesh, P(("a", "c"))))
-    step = jax.jit(lambda x: jnp.sin(x).sum(0), out_shardings=NamedSharding(mesh, P()))
-    [found] = collectives(step.lower(x).compile().as_text())
-    assert found.groups == ((0, 1, 4, 5), (2, 3, 6, 7))
-
-
-def test_groups_across_hosts():
-    mesh = mesh_of("h100:8x8", 8, 8, axes=("replica", "data"))
-    spec = P(("replica", "data"))
-    text = compiled(mesh, lambda x: lax.psum(x, "replica"), (spec,), P(), ((512, 128), F32))
-    [found] = collectives(text)
-    assert found.groups[1] == tuple(range(1, 64, 8))
-    devices = mesh.devices.ravel()
-    assert [devices[i].process_index for i in found.groups[1]] == list(range(8))
 
 
 # Loops and branches
@@ -228,12 +194,3 @@ def test_combined_tensors_are_summed(where):
     text = compiled(mesh_of(where), f, (P("data"), P("data"), P()), (P(), P(), P()), *arrays)
     [found] = collectives(text)
     assert found.payload_bytes == 4 * (8 * 16 + 4 + 3)
-
-
-def test_combined_gathers_and_scatters():
-    mesh, arrays = mesh_of("h100:1x8"), (((64, 16), F32), ((8, 4), F32))
-    gathers = compiled(mesh, lambda *x: tuple(map(all_gather, x)), (P("data"),) * 2, (P(),) * 2, *arrays)
-    scatters = compiled(mesh, lambda *x: tuple(map(psum_scatter, x)), (P(),) * 2, (P("data"),) * 2, *arrays)
-    for text, kind in (gathers, "all-gather"), (scatters, "reduce-scatter"):
-        [found] = collectives(text)
-        assert (found.kind, found.payload_bytes) == (kind, 4 * (64 * 16 + 8 * 4))

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.base.disk_cache import Cache
 from jdp.core.compiling import options
-from jdp.foresight.program import compiled as module
 from jdp.foresight.program.compiled import CompileError, compile_step
 from jdp.foresight.targets.resolve import target
 
@@ -75,13 +74,6 @@ def test_another_content_is_compiled(tmp_path, change):
     assert not compile_step(programs[1], cache=cache, described=described).cached
 
 
-def test_flags_of_xla_are_part_of_the_content(tmp_path, monkeypatch):
-    cache, program = Cache(tmp_path), lowered()
-    compile_step(program, cache=cache)
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_disable_metadata=true")
-    assert not compile_step(program, cache=cache).cached
-
-
 @pytest.mark.parametrize("damage", [b"", b"not zlib", zlib.compress(b"[]"), zlib.compress(b'{"text": ""}')])
 def test_a_damaged_entry_is_made_again(tmp_path, damage):
     cache, program = Cache(tmp_path), lowered()
@@ -90,15 +82,6 @@ def test_a_damaged_entry_is_made_again(tmp_path, damage):
     entry.write_bytes(damage)
     assert not compile_step(program, cache=cache).cached
     assert compile_step(program, cache=cache).cached
-
-
-def test_a_folder_that_cannot_be_written_is_said_and_nothing_else_happens(tmp_path, caplog):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    caplog.set_level("INFO", "jdp")
-    found = compile_step(lowered(), cache=Cache(blocked / "cache"))
-    assert found.output_bytes == 256
-    assert f"{blocked / 'cache'} cannot be written" in caplog.text
 
 
 def test_what_xla_refuses_is_a_users_error(monkeypatch):
@@ -119,14 +102,6 @@ def test_the_gpu_compilers_refusal_is_one_line():
     with pytest.raises(CompileError, match=r"XLA did not compile this step: .*jdp_tests_no_such_call") as caught:
         compile_step(program)
     assert "\n" not in str(caught.value)
-
-
-def test_standard_error_while_compiling_is_sorted(capfd):
-    """C++ writes to the file descriptor: what is about sharding is kept, the rest passed on."""
-    with module._standard_error() as lines:
-        os.write(2, b"E0000 spmd_partitioner.cc:1] Involuntary full rematerialization of x\nanother line\n")
-    assert lines == ["E0000 spmd_partitioner.cc:1] Involuntary full rematerialization of x"]
-    assert capfd.readouterr().err.splitlines() == ["another line"]
 
 
 @pytest.mark.aot

@@ -38,25 +38,12 @@ def test_a_large_all_gather_inside_a_host():
     assert cost.seconds == pytest.approx(190.56 * US, abs=0.005 * US)
 
 
-def test_a_reduce_scatter_takes_what_the_all_gather_takes():
-    cluster = target("h100:2x8")
-    for size in (KIB, MIB, GIB):
-        costs = [collective_cost(kind, size, everyone(cluster), cluster) for kind in ("reduce-scatter", "all-gather")]
-        assert costs[0] == costs[1]
-
-
 def test_a_small_all_reduce_inside_a_host_is_latency():
     cost = collective_cost("all-reduce", 8 * KIB, (tuple(range(8)),), target("h100:1x8"))
     assert cost.algorithm == "ring LL"
     assert cost.latency_seconds == pytest.approx((6.6 + 14 * 0.6) * US)
     assert cost.wire_seconds == pytest.approx(2 * 7 / 8 * 8 * KIB / 141e9)  # what LL carries at most on one Hopper host
     assert cost.latency_seconds > cost.wire_seconds
-
-
-def test_a_middling_all_gather_uses_the_protocol_in_between():
-    cost = collective_cost("all-gather", 16 * MIB, (tuple(range(8)),), target("h100:1x8"))
-    assert cost.algorithm == "ring LL128"
-    assert cost.seconds == pytest.approx((14 + 7 * 1.9) * US + 7 / 8 * 16 * MIB / (0.92 * H100_LINK))
 
 
 def test_a_ring_between_hosts_pays_for_their_hops():
@@ -66,14 +53,6 @@ def test_a_ring_between_hosts_pays_for_their_hops():
     assert cost.algorithm == "ring Simple"
     assert cost.latency_seconds == pytest.approx((8.4 + 14 * 3.4 + 14.0) * US)
     assert cost.wire_seconds == pytest.approx(15 / 16 * GIB / H100_LINK)
-
-
-def test_a_hop_inside_a_host_cannot_be_faster_than_the_host_drives_the_network():
-    """LL's 0.6 us become the microsecond that a network hop keeps the processor busy."""
-    cluster = target("h100:2x8")
-    cost = collective_cost("all-gather", KIB, everyone(cluster), cluster)
-    assert cost.algorithm == "ring LL"
-    assert cost.latency_seconds == pytest.approx((6.6 + 14 * 1.0 + 2.7) * US)
 
 
 def test_a_large_all_reduce_between_hosts_sits_on_the_rings_plateau():
@@ -95,16 +74,6 @@ def test_a_small_all_reduce_on_many_hosts_takes_the_tree():
     assert cost.wire_seconds == pytest.approx(2 * KIB / (0.9 * 20.4e9))
 
 
-def test_a_tree_between_two_sizes_of_the_table():
-    """LL128 reaches 0.8 of a tree with 4 MiB and 0.9 with 8 MiB; a tree has 0.92 of the links, LL128 120/128 of it."""
-    cluster = target("h100:8x8")
-    for size, reached in ((4 * MIB, 0.8), (8 * MIB, 0.9), (2**22.5, 0.85)):
-        cost = collective_cost("all-reduce", size, everyone(cluster), cluster)
-        assert cost.algorithm == "tree LL128"
-        assert cost.latency_seconds == pytest.approx((14 + 2 * (7 * 1.25 + 3 * 8.5)) * US)
-        assert cost.wire_seconds == pytest.approx(2 * size / (reached * 0.92 * 120 / 128 * H100_LINK))
-
-
 def test_an_all_to_all_sends_to_every_peer_over_its_own_card():
     """Half the peers of 16 are on the other host: half the operand leaves over each device's own card."""
     cluster = target("h100:2x8")
@@ -124,11 +93,6 @@ def test_one_pair_of_a_permute_that_crosses_hosts_sets_its_time():
     assert crossing.wire_seconds == pytest.approx(64 * MIB / H100_CARD)
 
 
-def test_a_broadcast_sends_everything_once():
-    cost = collective_cost("collective-broadcast", GIB, (tuple(range(8)),), target("h100:1x8"))
-    assert cost.wire_seconds == pytest.approx(GIB / H100_LINK)
-
-
 # Cards.
 
 
@@ -138,23 +102,6 @@ def test_what_leaves_a_host_leaves_by_its_members_cards(members, cards):
     assert cost.algorithm == "ring Simple"
     n = len(members)
     assert cost.wire_seconds == pytest.approx((n - 1) / n * GIB / (cards * H100_CARD))
-
-
-def test_the_host_with_fewest_members_is_the_narrow_place():
-    cost = collective_cost("all-gather", GIB, ((0, 1, 2, 8),), target("h100:2x8"))
-    assert cost.wire_seconds == pytest.approx(3 / 4 * GIB / H100_CARD)
-
-
-def test_alone_on_its_host_a_member_sees_all_of_a_network_hop():
-    """NCCL then takes the tree's latency a hop: 5 us with LL, where a ring's hidden one is 2.7 us."""
-    cost = collective_cost("all-gather", KIB, ((0, 8, 16, 24),), target("h100:4x8"))
-    assert cost.latency_seconds == pytest.approx((6.6 + 3 * 5.0) * US)
-
-
-def test_an_a100s_eight_cards_are_slower_than_its_nvlink():
-    cluster = target("a100:4x8")
-    cost = collective_cost("all-gather", 8 * GIB, everyone(cluster), cluster)
-    assert cost.wire_seconds == pytest.approx(31 / 32 * 8 * GIB / (8 * 24e9))
 
 
 @pytest.mark.parametrize(
@@ -198,14 +145,6 @@ def test_the_same_members_on_more_hosts_are_never_faster(chip, kind):
         assert all(a <= b for a, b in itertools.pairwise(times)), f"2^{exponent} bytes: {times}"
 
 
-@pytest.mark.parametrize("kind", RINGS)
-def test_more_hosts_of_eight_are_never_faster(kind):
-    for size in (KIB, MIB, 32 * MIB, GIB):
-        clusters = [target(f"h100:{hosts}x8") for hosts in (1, 2, 4, 16, 64)]
-        times = [collective_seconds(kind, size, everyone(cluster), cluster) for cluster in clusters]
-        assert all(a <= b for a, b in itertools.pairwise(times)), times
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_leaves_a_group_of_one(kind):
     singles = tuple((i, i) if kind == "collective-permute" else (i,) for i in range(8))
@@ -238,22 +177,9 @@ def test_a_cluster_with_slower_cards_and_longer_hops(tmp_path):
     assert cost.wire_seconds == pytest.approx(GIB / 2 / (0.96 * 25e9))
 
 
-@pytest.mark.aot
-def test_a_cluster_with_slower_links(tmp_path):
-    slower = cluster_file(tmp_path, 'like = "h100"\nlink_bandwidth_gb_s = 200\nlink_latency_us = 5\n', "1x2")
-    cost = collective_cost("all-gather", GIB, ((0, 1),), slower)
-    assert cost.latency_seconds == pytest.approx((8.4 + 3.4 + 5) * US)
-    assert cost.wire_seconds == pytest.approx(GIB / 2 / (0.824 * 200e9))
-
-
 def test_cpu_devices_have_no_rates():
     with pytest.raises(ValueError, match=r"published link rates; given cpu:4: choose a GPU or TPU target"):
         collective_seconds("all-reduce", MIB, ((0, 1, 2, 3),), target("cpu:4"))
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match=r"known for all-reduce, .*; given 'all-scatter'"):
-        collective_seconds("all-scatter", MIB, ((0, 1),), target("h100:1x8"))
 
 
 def test_a_program_for_more_devices_than_the_target_has_is_refused():

@@ -1,8 +1,5 @@
 """A step, its state and its batch on a target's devices; rows that do not divide are rounded up, with one message."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +7,8 @@ import optax
 import pytest
 
 import jdp
-from jdp.core.sharding.axes import batch_unit
-from jdp.foresight.candidates.max_batch import largest_batch
-from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, round_up_rows
-from jdp.foresight.targets.resolve import Target, target
+from jdp.foresight.targets.relocate import abstract_on
+from jdp.foresight.targets.resolve import target
 
 
 def loss_fn(params, batch, rng):
@@ -30,26 +25,6 @@ def made(strategy="zero1", *, devices=None, rows=16, abstract=True, mesh=None, *
     state_of = jdp.abstract_state if abstract else jdp.init_state
     state = state_of(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
     return jdp.make_train_step(loss_fn, plan, **settings), state, {"x": np.ones((rows, 64), np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("rows", "shards", "accumulate", "group", "expected"),
-    [(16, 8, 2, 1, 16), (9, 8, 1, 1, 16), (17, 8, 2, 1, 32), (8, 8, 1, 2, 16), (1, 1, 1, 1, 1), (0, 8, 1, 1, 0)],
-)
-def test_rows_are_rounded_up_to_what_divides(rows, shards, accumulate, group, expected):
-    found, notes = round_up_rows(rows, batch_unit({"data": shards}, accumulate, group))
-    assert found == expected
-    assert len(notes) == (found != rows)
-
-
-def test_what_was_rounded_is_in_the_note():
-    (note,) = round_up_rows(9, batch_unit({"data": 4}, 3))[1]
-    assert note == "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9: 12 are taken"
-
-
-def test_more_rows_than_a_batch_can_have():
-    with pytest.raises(ValueError, match=r"= 7200000000; given 16: .* fewer than 2\^31 rows: lower accumulate"):
-        round_up_rows(16, batch_unit({"data": 8}, 900_000_000))
 
 
 def test_a_step_moves_to_a_targets_devices():
@@ -92,55 +67,3 @@ def test_without_a_target_everything_keeps_its_placement():
     assert moved.step is step
     assert jax.tree.map(lambda x: x.sharding, moved.state.params) == jax.tree.map(lambda x: x.sharding, state.params)
     assert (moved.batch["x"].shape, moved.notes) == ((16, 64), ())
-
-
-def test_dtypes_are_those_that_jit_would_see():
-    step, state, _ = made()
-    moved = abstract_on(step, state, {"x": np.ones((16, 64)), "y": np.ones(16, np.int64)}, "h100:1x8")
-    assert (moved.batch["x"].dtype, moved.batch["y"].dtype) == (jnp.float32, jnp.int32)
-
-
-def test_rows_that_belong_together_are_rounded_up_together():
-    moved = abstract_on(*made(rows=8, group=2), "cpu:8")
-    assert moved.notes == ("a batch's rows must divide by data=8 × group=2 = 16; given 8: 16 are taken",)
-    assert jdp.verify(*made(rows=8, group=2), "cpu:8").notes[:1] == moved.notes
-
-
-@pytest.mark.aot
-def test_the_largest_batch_counts_rows_that_belong_together(monkeypatch):
-    """A device that holds 1 GiB for each of its rows."""
-    moved, tried = abstract_on(*made(rows=8, group=2, accumulate=2), "h100:1x8"), []
-    monkeypatch.setattr(Candidate, "compile", lambda candidate, *_: tried.append(candidate) or candidate)
-    monkeypatch.setattr(
-        "jdp.foresight.candidates.max_batch.memory", lambda compiled, *_: Held(len(compiled.batch["x"]) // 16)
-    )
-    found = largest_batch(moved, target("h100:1x8"))
-    assert found.rows % 2 == 0 and found.batch_size == 16 * found.rows and found.too_many == found.rows + 2
-    for candidate in tried:
-        candidate.lower()  # which refuses rows that do not divide
-
-
-class Held:
-    def __init__(self, rows):
-        self.total = rows * 2**30
-
-    def fits(self, memory_bytes):
-        return SimpleNamespace(fraction=None)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "gigabytes", "expected"),
-    [
-        (64, 128, {"replica": 64, "data": 8}),
-        (512, 1120, {"replica": 128, "data": 32}),  # 70 B of 16 bytes: 35 GB a device
-        (3, 640, None),  # one host is too few, and three have no half
-        (1, 1, None),
-    ],
-)
-def test_replicas_are_of_as_few_hosts_as_hold_the_state(hosts, gigabytes, expected):
-    gpus = Target("h100", hosts, 8, (SimpleNamespace(platform="gpu"),), 80 * 10**9, "an H100")
-    weight = jax.ShapeDtypeStruct((gigabytes * 10**9 // 16,), "float32")
-    _, state, _ = made()
-    state = replace(state, params={"w": weight}, opt_state=(weight, weight))  # and their gradients
-    assert hybrid_axes(gpus, state) == expected
-    assert hybrid_axes(replace(gpus, memory_bytes=None), state) is None

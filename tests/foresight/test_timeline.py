@@ -2,9 +2,8 @@
 programs that XLA's GPU compiler made."""
 
 import functools
-import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,8 @@ import jdp
 from jdp.experiment.losses import text_loss
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.chrome_trace import chrome_trace
 from jdp.foresight.timing.collectives import collective_seconds
-from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, MOST_EVENTS, timeline
+from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, timeline
 from jdp.models import GPTConfig, build
 
 EVERYONE = (tuple(range(8)),)
@@ -147,10 +145,6 @@ def same(result, work):
 START, DONE = ("start", "a", SHARD), ("done", "a")
 
 
-def test_the_sizes_used_here_are_short_and_long():
-    assert 2 * copy_seconds(SHORT) < gather_seconds() < copy_seconds(LONG) / 2
-
-
 def test_communication_behind_enough_computation_is_hidden():
     result = simulated([START, ("compute", LONG), DONE])
     assert result.step_seconds == pytest.approx(copy_seconds(LONG))
@@ -172,35 +166,12 @@ def test_communication_that_nothing_stands_beside_is_exposed(work):
     assert result.exposed_fraction == pytest.approx(1)
 
 
-def test_a_pair_marked_synchronous_hides_nothing():
-    text = """HloModule m, is_scheduled=true, num_partitions=8
-ENTRY %main (p: f32[262144], x: f32[134217728]) -> f32[] {
-  %p = f32[262144]{0} parameter(0)
-  %x = f32[134217728]{0} parameter(1)
-  %s = (f32[262144]{0}, f32[2097152]{0}) all-gather-start(%p), replica_groups={}, backend_config={"is_sync":true}
-  %c = f32[134217728]{0} copy(%x)
-  ROOT %d = f32[2097152]{0} all-gather-done(%s)
-}
-"""
-    result = timeline(parse(text), h100())
-    assert result.exposed_seconds == pytest.approx(gather_seconds())
-
-
 def test_two_collectives_share_the_lane():
     work = [START, ("start", "b", SHARD), ("compute", SHORT), DONE, ("compute", SHORT), ("done", "b")]
     result = simulated(work)
     assert result.step_seconds == pytest.approx(2 * gather_seconds())
     assert result.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
     same(result, work)
-
-
-def test_a_synchronous_one_waits_for_the_lane():
-    work = [START, ("sync", "b", SHARD), ("compute", SHORT), DONE]
-    assert simulated(work).step_seconds == pytest.approx(2 * gather_seconds() + copy_seconds(SHORT))
-
-
-def test_what_is_not_waited_for_still_ends_the_step():
-    assert simulated([START, ("compute", SHORT)]).step_seconds == pytest.approx(gather_seconds())
 
 
 def test_wrapped_collectives_travel_on_the_communication_lane():
@@ -223,47 +194,11 @@ ENTRY %main (p: f32[1024], x: f32[134217728]) -> f32[1024] {
     assert (result.exposed_seconds, result.kernels) == (0, 1)
 
 
-def test_of_branches_the_longest_counts():
-    text = """HloModule m, is_scheduled=true, num_partitions=8
-%short (a: f32[1024]) -> f32[1024] {
-  %a = f32[1024]{0} parameter(0)
-  ROOT %c = f32[1024]{0} copy(%a)
-}
-%long (a: f32[1024]) -> f32[1024] {
-  %a = f32[1024]{0} parameter(0)
-  %b = f32[1024]{0} copy(%a)
-  ROOT %c = f32[1024]{0} copy(%b)
-}
-ENTRY %main (i: s32[], p: f32[1024]) -> f32[1024] {
-  %i = s32[] parameter(0)
-  %p = f32[1024]{0} parameter(1)
-  ROOT %c = f32[1024]{0} conditional(%i, %p, %p), branch_computations={%short, %long}
-}
-"""
-    result = timeline(parse(text), h100())
-    assert result.step_seconds == pytest.approx(2 * copy_seconds(1024))
-    assert any("conditional" in caveat for caveat in result.caveats)
-
-
 def test_a_loop_of_unknown_length_is_counted_once_with_a_caveat():
     result = simulated([("loop", None, [("compute", LONG)])])
     assert result.step_seconds == pytest.approx(copy_seconds(LONG))
     assert any("unknown length" in caveat for caveat in result.caveats)
     assert not any("unknown" in caveat for caveat in simulated([("loop", 3, [("compute", LONG)])]).caveats)
-
-
-def test_copies_to_the_host_have_a_caveat_where_its_link_is_not_known():
-    text = """HloModule m, is_scheduled=true
-ENTRY %main (p: f32[1024]) -> f32[1024] {
-  %p = f32[1024]{0} parameter(0)
-  %s = (f32[1024]{0:S(5)}, f32[1024]{0}, u32[]) copy-start(%p)
-  ROOT %d = f32[1024]{0:S(5)} copy-done(%s)
-}
-"""
-    unknown = replace(h100(), chip=replace(h100().chip, host_bandwidth=None))
-    assert any("host" in caveat for caveat in timeline(parse(text), unknown).caveats)
-    assert not any("host" in caveat for caveat in timeline(parse(text), h100()).caveats)
-    assert not any("host" in caveat for caveat in simulated([("compute", SHORT)]).caveats)
 
 
 def random_work(rng, depth=0):
@@ -298,45 +233,12 @@ def test_loops_take_as_long_as_the_same_work_written_out(seed):
     assert busy[COMMUNICATION] == pytest.approx(result.communication_seconds, rel=1e-9)
 
 
-def test_what_is_in_flight_when_a_loop_begins_delays_its_first_round_only():
-    work = [("start", "a", 2**24), ("loop", 1000, [("sync", "b", SHARD), ("compute", LONG)]), ("done", "a")]
-    same(simulated(work), work)
-
-
 def test_a_long_loop_costs_no_more_to_simulate_and_shows_few_events():
     result = simulated([("loop", 10**9, [START, ("compute", SHORT), DONE])])
     assert result.step_seconds == pytest.approx(1e9 * gather_seconds(), rel=1e-6)
     assert result.kernels == 10**9
     assert len(result.events) == 6  # two rounds of two, and the rest of either lane
     assert [event.times for event in result.events[-2:]] == [10**9 - 2] * 2
-
-
-def test_events_of_a_lane_do_not_overlap():
-    work = [START, ("start", "b", SHARD), ("compute", LONG), DONE, ("sync", "c", SHARD), ("done", "b")]
-    events = simulated(work).events
-    for lane in (COMPUTE, COMMUNICATION):
-        ends = 0.0
-        for event in (e for e in events if e.lane == lane):
-            assert event.start >= ends - 1e-12
-            ends = event.start + event.seconds
-
-
-def test_the_number_of_events_is_bounded():
-    result = simulated([("compute", SHORT)] * (MOST_EVENTS + 7))
-    assert len(result.events) == MOST_EVENTS
-    assert result.kernels == MOST_EVENTS + 7
-    assert any("longest events" in caveat for caveat in result.caveats)
-
-
-def test_a_trace_is_the_timeline_in_microseconds():
-    result = simulated([START, ("compute", LONG), DONE])
-    trace = json.loads(json.dumps(chrome_trace(result, "zero3")))
-    spans = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "X"}
-    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert names == {"zero3", COMPUTE, COMMUNICATION}
-    assert spans["a"]["dur"] == pytest.approx(1e6 * gather_seconds())
-    assert spans["a"]["args"]["bytes"] == 4 * 8 * SHARD
-    assert {span["tid"] for span in spans.values()} == {0, 1}
 
 
 # Programs that XLA made.
@@ -356,17 +258,6 @@ def test_flops_in_loops_count_as_often_as_they_run():
     assert result.flops == 7 * 2 * 256 * 512 * 512
     assert 0 < result.matmul_seconds < result.compute_seconds
     assert result.step_seconds == pytest.approx(result.compute_seconds)
-
-
-def test_flops_in_nested_loops():
-    def layers(x, w):
-        def twice(x, w):
-            return jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x), None
-
-        return jax.lax.scan(twice, x, w)[0]
-
-    result = compiled(layers, (256, 512), (3, 512, 512))
-    assert result.flops == 15 * 2 * 256 * 512 * 512
 
 
 def test_a_training_step_does_three_times_the_forward_pass():
@@ -413,22 +304,8 @@ def test_what_the_computing_time_is_spent_on():
         return jax.tree.map(lambda p, g: p - 0.1 * jnp.sqrt(jnp.abs(g)), (w, stacked), grads)
 
     result = compiled(step, (4, 256, 4, 64), (64, 512), (3, 64, 64))
-    seconds = {name: part.seconds for name, part in result.parts.items()}
+    seconds = result.parts
     assert sum(seconds.values()) == pytest.approx(result.compute_seconds, rel=1e-9)
     assert {"attention", "matrix products", "loss", "optimizer"} <= {*seconds}
-    attention, products = result.parts["attention"], result.parts["matrix products"]
-    assert attention.unfused == attention.seconds and 0 < attention.recomputed < attention.seconds
     assert max(seconds, key=seconds.get) == next(iter(seconds)) == "attention"
-    assert max(attention.lines, key=attention.lines.get).rpartition(":")[0] == __file__
-    assert attention.seconds + products.seconds > result.matmul_seconds > products.seconds
-
-
-def test_a_target_without_published_rates_is_measured():
-    sharding = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2])).batch_sharding
-    x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
-    program = parse(jax.jit(lambda x: (x.T @ x).sum()).lower(x).compile().as_text())
-    result = timeline(program, target("cpu:2"))
-    assert result.flops == 2 * 128 * 256 * 256
-    assert 1e-6 < result.matmul_seconds <= result.step_seconds < 1
-    assert result.communication_seconds > 0
-    assert any("measured on this machine" in caveat for caveat in result.caveats)
+    assert seconds["attention"] + seconds["matrix products"] > result.matmul_seconds > seconds["matrix products"]

@@ -22,7 +22,7 @@ from jdp.experiment.losses import text_loss
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import Report, report
-from jdp.models import SIZES, GPTConfig, MLPConfig, ResNetConfig, ViTConfig, build, classification_loss
+from jdp.models import GPTConfig, MLPConfig, ResNetConfig, ViTConfig, build, classification_loss
 
 # Wide against its small leaves: the norms' scales, which stay replicated, are 0.2 % of the bytes. Compiling takes its
 # time by the kernels: each layer counts, also of scanned ones, whose ends are peeled; GPT-2's layers have fewest.
@@ -174,26 +174,6 @@ def test_batch_statistics_are_counted_apart():
     assert compiled(VIT, "zero3", None, 1, on="h100:8x8").report.statistics is None
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_metrics_that_are_arrays_are_counted_apart(strategy):
-    """A confusion matrix of 40 KB beside gradients of 160 KB."""
-
-    def loss_fn(params, batch, rng):
-        logits = batch["x"] @ params["kernel"]
-        of_class, answers = (jax.nn.one_hot(x, 100) for x in (batch["y"], logits.argmax(-1)))
-        total = optax.softmax_cross_entropy(logits, of_class).sum()
-        metrics = {"confusion": jnp.einsum("ri,rj->ij", of_class, answers), "recall": of_class.sum(0)}
-        return jdp.Loss(total, jnp.float32(len(logits)), metrics)
-
-    plan = jdp.Plan(jdp.make_mesh(data=8), strategy)
-    init = lambda rng: {"kernel": jnp.zeros((400, 100))}  # noqa: E731
-    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
-    batch = {"x": jax.ShapeDtypeStruct((64, 400), "float32"), "y": jax.ShapeDtypeStruct((64,), "int32")}
-    report = jdp.verify(jdp.make_train_step(loss_fn, plan, partitioning="manual"), state, batch, "h100:1x8")
-    assert report.kept and not report.strays, str(report)
-    assert report.statistics.found_bytes == 4 * (100 * 100 + 100)
-
-
 # Partial training
 
 ATTENTION = "layers/attention/*"
@@ -272,25 +252,3 @@ def test_auto_breaks_the_contract_where_the_choice_says_so():
     lower = compiled(MLP, "ddp", "auto", 1)  # reduces in bf16, although fp32 is asked for
     assert sum(c.payload_bytes for c in lower.collectives if c.dtype == "bf16") > 0.9 * 2 * lower.params
     assert "gradients are reduced in bf16, and precision.reduce is fp32: auto cannot choose it" in lower.report.notes
-
-
-def test_auto_is_picked_where_it_keeps_the_contract():
-    program = compiled(MLP, "zero1", None, 1, precision="fp32")
-    assert (program.step.partitioning, program.step.why) == ("auto", "XLA keeps the communication contract")
-    assert program.report.kept
-
-
-def test_gathering_by_layer_saves_memory():
-    """zero3 keeps the working copies of layers at work or on their way, zero2 those of all: of 6 at least 3 more."""
-    zero2, zero3 = (compiled(DEEP, strategy, None, 1) for strategy in ("zero2", "zero3"))
-    layers = 2 * (zero3.params - 512 * 256)
-    assert zero2.compiled.temp_bytes - zero3.compiled.temp_bytes > layers / 2
-
-
-@pytest.mark.slow
-def test_a_length_that_xla_finds_no_tiles_for_compiles_all_the_same(capfd, monkeypatch):
-    """A ViT's 197 tokens, where XLA computes attention, gathers without overlap and has no GPU to try tiles on."""
-    monkeypatch.setattr("jdp.base.notices._said", set())
-    deit = replace(SIZES["vit-s16"], layers=2, attention="xla", scan=True)
-    keeps(compiled(deit, "zero3", None, 1, triton=True, overlap=False).report)
-    assert "no tiles for a matrix product" in capfd.readouterr().err

@@ -7,8 +7,8 @@ from flax import nnx
 
 import jdp
 from jdp.core.step_settings import StepSettings
-from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 from jdp.foresight.traffic.theory import theory
+from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 from jdp.models import MLPConfig, build
 
 # Rajbhandari et al. 2019, Table 1: GB per device of models of 7.5B, 128B and 1T parameters.
@@ -50,12 +50,6 @@ def test_table_1_of_the_paper(name, devices):
         unit = 1 if printed >= 100 else 0.1 if printed >= 10 else 0.01
         assert abs(found - printed) < unit, (parameters, found, printed)
         assert zero_bytes(parameters, devices, "ddp").total == 16 * parameters
-
-
-def test_figure_1_by_hand():
-    """7.5B parameters on 64 devices: 16Ψ; 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N."""
-    totals = {name: zero_bytes(SIZES[0], 64, name).total for name in ("ddp", "zero1", "zero2", "zero3")}
-    assert totals == {"ddp": 120_000_000_000, "zero1": 31_406_250_000, "zero2": 16_640_625_000, "zero3": 1_875_000_000}
 
 
 def test_70b_on_8_devices_where_popular_tables_go_wrong():
@@ -105,12 +99,6 @@ def test_bytes_sent_are_those_of_the_contract(name, accumulate):
         plan, {"w": jax.ShapeDtypeStruct((64, 32), "float32")}, StepSettings(accumulate=accumulate, precision=precision)
     )
     assert sent_bytes(2048, 8, name, grads=4, accumulate=accumulate) == row.wire_bytes
-
-
-def test_stage_3_sends_half_as_much_again_as_ddp():
-    sent = {name: sent_bytes(SIZES[0], 64, name) for name in ("ddp", "zero1", "zero2", "zero3")}
-    assert sent["ddp"] == sent["zero1"] == sent["zero2"] == 2 * 2 * SIZES[0] * 63 // 64
-    assert sent["zero3"] == 1.5 * sent["ddp"]
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])

@@ -95,13 +95,6 @@ def test_who_got_the_signal(tmp_path):
     )
 
 
-def test_stopped_before_its_first_step_it_saved_nothing(tmp_path):
-    signal = event(1009.0, "signal", signal="SIGTERM")
-    left = event(1010.0, "left", how="stopped", code=75, step=0)
-    found = asked(tmp_path, [*loop(0, of=1, steps=0), signal, left])
-    assert found.words[0] == "It was stopped by SIGTERM after step 0, at once, without saving. Run again."
-
-
 def test_it_goes_on(tmp_path):
     found = asked(tmp_path, loop(0), loop(1), alive=(0, 1), now=1030.0)
     assert (found.state, found.began) == ("running", None)
@@ -203,31 +196,12 @@ def test_earlier_visits_are_told_in_short(tmp_path):
     assert found.goodput.visits == 2
 
 
-def test_earlier_visits_have_the_processes_of_their_time(tmp_path):
-    """Process 1 is killed in the first visit and away in the second; it has one visit fewer."""
-    first, second, third = ({"began": began} for began in (1000.0, 2000.0, 3000.0))
-    lost = event(1030.0, "left", how="error", error="closed by peer", at=[], lost_peer=True, step=20)
-    alone = [*loop(0, of=1, **second), event(2029.0, "left", how="error", error="KeyError: 'x'", at=[], step=20)]
-    both = [[*loop(rank, **third), event(3029.0, "left", **LEFT)] for rank in (0, 1)]
-    found = asked(tmp_path, [*loop(0, **first), lost, *alone, *both[0]], [*loop(1, steps=19), *both[1]])
-    assert found.state == "finished"
-    newer, older = (line for line in found.words if line.startswith("The visit that began "))
-    assert " was ended by an error: It failed, after step 20, at " in newer
-    assert " was killed, by process 1: Process 1 ended without a word after step 19, " in older
-    assert " ago" not in older
-
-
 def test_a_process_that_died_before_it_recorded_is_not_judged_by_its_last_visit(tmp_path):
     left = event(1029.0, "left", **LEFT)
     lost = event(2010.0, "left", how="error", error="closed by peer", at=[], lost_peer=True, step=0)
     found = asked(tmp_path, [*loop(0), left, *loop(0, began=2000.0, steps=0), lost], [*loop(1), left])
     assert (found.state, found.began) == ("failed", None)
     assert any(line.endswith(" finished after step 20.") for line in found.words)
-
-
-def test_a_recorder_that_has_only_signs_of_life_left(tmp_path):
-    alive = [event(1000.0 + 5 * i, "alive", doing="waiting for data", step=7) for i in range(100)]
-    assert asked(tmp_path, alive, alive=(0,), now=1500.0).state in ("running", "hung")
 
 
 def test_what_else_spoke_in_the_recorder_is_repeated(tmp_path):

@@ -112,7 +112,7 @@ def test_an_inspection_of_encoded_gradients_sees_them_before_they_are_encoded():
     plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, wire="int8")
-    finding = Inspection(step).of(step.complete(state), batch_of(scale=5), 1)
+    finding = Inspection(step).of(state, batch_of(scale=5), 1)
     assert [bad.path for bad in finding.gradients] == ["in/a"]
 
 

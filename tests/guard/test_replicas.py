@@ -1,7 +1,6 @@
 """Replicas that should be equal bit for bit: any flipped bit is found, and its device and leaf are named."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,7 @@ from flipped import flipped
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
-from jdp.guard.healing import heal_replicas
-from jdp.guard.replicas import CorruptState, check_replicas, copied, fingerprints, repeated
+from jdp.guard.replicas import CorruptState, check_replicas, fingerprints
 
 
 def plan_of(strategy="ddp", **axes):
@@ -97,31 +95,18 @@ def test_every_dtype_has_a_fingerprint(dtype):
     assert check_replicas({"x": leaf}) == 1
     ones[1, 1] = 0
     other = jax.device_put(jnp.asarray(ones).astype(dtype), sharding)
-    assert fingerprints({"x": leaf}).changes(fingerprints({"x": other}))
+    assert (np.asarray(fingerprints({"x": leaf}).values) != np.asarray(fingerprints({"x": other}).values)).all()
 
 
 def test_what_is_replicated_nowhere_is_not_compared():
     assert check_replicas({}) == 0 and check_replicas({"x": np.ones(3), "y": jnp.ones(3)}) == 0
     sharded = NamedSharding(jdp.make_mesh(data=8), PartitionSpec("data"))
     leaf = jax.device_put(jnp.ones(8), sharded)
-    assert check_replicas({"x": leaf}) == 0 and len(fingerprints({"x": leaf}, every_leaf=True).paths) == 1
+    assert check_replicas({"x": leaf}) == 0
 
 
 def loss(params, batch, rng):
     return jnp.square(batch["x"] @ params["kernel"] + params["bias"]).mean()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_step_that_is_taken_twice_gives_equal_bits(strategy):
-    plan = plan_of(strategy)
-    step, state, batch = jdp.make_train_step(loss, plan), state_of(plan), {"x": np.ones((8, 16), "float32")}
-    kept = copied(state)
-    after, _ = step(state, batch)
-    repeated(step, kept, batch, after)
-    kernel = flipped(after.params["kernel"], jax.devices()[4], bit=7)
-    said = re.escape("its second time differs on device 4 (cpu, number 4 of process 0) in params/kernel")
-    with pytest.raises(CorruptState, match=said):
-        repeated(step, state_of(plan), batch, with_param(after, "kernel", kernel))
 
 
 def test_a_thousand_steps_raise_no_false_alarm():
@@ -133,79 +118,3 @@ def test_a_thousand_steps_raise_no_false_alarm():
         if done % 10 == 0:
             check_replicas(state)
     assert int(state.step) == 1000
-
-
-def test_every_dtype_is_healed_bit_for_bit():
-    sharding, device = NamedSharding(jdp.make_mesh(data=8), PartitionSpec()), jax.devices()[6]
-    right, wrong = {}, {}
-    for dtype in ("bool", "int8", "bfloat16", "float8_e4m3fn", "float32", "complex64", "int4"):
-        leaf = right[dtype] = jax.device_put(jnp.asarray(np.arange(6).reshape(3, 2) % 2).astype(dtype), sharding)
-        other = jax.device_put(jnp.asarray(np.ones((3, 2))).astype(dtype), device)
-        shards = [other if each.device == device else each.data for each in leaf.addressable_shards]
-        wrong[dtype] = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
-    healed, differences = heal_replicas(wrong)
-    assert {each.path: each.devices for each in differences} == dict.fromkeys(right, (device,))
-    for name, leaf in healed.items():
-        assert leaf.dtype == right[name].dtype and leaf.sharding == sharding
-        for ours, theirs in zip(leaf.addressable_shards, right[name].addressable_shards, strict=True):
-            assert ours.device == theirs.device and np.asarray(ours.data).tobytes() == np.asarray(theirs.data).tobytes()
-
-
-def test_the_payload_of_a_nan_and_the_sign_of_zero_are_healed():
-    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec())
-    bits = np.array([0x7FC00001, 0xFFA12345, 0x80000000, 0x00000001], np.uint32)  # NaN, signalling NaN, -0.0, subnormal
-    right = jax.device_put(bits.view(np.float32), sharding)
-    for word in range(4):
-        healed, _ = heal_replicas({"x": flipped(right, jax.devices()[3], word=word, bit=5)})
-        assert all(np.array_equal(np.asarray(s.data).view(np.uint32), bits) for s in healed["x"].addressable_shards)
-
-
-def test_a_shard_is_taken_from_a_device_that_holds_the_same_part():
-    """Three holders of each part: in one leaf two parts are wrong, each on another device; so is the key."""
-    devices = jax.devices()[:6]
-    plan = jdp.Plan(jdp.make_mesh(devices=devices, replica=3, data=2), "zero3", min_shard_size=16)
-    state = state_of(plan)
-    kernel = flipped(flipped(state.params["kernel"], devices[2], word=7, bit=31), devices[5], bit=1)
-    wrong = dataclasses.replace(with_param(state, "kernel", kernel), step=flipped(state.step, devices[1]))
-    healed, differences = heal_replicas(wrong)
-    assert [(each.path, [device.id for device in each.devices]) for each in differences] == [
-        ("step", [1]),
-        ("params/kernel", [2]),
-        ("params/kernel", [5]),
-    ]
-    assert not fingerprints(healed, every_leaf=True).changes(fingerprints(state, every_leaf=True))
-    assert jax.tree.map(lambda x: x.sharding, healed) == jax.tree.map(lambda x: x.sharding, state)
-    assert heal_replicas(state) == (state, ())
-
-
-def test_keys_offloaded_leaves_and_a_users_mesh_are_healed():
-    mesh = jax.make_mesh((8,), ("batch",))  # axes of type Explicit
-    plan = jdp.Plan(mesh, "ddp", data="batch", offload="optimizer")
-    state = state_of(plan)
-    data = flipped(jax.random.key_data(state.rng), jax.devices()[4])
-    moment = jax.tree.leaves(state.opt_state)[1]
-    wrong = {"key": jax.random.wrap_key_data(data), "moment": flipped(moment, jax.devices()[2], bit=30)}
-    wrong["moment"] = jax.device_put(wrong["moment"], moment.sharding)
-    healed, differences = heal_replicas(wrong)
-    assert [(each.path, each.devices[0].id) for each in differences] == [("key", 4), ("moment", 2)]
-    right = {"key": state.rng, "moment": moment}
-    assert not fingerprints(healed, every_leaf=True).changes(fingerprints(right, every_leaf=True))
-    assert healed["moment"].sharding == moment.sharding and healed["key"].dtype == state.rng.dtype
-
-
-def test_a_healed_copy_has_changed_the_others_by_then():
-    """So `jdp train` goes back, even if it compares after each step: what changes before one is in its gradients."""
-    plan, batch = plan_of("ddp", data=4), {"x": np.ones((8, 16), "float32")}
-    step, state, calm = jdp.make_train_step(loss, plan), state_of(plan), state_of(plan)
-    state = with_param(state, "kernel", flipped(state.params["kernel"], jax.devices()[2], word=9, bit=28))
-    (state, _), (calm, _) = step(state, batch), step(calm, batch)
-    healed, differences = heal_replicas(state)
-    assert {one.path for one in differences} >= {"params/kernel"} and check_replicas(healed)
-    assert fingerprints(healed).changes(fingerprints(calm))
-
-
-def test_of_two_replicas_none_is_healed():
-    state = state_of(plan_of("zero3", replica=2, data=4))
-    wrong = with_param(state, "kernel", flipped(state.params["kernel"], jax.devices()[6]))
-    with pytest.raises(CorruptState, match="differ from one another in params/kernel, one of them is wrong"):
-        heal_replicas(wrong)

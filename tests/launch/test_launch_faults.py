@@ -5,9 +5,6 @@ The run that is compared with is the same one, undisturbed: its losses and its l
 
 import json
 import re
-import signal
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from own_process import environment, start_python
+from own_process import environment
 from tiny_experiment import points_text, tables, train_here, write_points
 from tiny_runs import rows
 
@@ -99,27 +96,6 @@ def test_two_kills_in_one_run_cost_nothing_but_time(folder, undisturbed, capfd, 
     assert (folder / "killed" / "rank-00000.log").read_text().endswith("process 0 ended with exit code 0\n")
 
 
-def test_a_run_goes_on_without_a_node_that_is_lost(folder, undisturbed):
-    """Two nodes of one process: the same batches in the same order on one device; the same losses but for rounding."""
-    text = json.dumps({"folder": str(folder), "0:1:7": "kill the node"})
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    command = ["-m", "jdp", "launch", "-n=1", "--devices-per-process=1", "--nodes=2"]
-    command += [f"--coordinator=127.0.0.1:{port}", "--min-nodes=1", "--rejoin-seconds=5", "--max-restarts=1"]
-    program = ["--", str(Path(__file__).with_name("faulty.py")), text, "train", str(folder / "points.toml")]
-    program += ["--name=lost", f"--run-dir={folder}/runs"]
-    nodes = ([*command, f"--node-rank={rank}", *program] for rank in (0, 1))
-    first, lost = (start_python(*node, stderr=subprocess.STDOUT) for node in nodes)
-    out, _ = first.communicate(timeout=200)
-    lost.communicate(timeout=10)
-    assert first.returncode == 0 and lost.returncode == -signal.SIGKILL, out
-    assert re.search(r"restart 1 of 1, from step [46]\n", out) and "going on with 1 of 2" in out
-    assert "zero1 on data=2 cpu devices" in out and "zero1 on data=1 cpu devices" in out
-    losses, expected = course(folder, "lost")[0], undisturbed[0]
-    assert losses.keys() == expected.keys() and {step: losses[step] for step in range(1, 5)}.items() <= expected.items()
-    np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-5)
-
-
 OWN_SCRIPT = """
 import os, sys, time
 import jax, jax.numpy as jnp, numpy as np
@@ -166,8 +142,7 @@ MISMATCHES = {
     ),
     "number of processes": (
         "os.environ['JDP_NUM_PROCESSES'] = str(2 + int(rank))\nimport jdp; jdp.initialize()",
-        "The number of processes must be the same on every process, at jdp.initialize; process 1 differs: process 0 "
-        "has 2, process 1 has 3. ",
+        "The number of processes must be the same everywhere; process 0 has 2, process 1 on ",
     ),
     "experiment": (
         "from jdp.cli.main import main\n"

@@ -11,7 +11,7 @@ from own_process import environment, start_python
 from jdp.launch import launch
 from jdp.launch.output import KEPT_LOGS
 from jdp.launch.restarts import Restarts
-from jdp.launch.temporary_folder import temporary_folder
+from jdp.launch.supervisor import temporary_folder
 
 WHO = """import os, signal, sys, time
 rank, restarts = int(os.environ["JDP_PROCESS_ID"]), int(os.environ["JDP_RESTARTS"])
@@ -60,7 +60,7 @@ def test_restarts_are_counted(tmp_path, capfd):
 
 def test_a_crash_loop_stops_with_its_cause(tmp_path, capfd):
     """It comes further once, and then no more; what it was told to try again is not tried by those above, either."""
-    text = NOTE + "if rank == 0: note_progress(min(20, 10 + 10 * restarts)); sys.exit(75)"
+    text = NOTE + "note_progress(min(20, 10 + 10 * restarts)); sys.exit(75)"
     assert run(tmp_path, text, max_restarts=9) == 70
     err = capfd.readouterr().err
     assert [line.partition("restart ")[2] for line in err.splitlines() if "jdp launch: restart" in line] == [
@@ -72,10 +72,17 @@ def test_a_crash_loop_stops_with_its_cause(tmp_path, capfd):
     assert "ended with exit code 75. Its last output:" in err
 
 
+def test_the_step_of_a_restart_is_that_of_the_process_that_is_behind(tmp_path, capfd):
+    """As its part of a copy in memory may be missing; and a process does not go back to an older one in storage."""
+    text = NOTE + "note_progress(20 + 2 * rank); note_progress(10); time.sleep(1); sys.exit(70 * (restarts == 0))"
+    assert run(tmp_path, text, max_restarts=1) == 0
+    assert "jdp launch: restart 1 of 1, from step 20\n" in capfd.readouterr().err
+
+
 def test_a_program_that_tells_nothing_is_in_a_crash_loop_only_if_it_should_have(tmp_path):
-    told = Restarts(9, True, tmp_path / "nothing")
+    told = Restarts(9, True, tmp_path)
     assert [told.another(70) for _ in range(3)] == [True, True, False]
-    silent = Restarts(9, False, tmp_path / "nothing")
+    silent = Restarts(9, False, tmp_path)
     assert [silent.another(70) for _ in range(10)] == [True] * 9 + [False]
 
 
@@ -138,9 +145,9 @@ if rank == 0:
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    hold = "from jdp.launch.temporary_folder import *\nwith temporary_folder() as f: print(f, flush=True); input()"
+    hold = "from jdp.launch.supervisor import *\nwith temporary_folder() as f: print(f, flush=True); input()"
     with start_python("-c", hold, stdin=subprocess.PIPE, TMPDIR=str(tmp_path)) as killed:
-        (left := Path(killed.stdout.readline().strip())).joinpath("progress").write_text("1\n")
+        (left := Path(killed.stdout.readline().strip())).joinpath("progress.0").write_text("1\n")
         strange = tmp_path / "jdp-launch-of-somebody"
         strange.mkdir()
         with temporary_folder() as own:

@@ -1,11 +1,11 @@
-"""`jdp manifest slurm` on a real Slurm of two nodes: what ends its tasks decides whether the job starts again."""
+"""`experiments/cluster/slurm.sbatch` on a real Slurm of two nodes: how its tasks end decides if it starts again."""
 
 import json
 import sys
 
 import pytest
 import slurm_cluster
-from own_process import ROOT, python
+from own_process import ROOT
 from tiny_experiment import tables, write_tiny
 from tiny_runs import rows
 
@@ -24,10 +24,12 @@ def cluster(tmp_path_factory):
 
 
 def submit(cluster, name, *options):
-    """Write the batch script as a user would, and submit it; return the job's number."""
-    command = ["-m", "jdp", "manifest", "slurm", "tiny.toml", "--nodes=2", "--per-node=1", "-o", f"{name}.sh"]
-    python(*command, "--name", name, *options, cwd=cluster.folder, timeout=60).check_returncode()
-    return cluster.run("sbatch", "--parsable", f"{name}.sh", folder=cluster.folder).strip()
+    """Submit the batch script for a cluster without GPUs; return the job's number."""
+    text = (ROOT / "experiments" / "cluster" / "slurm.sbatch").read_text()
+    text = text.replace("#SBATCH --gpus-per-node=8\n", "").replace(" jdp train ", f" {sys.executable} -m jdp train ")
+    (cluster.folder / "job.sh").write_text(text)
+    words = ["env", f"PYTHONPATH={ROOT}", "sbatch", "--parsable", f"--job-name={name}", "job.sh", "tiny.toml"]
+    return cluster.run(*words, f"--name={name}", *options, folder=cluster.folder).strip()
 
 
 def losses(cluster, name):
@@ -59,8 +61,21 @@ def test_the_doctor_examines_both_nodes(cluster):
     command = ["srun", "-N2", "-n2", sys.executable, "-m", "jdp", "doctor", "--json"]
     printed = cluster.run("env", f"PYTHONPATH={ROOT}", *command, seconds=120, check=False, folder=cluster.folder)
     report = json.loads(printed[printed.index("{") :])
-    reached = [finding["process"] for finding in report["findings"] if finding["found"].startswith("n1:")]
-    assert (report["processes"], reached) == (2, [0, 1]), printed
+    reduced = [finding["found"] for finding in report["findings"] if finding["check"] == "all-reduce"]
+    assert report["processes"] == 2 and all(found.startswith("2 devices, right") for found in reduced), printed
+
+
+ALONE = "import jdp; jdp.initialize(timeout_seconds=14)"
+
+
+@pytest.mark.faults
+def test_a_task_that_is_alone_says_whom_it_waits_for_and_ends_to_be_tried_again(cluster):
+    """As under a step of two of which one task does not start the training."""
+    command = f"[ $SLURM_PROCID = 1 ] || exec {sys.executable} -c '{ALONE}'"
+    words = ["env", f"PYTHONPATH={ROOT}", "srun", "-N2", "-n2", "--kill-on-bad-exit=0", "sh", "-c"]
+    printed = cluster.run(*words, f"({command}) 2>&1; echo ended with $?", seconds=120, folder=cluster.folder)
+    assert "jdp: 1 of 2 processes is here: waiting for process 1\n" in printed
+    assert "1 of 2 processes is here: process 1 did not come to n1:" in printed and "ended with 75\n" in printed
 
 
 @pytest.mark.faults
@@ -87,7 +102,7 @@ def test_a_preempted_job_and_one_that_lost_a_node_go_on_exactly(cluster, undistu
     cluster.start_node("n2")
     record, printed = finish(cluster, job)
     assert (record["JobState"], record["Restarts"], record["ExitCode"]) == ("COMPLETED", "2", "0:0"), printed
-    assert "exit code 75: job" in printed and "is queued again, to go on where it saved" in printed
+    assert "exit code 75: job" in printed and "is queued again" in printed
     assert printed.count("resumed after step") == 2 and "resumed after step 0" not in printed
     assert losses(cluster, "cut") == undisturbed
 

@@ -13,11 +13,9 @@ import pytest
 import two_hosts
 import yaml
 from open_mpi import MPIRUNS
-from own_process import environment
+from own_process import ROOT, environment
 from tiny_experiment import points_text, tables, train_here, write_points
 from tiny_runs import rows
-
-from jdp.cli.main import main
 
 TRAIN = {"steps": 24, "batch_size": 8, "log_every": 1, "checkpoint_every": 5, "eval_batches": 1}
 SECONDS = 200  # the machine may be busy
@@ -115,21 +113,20 @@ def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start,
 def test_a_host_that_is_killed_with_its_memory_gets_its_part_from_its_neighbour(start, end, tmp_path):
     """Nothing is in storage. Each host has a folder of its own for its memory; host 1 comes back with an empty one."""
     write(tmp_path, checkpoint_every=0)
-    faults = {"folder": str(tmp_path), "0:1:17": "kill the node"}
-    program = [sys.executable, str(Path(__file__).with_name("faulty.py")), json.dumps(faults)]
-    train = [*program, "train", f"{tmp_path}/points.toml", f"--run-dir={tmp_path}/runs", "--guard.keep_in_memory=3"]
+    train = ["train", f"{tmp_path}/points.toml", f"--run-dir={tmp_path}/runs", "--guard.keep_in_memory=3"]
 
-    def node(number):
+    def node(number, faults):
         memory = tmp_path / f"memory{number}"
         memory.mkdir()
+        program = [str(Path(__file__).with_name("faulty.py")), json.dumps({"folder": str(tmp_path)} | faults)]
         where = ["--nodes=2", f"--node-rank={number}", f"--coordinator={two_hosts.ADDRESSES[0]}:29500"]
         launch = [sys.executable, "-m", "jdp", "launch", "-n=1", *where, "--max-restarts=1", "--"]
-        return start(number, *launch, *train, JDP_MEMORY_DIR=str(memory))
+        return start(number, *launch, sys.executable, *program, *train, JDP_MEMORY_DIR=str(memory))
 
-    hosts = [node(number) for number in range(2)]
+    hosts = [node(number, {"0:1:17": "kill the node"}) for number in range(2)]
     hosts[1].wait(SECONDS)
     shutil.rmtree(tmp_path / "memory1")
-    codes, printed = end(hosts[0], node(1))
+    codes, printed = end(hosts[0], node(1, {}))
     assert codes == [0, 0], printed
     (step,) = re.findall(
         r"step (\d+) is restored from the hosts' memory, .* from other hosts; storage has no", printed[0]
@@ -162,31 +159,28 @@ def test_ranks_of_an_mpirun_on_two_hosts_join(on, tmp_path, version):
     assert {"joined 0 2", "joined 1 2"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
 
 
-def test_the_pods_of_a_manifest_join_once_pod_0_has_a_name(start, end, tmp_path, monkeypatch, capsys):
-    """With the command and variables of the manifest, and what Kubernetes adds: an index, and the service's names.
+def test_the_pods_of_the_job_set_join_once_pod_0_has_a_name(start, end, tmp_path):
+    """With its command and variables, and what Kubernetes adds: an index, and the service's names.
 
     Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
     """
     write(tmp_path, steps=3)
-    shutil.move(tmp_path / "points.npz", tmp_path / "data.npz")
-    options = ["--nodes=2", "--per-node=1", "--image=any", "--data.source=/jdp/data.npz"]
-    monkeypatch.chdir(tmp_path)
-    assert main(["manifest", "kubernetes", "points.toml", *options]) == 0
-    config, secret, job_set = yaml.safe_load_all(capsys.readouterr().out.replace("/jdp/", f"{tmp_path}/"))
+    text = (ROOT / "experiments" / "cluster" / "jobset.yaml").read_text().replace("/jdp/", f"{tmp_path}/")
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "experiment.toml").write_text(config["data"]["experiment.toml"])
-    (container,) = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry} | secret["stringData"]
+    for name in ("points.toml", "points.npz"):
+        shutil.copy(tmp_path / name, tmp_path / "experiment" / name.replace("points.toml", "experiment.toml"))
+    spec = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
 
     def pod(index):
         return start(index, sys.executable, "-m", *container["command"], JOB_COMPLETION_INDEX=str(index), **given)
 
     pod_1 = pod(1)
-    wait_for(
-        lambda: "waiting up to 300 seconds for an address of 'points-work" in (tmp_path / "out1").read_text(), [pod_1]
-    )
-    for number, address in enumerate(("127.0.0.1", two_hosts.ADDRESSES[0])):
+    waits = "process 1 of 2 is here: waiting, as process 0 does not answer at train-workers-0-0.train:8476 ("
+    wait_for(lambda: waits in (tmp_path / "out1").read_text(), [pod_1])
+    for number in range(2):
         with (tmp_path / f"hosts{number}").open("a") as names:
-            names.write(f"{address} points-workers-0-0.points\n")
+            names.write(f"{two_hosts.ADDRESSES[0]} train-workers-0-0.train\n")
     codes, printed = end(pod(0), pod_1)
     assert codes == [0, 0] and "step 3/3  loss" in printed[0], printed

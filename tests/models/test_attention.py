@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from described_gpus import compiled_step, with_gradients
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.traced_mesh import traced_device
-from jdp.foresight.targets.cudnn import answered_for, version_in
+from jdp.foresight.targets.relocate import answered_for, version_in
 from jdp.foresight.targets.resolve import target
-from jdp.models import GPTConfig, build
+from jdp.models import GPTConfig
 from jdp.models.attention import attend, cudnn_refuses
 
 CONFIG = GPTConfig(vocab_size=128, context=160, layers=3, width=64, heads=4, kv_heads=2, tied=True)
@@ -80,30 +79,6 @@ def test_what_is_traced_for_described_gpus_leaves_this_machine_as_it_was():
     assert traced_device().platform == "cpu"
     with pytest.raises(ValueError, match=r'runs on NVIDIA GPUs; given cpu\. Set attention = "auto" or "xla"'):
         attend(QUERY, QUERY, QUERY, causal=True, by="cudnn")
-
-
-@pytest.mark.parametrize(
-    ("changes", "fused"),
-    [
-        ({"window": 64}, 1),  # in one scan
-        ({"window": 64, "global_every": 2, "scan": False}, 3),
-        ({"window": 64, "global_every": 2}, 0),
-        ({"window": 160, "global_every": 2}, 1),  # of the whole row
-    ],
-)
-def test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_list_have(changes, fused):
-    config = dataclasses.replace(CONFIG, **changes)
-    model = jax.eval_shape(lambda: build(config, rngs=nnx.Rngs(0)))
-    model = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), model)
-    devices = target("h100:1x1").devices
-    with tracing_on(jdp.make_mesh(devices=devices)), answered_for(devices[0], 91_000):
-        traced = str(jax.make_jaxpr(lambda model: model.features(jnp.zeros((2, 160), jnp.int32)))(model))
-        assert traced.count("dot_product_attention_fwd_wrapper[") == fused
-        if not fused:
-            fixed = build(dataclasses.replace(config, attention="cudnn"), rngs=nnx.Rngs(0))
-            said = r"one window for all layers that are scanned; given global_every\. Set"
-            with pytest.raises(ValueError, match=said):
-                jax.eval_shape(fixed, jnp.zeros((2, 160), jnp.int32))
 
 
 QUERY = jnp.zeros((2, 8, 4, 16), jnp.bfloat16)

@@ -14,10 +14,9 @@ from flax import nnx
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
-from jdp.foresight.targets.cudnn import answered_for
+from jdp.foresight.targets.relocate import answered_for
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.parts import ATTENTION
-from jdp.foresight.timing.timeline import timeline
+from jdp.foresight.timing.timeline import ATTENTION, timeline
 from jdp.models import GPTConfig, build
 from jdp.models.attention import attend
 from jdp.models.blockwise import Sight, attend_in_documents, block_size
@@ -29,17 +28,16 @@ CONFIG = GPTConfig(
 
 @pytest.mark.parametrize(
     ("causal", "seen"),
-    [(True, {}), (False, {}), (True, {"window": 40}), (True, {"window": 40, "attends_to_all": jnp.array(True)})],
-    ids=["causal", "all", "window", "window left out"],
+    [(True, {}), (False, {}), (True, {"window": 40})],
+    ids=["causal", "all", "window"],
 )
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
 def test_blocks_give_what_the_whole_gives_forward_and_backward(dtype, bound, causal, seen):
     rng = np.random.default_rng(0)
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), dtype) for heads in (4, 2, 2, 4))
     run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150)), axis=1), jnp.int32)  # documents end anywhere in a block
-    to_all = {name: value for name, value in seen.items() if name == "attends_to_all"}
     sight = Sight(causal, seen.get("window"), 64)
-    in_blocks = functools.partial(attend_in_documents, run=run, sight=sight, **to_all)
+    in_blocks = functools.partial(attend_in_documents, run=run, sight=sight)
     whole = functools.partial(attend, run=run, causal=causal, by="xla", **seen)
     found = [with_gradients(form)(cotangent, query, key, value) for form in (in_blocks, whole)]
     assert [x.dtype for x in found[0]] == [dtype] * 4

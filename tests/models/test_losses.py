@@ -8,7 +8,7 @@ import pytest
 
 import jdp
 from jdp.models import linear_next_token_loss, next_token_loss
-from jdp.models.losses import _in_one_pass, _within, linear_log_probs
+from jdp.models.losses import _in_one_pass, _within
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 16, 13, 32, 72
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -49,38 +49,6 @@ def test_chunks_have_the_loss_and_the_gradients_of_the_whole(dtype, bound, tied)
             assert mine.dtype == other.dtype
             mine, other = np.float32(mine), np.float32(other)
             np.testing.assert_allclose(mine, other, rtol=0, atol=bound * np.abs(other).max())
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-6), (jnp.bfloat16, 8e-3)], ids=["fp32", "bf16"])
-def test_each_rows_log_probability_is_that_of_the_whole(dtype, bound, tied):
-    """In chunks too, with its gradients for any slope of each row."""
-    features = jax.random.normal(KEYS[2], (BATCH, LENGTH, WIDTH)).astype(dtype)
-    head = jax.random.normal(KEYS[3], (VOCABULARY, WIDTH) if tied else (WIDTH, VOCABULARY)).astype(dtype)
-    slopes = jnp.arange(BATCH) - 5.5
-
-    def of(chunk_bytes):
-        def total(features, head):
-            rows = linear_log_probs(features, head, TARGETS, WEIGHTS, tied=tied, chunk_bytes=chunk_bytes)
-            return jnp.sum(rows * slopes), rows
-
-        return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(features, head)
-
-    def plain(features, head):
-        products = "btd,vd->btv" if tied else "btd,dv->btv"
-        logits = jnp.einsum(products, features, head, preferred_element_type=jnp.float32)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), (TARGETS % VOCABULARY)[..., None], axis=2)[..., 0]
-        rows = jnp.sum(chosen * WEIGHTS, axis=1)
-        return jnp.sum(rows * slopes), rows
-
-    whole, rows = jax.jit(jax.grad(plain, argnums=(0, 1), has_aux=True))(features, head)
-    for chunk_bytes in (2**30, SMALL, 1):
-        gradients, found = of(chunk_bytes)
-        np.testing.assert_allclose(found, rows, rtol=1e-5, atol=1e-5)
-        for mine, other in zip(gradients, whole, strict=True):
-            assert mine.dtype == other.dtype
-            mine, other = np.float32(mine), np.float32(other)
-            np.testing.assert_allclose(mine, other, rtol=0, atol=2 * bound * np.abs(other).max())
 
 
 def test_one_reduction_is_the_logsumexp_however_wide_the_logits_are():

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdp.models.losses import next_token_loss
-from jdp.models.scores import next_token_scores, ranks
+from jdp.models.losses import next_token_loss, next_token_scores, ranks
 
 
 def test_a_rank_is_the_place_in_a_stable_order():

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 import jdp
-from jdp.models.batch_norm import BatchNorm
+from jdp.models.resnet import BatchNorm
 
 KEY = jax.random.key(3)
 

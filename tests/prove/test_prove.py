@@ -29,8 +29,7 @@ from jdp.models import MLPConfig, build
 from jdp.prove.bounds import Record
 from jdp.prove.equivalence import Setting, prove, space_of
 from jdp.prove.proof import Proof
-from jdp.prove.reference import Noise, _with_noise
-from jdp.prove.settings import Resume, causal_order, choose_runs, common_choice
+from jdp.prove.settings import Resume, choose_runs
 
 ROWS, STEPS = 16, 4
 MLP = MLPConfig(features_in=8, hidden=(32,), features_out=4, dropout=0.25)
@@ -262,15 +261,6 @@ def test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming(monkey
     assert "resum" not in proof.first_difference.words.partition(" runs differ")[0]
 
 
-def test_the_run_that_changes_least_is_named_first():
-    alone, two = Setting(accumulate=2), Setting("ddp", "manual", 2)
-    wide, resumed = Setting("zero3", "manual", 8, 2), Resume(5, Setting(devices=2), Setting(devices=2))
-    assert sorted([resumed, wide, two, alone], key=causal_order) == [alone, two, wide, resumed]
-    assert common_choice([two, wide], [alone, Setting("zero3", "auto", 8, 2)]) == "partitioning manual"
-    assert common_choice([wide, alone], [two]) == "K=2"
-    assert common_choice([wide, two], [Setting("ddp", "manual")]) == ""  # manual parts on several devices only
-
-
 def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
     """The finest of the faults: an error of 2**-9 where 2**-24 is due."""
     original = manual.make_collectives
@@ -365,14 +355,6 @@ def test_rows_that_do_not_divide_are_listed_not_changed():
     assert {f"{n} devices K=3" for n in (2, 4, 8)} <= reasons.keys()
 
 
-def test_a_mesh_with_more_axes_is_kept():
-    wide = space(rows=32, mesh={"replica": 2, "data": -1})
-    assert dict(wide.mesh(8).shape) == {"replica": 2, "data": 4}
-    assert dict(wide.mesh(1).shape) == {"replica": 1, "data": 1}
-    _, skips = chosen(space(rows=32, mesh={"replica": 4, "data": -1}))
-    assert [skip.name for skip in skips] == ["2 devices"]
-
-
 def test_only_keeps_what_is_named():
     assert all("zero3" in str(run) for run in chosen(space(), only=["zero3"])[0])
     outside = [str(run) for run in chosen(space(), only=["zero3 manual 2 devices K=1", "ddp auto 1 device K=1"])[0]]
@@ -432,11 +414,6 @@ def test_a_loss_that_is_not_finite_proves_nothing():
         run(loss=nothing, devices=2, steps=1)
 
 
-def test_more_parameters_than_a_32_bit_number_counts_are_refused_not_stumbled_over():
-    with pytest.raises(ValueError, match="GiB"):
-        run(make=lambda rng: {"w": jnp.zeros((2**17, 2**15))}, loss=lambda p, batch, rng: p["w"].sum())
-
-
 @pytest.mark.parametrize(("given", "message"), [({"steps": 0}, "steps is"), ({"accumulate": (0,)}, "accumulate lists")])
 def test_numbers_out_of_range(given, message):
     with pytest.raises(ValueError, match=message):
@@ -457,40 +434,6 @@ def test_too_large_for_this_machine_is_said_beforehand():
 
 
 # Bounds, table, object
-
-
-def test_noise_has_a_known_size_and_turns_round():
-    random = np.random.default_rng(0)
-    tree = {"a": np.float32(random.normal(size=(64, 8))), "zero": np.zeros(3, np.float32)}
-    noisy = jax.jit(lambda size: _with_noise(tree, Noise(np.uint32(1), size), stream=1, absolute=True))
-    moved = {sign: jax.tree.map(np.asarray, noisy(np.float32(sign * 2**-8))) for sign in (-1, 0, 1)}
-    assert all((moved[0][name] == tree[name]).all() for name in tree)
-    assert (moved[1]["zero"] == 0).all()
-    up, down = moved[1]["a"] - tree["a"], moved[-1]["a"] - tree["a"]
-    everywhere = np.sqrt(np.square(tree["a"]).sum() / 515) / 16
-    row, leaf = np.sqrt(np.square(tree["a"]).mean(-1, keepdims=True)), np.sqrt(np.square(tree["a"]).mean())
-    expected = 2**-8 * (np.abs(tree["a"]) + np.maximum(row, leaf) + everywhere)
-    np.testing.assert_allclose(np.abs(up), expected, rtol=1e-3)  # float32 spacing at 1 over a shift of 2**-8
-    np.testing.assert_allclose(up, -down, rtol=1e-3)
-    assert 0.4 < (up > 0).mean() < 0.6
-
-
-def test_a_record_names_the_element_farthest_beyond():
-    metrics = {"weight": np.float32(1), "loss": np.float32(2), "grad_norm": np.float32(3)}
-    values = {**metrics, "step": np.int32(1), "params/a": np.ones(4, np.float32)}
-    record = Record(noise=1e-6)
-    record.add(values)
-    record.widen(0, {**values, "params/a": np.float32([1, 1, 1, 1 + 1e-3])})
-    record.close()
-    at = record.compare(0, values)
-    assert (at.difference, at.ratio, at.beyond) == (0, 0, 0)
-    at = record.compare(0, {**values, "params/a": np.float32([1, 1.02, 1, 1])})
-    assert (at.leaf, at.beyond) == ("params/a", 1)
-    assert at.bound == pytest.approx(4 * (0 + 1e-3 / 4) + 8 * 2**-23, rel=1e-3)
-    assert at.difference == pytest.approx(0.02, rel=1e-3)
-    assert record.compare(0, {**values, "loss": np.float32(2.1), "params/a": np.full(4, 9, np.float32)}).leaf == "loss"
-    assert record.compare(0, {**values, "step": np.int32(2)}).leaf == "step"
-    assert record.compare(0, {**values, "params/a": np.float32([1, np.nan, 1, 1])}).difference == math.inf
 
 
 def twice(values, shadow):

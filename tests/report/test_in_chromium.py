@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(find_chromium() is None, reason=MISSING)
 
 NAME = "a-rather-long-name-of-a-run-optimizer.lr=0.003-train.batch_size=256-seed=1"
 PAGES = {
-    "run": lambda: run_page([run_of(step=compiled(), rows=rows_of(noise_scale=20.0, mfu=0.4))]),
+    "run": lambda: run_page([run_of(step=compiled(), rows=rows_of(mfu=0.4))]),
     "runs": lambda: run_page([run_of(NAME, step=compiled()), *(run_of(f"run-{i}") for i in range(9))]),
     "nothing": lambda: run_page([run_of(rows=[], history=(), toml="x" * 5000, settings={"x": "y" * 500})]),
     "plan": lambda: plan_page(forecast_of(outlook_of(), outlook_of("zero3")), title="t"),

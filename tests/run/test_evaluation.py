@@ -1,19 +1,17 @@
 """An evaluation is the mean over examples, exact to the example, on any number of devices; and remembers its best."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import jax
 import numpy as np
 import pytest
 
-from jdp.checkpoint import save
 from jdp.core.update.ema import ema_params
 from jdp.data.feed import shard_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
 from jdp.run.evaluation import Best, coverage, evaluate
-from jdp.run.initial_weights import InitialWeights
 
 FEATURES, CLASSES, BATCH = 6, 3, 8
 
@@ -90,12 +88,8 @@ def test_a_number_of_batches_reads_so_many_and_says_so(table):
     assert "eval 2 of " in coverage(assembly) and "eval_others 2 of 5 batches" in coverage(assembly)
 
 
-LOCAL = {"mesh": {"replica": 2, "data": 4}, "local_steps": {"steps": 2}}
-
-
-@pytest.mark.parametrize("more", [{}, LOCAL], ids=["", "local steps"])
-def test_evaluations_use_the_averaged_parameters(table, more):
-    assembly = assembled(table | more, 8, batch_size=2 * BATCH)
+def test_evaluations_use_the_averaged_parameters(table):
+    assembly = assembled(table, 8, batch_size=2 * BATCH)
     state = assembly.state()
     rows = [assembly.data.train[index] for index in range(2 * BATCH)]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
@@ -105,18 +99,6 @@ def test_evaluations_use_the_averaged_parameters(table, more):
     row, averaged = evaluate(assembly, state), jax.device_get(ema_params(state).params)
     assert row["eval_loss"] == pytest.approx(by_hand(averaged, assembly.data.heldout)[0], rel=1e-6)
     assert row["eval_loss"] != pytest.approx(by_hand(jax.device_get(state.params), assembly.data.heldout)[0], rel=1e-4)
-
-
-def test_the_replicas_of_local_steps_start_from_saved_weights(table, tmp_path):
-    assembly = assembled(table | LOCAL, 8, batch_size=2 * BATCH, init_from=str(tmp_path / "saved"))
-    fresh = assembly.state()
-    changed = jax.tree.map(lambda x: x + 1, fresh.params)
-    save(tmp_path / "saved", replace(fresh, params=changed))
-    state, _ = InitialWeights.of(assembly.experiment.train).load(fresh, assembly.config, assembly.plan)
-    for averages in state.opt_state.average, ema_params(state).params:
-        for average, param in zip(*map(jax.tree.leaves, (averages, changed)), strict=True):
-            np.testing.assert_array_equal(average, np.broadcast_to(param, average.shape))
-    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
 
 
 def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():
@@ -132,24 +114,6 @@ def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():
     accuracy.seen(4, {"eval_x_accuracy": 0.6}, newest=True)
     accuracy.seen(5, {"eval_x_accuracy": 0.5}, newest=True)
     assert accuracy.step == 4
-    preferences = {"eval_rewards/accuracies": "max", "eval_rewards/margins": "max", "eval_logps/chosen": "max"}
-    preferences |= {"eval_rewards/rejected": "min"}
-    assert {metric: Best(metric).mode for metric in preferences} == preferences
-
-
-def test_an_improvement_is_one_of_more_than_min_delta():
-    best = Best("eval_loss")
-    seen = [best.seen(step, {"eval_loss": value}, min_delta=0.1) for step, value in enumerate([1.0, 0.95, 0.89], 1)]
-    assert seen == [True, False, True] and best.value == 0.89
-
-
-def test_what_is_best_and_what_ends_the_waiting_are_kept_apart_also_over_a_resume():
-    best = Best("eval_loss")
-    for step, value in enumerate([1.0, 0.95, 0.92, 0.94], 1):
-        best.seen(step, {"eval_loss": value}, min_delta=0.1)
-        best = Best.resumed("eval_loss", asdict(best))
-    assert (best.value, best.step, best.waiting, best.to_beat) == (0.92, 3, 3, 1.0)
-    assert best.seen(5, {"eval_loss": 0.89}, min_delta=0.1) and (best.waiting, best.to_beat) == (0, 0.89)
 
 
 def test_what_was_seen_survives_a_resume_unless_the_metric_changed():

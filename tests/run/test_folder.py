@@ -1,4 +1,4 @@
-"""A run's folder belongs to one experiment, also where its file was written before a key was there."""
+"""A run's folder belongs to one experiment."""
 
 import tomllib
 
@@ -18,24 +18,8 @@ def experiment(**tables):
     return to_toml(from_table(table | tables))
 
 
-def without(folder, *keys):
-    """Record the experiment as an older jdp would have, which did not have these keys."""
-    record(experiment(), folder)
-    lines = (folder / FILE).read_text().splitlines()
-    assert all(sum(line.startswith(f"{key} = ") for line in lines) == 1 for key in keys)
-    kept = [line for line in lines if not line.startswith(tuple(f"{key} = " for key in keys))]
-    (folder / FILE).write_text("\n".join(kept) + "\n")
-
-
-def test_a_key_that_an_older_file_lacks_has_its_default(tmp_path):
-    without(tmp_path, "ema_decay", "seed")
-    check_same(tmp_path, experiment())
-    with pytest.raises(ExperimentError, match=r"another experiment \(seed was 0, is 1\)"):
-        check_same(tmp_path, experiment(seed=1))
-
-
 def test_a_file_that_is_no_experiment_any_more_is_compared_key_by_key(tmp_path):
-    without(tmp_path)
+    record(experiment(), tmp_path)
     with (tmp_path / FILE).open("a") as file:
         file.write("\n[gone]\nkey = 1\n")
     with pytest.raises(ExperimentError, match=r"another experiment \(gone.key was 1, is None\)"):

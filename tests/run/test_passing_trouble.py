@@ -1,18 +1,18 @@
 """A disk that is full for a while, storage that is away: after the first step both are tried again, then exit 75."""
 
 import re
+import shutil
 import threading
 import time
 
+import fsspec
 import pytest
 from full_disk import small_disk
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
 from jdp.base import retrying
-from jdp.base.bucket import Remote
 from jdp.checkpoint.format.checksums import COMMITTED
-from jdp.cli.main import main
 from jdp.run import signals
 from jdp.run.outputs.metrics import Metrics
 
@@ -109,38 +109,26 @@ def fill(hog):
             file.write(bytes(4096))
 
 
-def away(address):
-    """Return what takes the storage of an address away, and what brings it back."""
-    fs, _ = Remote(address)._opened
-    kept = {name: getattr(fs, name) for name in ("put", "pipe_file", "find", "cat_file")}
+def test_storage_that_is_away_costs_no_step_and_a_fresh_machine_resumes_from_it(bucket, file, begins, capsys):
+    fs, root = fsspec.core.url_to_fs(f"{bucket}/points", use_listings_cache=False)
+    mirrored, kept = ("--train.mirror", f"{bucket}/points"), {name: getattr(fs, name) for name in ("put", "find")}
 
     def fails(*_, **__):
         raise ConnectionError("no route to host")
 
-    return lambda: [setattr(fs, name, fails) for name in kept], lambda: [setattr(fs, *each) for each in kept.items()]
-
-
-def test_a_bucket_that_is_away_for_a_moment_costs_no_step(bucket, file, begins, capsys):
-    begins(3, lambda: sent(bucket) == ["2"], *away(bucket), 1.0)
-    assert main(["train", str(file), "--run-dir", f"{bucket}/runs"]) == 0
+    begins(
+        3,
+        lambda: fs.exists(f"{root}/2/{COMMITTED}"),
+        lambda: [setattr(fs, name, fails) for name in kept],
+        lambda: [setattr(fs, *each) for each in kept.items()],
+        1.0,
+    )
+    assert train(file, *mirrored)[0] == 0
+    assert sorted(path.removeprefix(f"{root}/") for path in fs.glob(f"{root}/*/{COMMITTED}")) == [
+        f"{step}/{COMMITTED}" for step in (2, 4, 6)
+    ]
+    shutil.rmtree(file.parent / "runs")
+    code, folder = train(file, *mirrored, "--train.steps", "8")
+    assert code == 0 and saved_steps(folder) == [6, 8]
     said = capsys.readouterr()
-    assert "no route to host; see that" in said.err and "it is tried again for 240 s" in said.err
-    assert sent(bucket) == ["2", "4", "6"]
-
-
-def test_a_checkpoint_that_is_not_in_the_bucket_is_not_said_to_be(bucket, file, begins, capsys, monkeypatch):
-    """The rows of its steps are sent before it, and could not be."""
-    monkeypatch.setattr(retrying, "PATIENCE_SECONDS", 0.2)
-    goes, comes = away(bucket)
-    begins(3, lambda: sent(bucket) == ["2"], goes, lambda: None, 0)
-    assert main(["train", str(file), "--run-dir", f"{bucket}/runs"]) == 75
-    said = capsys.readouterr()
-    assert re.search(r"Checkpoint 4 was not saved in .*\(those saved before are whole: 2\)", said.err + said.out)
-    comes()
-    assert main(["train", str(file), "--run-dir", f"{bucket}/runs"]) == 0
-    assert "resumed after step 2" in capsys.readouterr().out and sent(bucket) == ["2", "4", "6"]
-
-
-def sent(bucket):
-    names = Remote(f"{bucket}/runs/points/checkpoints").files()
-    return [name.split("/")[0] for name in names if name.count("/") == 1 and name.endswith(COMMITTED)]
+    assert f"mirror {bucket}/points: checkpoint 6 is fetched" in said.err and "resumed after step 6" in said.out

@@ -12,8 +12,7 @@ from tiny_runs import refused, rows, stopped_at, train
 from jdp.base import chips
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
-from jdp.foresight.timing.mfu import peak_flops, seconds_at_peak
-from jdp.foresight.timing.model_flops import model_flops
+from jdp.foresight.timing.model_flops import model_flops, peak_flops, seconds_at_peak
 from jdp.run.outputs.metrics import read
 from jdp.run.outputs.profiler import profiled_steps
 

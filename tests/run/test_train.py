@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from own_process import ROOT, start_python
@@ -12,7 +13,6 @@ from tiny_experiment import points_text, tables, write_points
 from tiny_runs import refused, rows, saved_steps, stopped_at, train
 
 import jdp
-from jdp.base.bucket import Remote
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.guard.flight_recorder import read_ranks
@@ -253,7 +253,7 @@ def test_ctrl_c_saves_and_leaves_cleanly(tmp_path):
 
 
 def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
-    """2 processes × 4 devices over Gloo, into storage: the losses of this process with its eight devices.
+    """2 processes × 4 devices over Gloo, mirrored in storage: the losses of this process with its eight devices.
 
     Bound: Gloo adds in another order than XLA's in-process all-reduce; see test_equivalence.
     """
@@ -262,21 +262,23 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     short += ["--train.eval_batches", "2", "--train.checkpoint_every", "2", "--sample.length", "2", "--json"]
     short += ["--train.export", "hf"]
     short += ["--data.length", "16", "--model.layers", "1", "--model.width", "64", "--model.heads", "2"]
-    launched = ["launch", "-n", "2", "--devices-per-process", "4", "--", quickstart, "--run-dir", bucket, *short]
+    launched = ["launch", "-n", "2", "--devices-per-process", "4", "--", quickstart, "--run-dir", tmp_path, *short]
+    launched += ["--train.mirror", f"{bucket}/quickstart"]
     process = start_python("-m", "jdp", *launched, cwd=tmp_path)
     assert main(["train", str(quickstart), "--run-dir", f"{tmp_path}/one", "--devices", "none", *short]) == 0
     one, two = json.loads(capsys.readouterr().out), json.loads(finish(process))
     assert (one["devices"], one["processes"]) == (8, 1)
     assert (two["devices"], two["processes"]) == (8, 2)
-    remote = Remote(f"{bucket}/quickstart")
-    files = [tmp_path / "one" / "quickstart" / "metrics.jsonl", tmp_path / "two"]
-    files[1].write_bytes(remote.read("metrics.jsonl"))
-    logged = [[row for row in read(file) if "loss" in row] for file in files]
+    run = tmp_path / "quickstart"
+    logged = [
+        [row for row in read(folder / "metrics.jsonl") if "loss" in row]
+        for folder in (tmp_path / "one" / "quickstart", run)
+    ]
     assert [row["step"] for row in logged[0]] == [row["step"] for row in logged[1]] == [1, 2, 3, 4, 5]
     assert [row["loss"] for row in logged[1]] == pytest.approx([row["loss"] for row in logged[0]], abs=5e-6)
     assert all("tokens_per_second" in row for row in logged[1][1:])
     assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)
-    commits = [name.split("/") for name in remote.files() if name.count("/") == 2 and "commit_s" in name]
-    assert sorted(int(step) for _, step, _ in commits) == [2, 4, 5]
-    assert json.loads(remote.read("export/jdp.json"))["step"] == 5 and "export/model.safetensors" in remote.files()
-    assert "flight/rank-00001.jsonl" in remote.files() and not (tmp_path / "s3:").exists()
+    fs, root = fsspec.core.url_to_fs(f"{bucket}/quickstart", use_listings_cache=False)
+    assert sorted(int(path.split("/")[-2]) for path in fs.glob(f"{root}/*/commit_success.txt")) == [2, 4, 5]
+    assert json.loads((run / "export" / "jdp.json").read_text())["step"] == 5
+    assert (run / "export" / "model.safetensors").exists() and (run / "flight" / "rank-00001.jsonl").exists()

@@ -43,10 +43,11 @@ def folder(tmp_path_factory):
 
 KINDS = {
     "text": (GPT, {"source": "a.txt"}),
-    "packed text": (GPT, {"source": "b.jsonl", "field": "body", "packing": "documents"}),
+    "packed text": (GPT, {"source": "hf:json:b.jsonl", "field": "body", "packing": "documents"}),
     "tokenized text": (GPT, {"source": "a.txt", "tokenizer": "tokenizer.json"}),
-    "mixture": (GPT, {"mixture": {"a": {"source": "a.txt"}, "b": {"source": "b.jsonl", "field": "body"}}}),
+    "mixture": (GPT, {"mixture": {"a": {"source": "a.txt"}, "b": {"source": "hf:json:b.jsonl", "field": "body"}}}),
     "tokens": (GPT, {"source": "tokens.npz"}),
+    "rows of ids": (GPT, {"source": "tokens.npz", "ids": "tokens", "packing": "documents"}),
     "a line of tokens": (GPT, {"source": "line.npz"}),
     "images": (RESNET, {"source": "digits"}),
     "fitted images": ({**VIT, "image_size": 4, "channels": 3}, {"source": "digits"}),
@@ -172,7 +173,7 @@ def test_a_model_that_does_not_fit_its_data_is_one_error_with_the_fix(folder, tm
 
 
 def test_a_corrupt_picture_is_one_error_that_names_it(tmp_path, capsys):
-    """Half of it never arrived. Of tables `data/test_image_tables.py` and `data/test_text_formats.py` hold it."""
+    """Half of it never arrived. Of rows `data/test_hub_images.py` holds it."""
     image = pytest.importorskip("PIL.Image")
     for number in range(24):
         file = tmp_path / "data" / ("cat", "dog")[number % 2] / f"{number:02d}.png"
@@ -181,7 +182,7 @@ def test_a_corrupt_picture_is_one_error_that_names_it(tmp_path, capsys):
     corrupt = tmp_path / "data" / "dog" / "05.png"
     corrupt.write_bytes(corrupt.read_bytes()[:60])
     table = {"name": "kind", "model": {**RESNET, "classes": 2}, "train": {"steps": 9, "batch_size": 16}}
-    (tmp_path / "corrupt.toml").write_text(entries(table | {"data": {"source": "data"}}))
+    (tmp_path / "corrupt.toml").write_text(entries(table | {"data": {"source": "hf:imagefolder:data"}}))
     error = refused(capsys, "train", tmp_path / "corrupt.toml", "--run-dir", tmp_path / "runs")
     line = error.splitlines()[-1]
     assert "images must be readable" in line and "dog/05.png" in line, error

@@ -6,20 +6,17 @@ is cut, missing or replaced are found. Files are checked and not arrays, so any 
 before the write are not found, nor intended changes of file and table: the hash is no signature.
 
 With several processes each hashes the arrays that it wrote, and process 0 the rest; each checks a share of the files.
-Large files also have hashes (64 bits) of their blocks, for processes that fetch parts of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
@@ -29,49 +26,11 @@ TABLE = "checksums.json"
 _PART = "checksums.process_"
 _FORMAT, _HASH = 1, "xxh3_128"
 _COMMIT = re.compile(rf"checksums {_HASH} ([0-9a-f]{{32}})\n")
-_WITHOUT = "Checkpoint commit was successful to "  # Orbax' own words: a version of jdp that made no checksums
 _THREADS = 4
-_LEAST_BLOCK, _MOST_BLOCKS = 1 << 16, 4096
 _READ = 1 << 20
 
 Files = dict[str, tuple[int, str]]
 """Path in the folder, with "/" -> size in bytes, hash."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The hashes of a large file's blocks, 16 letters each."""
-
-    file: int  # bytes
-    block: int  # bytes; the last may have less
-    hashes: str
-
-    def of(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
-        """Return the numbers of the blocks of which these ranges (offset, size) have a part."""
-        return sorted({i for at, size in ranges for i in range(at // self.block, -(-(at + size) // self.block))})
-
-    def changed(self, file: Path, numbers: Sequence[int]) -> list[int]:
-        """Return those of these blocks that a file lacks, or has with other bytes."""
-        with file.open("rb", buffering=0) as stream:
-            read = (os.pread(stream.fileno(), self.block, i * self.block) for i in numbers)
-            return [
-                i
-                for i, content in zip(numbers, read, strict=True)
-                if xxhash.xxh3_64_hexdigest(content) != self.hashes[16 * i : 16 * i + 16]
-            ]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a comparison.
-
-    Attributes:
-        status: "whole": as it was written; "damaged"; "unverified": it was saved without checksums.
-        problem: the first damaged file and its fault, such as "state/d/01 is missing"; else empty.
-    """
-
-    status: Literal["whole", "damaged", "unverified"]
-    problem: str = ""
 
 
 def write_part(folder: Path, process: int) -> None:
@@ -84,14 +43,12 @@ def write_part(folder: Path, process: int) -> None:
 def commit(folder: Path) -> None:
     """Write the table of all files, with the parts of the other processes, and the commit file after it."""
     parts = sorted((folder / "state").glob(f"{_PART}*"))
-    hashed: dict[str, tuple[int, str, int, str]] = {}
+    files: Files = {}
     for part in parts:
-        hashed |= json.loads(part.read_text())
-    rest = [file for file in _files(folder) if file not in parts and _name(folder, file) not in hashed]
-    hashed |= _hash_all(folder, rest)
-    files: Files = {name: (size, digest) for name, (size, digest, _, _) in hashed.items()}
-    blocks = {name: (block, hashes) for name, (_, _, block, hashes) in hashed.items() if hashes}
-    content = {"format": _FORMAT, "hash": _HASH, "files": files, "blocks": blocks}
+        files |= json.loads(part.read_text())
+    rest = [file for file in _files(folder) if file not in parts and _name(folder, file) not in files]
+    files |= _hash_all(folder, rest)
+    content = {"format": _FORMAT, "hash": _HASH, "files": files}
     table = json.dumps(content, sort_keys=True, indent=0).encode()
     (folder / TABLE).write_bytes(table)
     for part in parts:
@@ -103,44 +60,30 @@ def commit(folder: Path) -> None:
 
 def verify(
     folder: Path, wanted: Callable[[str], bool] = lambda name: True, *, process: int = 0, processes: int = 1
-) -> Verdict:
-    """Compare the files of a checkpoint with their checksums."""
+) -> str:
+    """Compare the files of a checkpoint with their checksums; return the first fault, "" if there is none.
+
+    A fault names its file, such as "state/d/01 is missing".
+    """
     try:
         committed = (folder / COMMITTED).read_bytes().decode(errors="replace")
     except OSError as error:
-        return _damaged(COMMITTED, error)
+        return _unread(COMMITTED, error)
     digest = _COMMIT.fullmatch(committed)
     if digest is None:
-        if committed.startswith(_WITHOUT) and not (folder / TABLE).exists():
-            return Verdict("unverified")
-        return Verdict("damaged", f"{COMMITTED} has changed")
+        return f"{COMMITTED} has changed"
     try:
         table = (folder / TABLE).read_bytes()
     except OSError as error:
-        return _damaged(TABLE, error)
+        return _unread(TABLE, error)
     if xxhash.xxh3_128_hexdigest(table) != digest[1]:
-        return Verdict("damaged", f"{TABLE} has changed")
+        return f"{TABLE} has changed"
     files = _parsed(table)
     if files is None:
-        return Verdict("damaged", f"{TABLE} is not a table of checksums, format {_FORMAT}")
+        return f"{TABLE} is not a table of checksums, format {_FORMAT}"
     names = sorted(filter(wanted, files), key=lambda name: (-files[name][0], name))[process::processes]
     with ThreadPoolExecutor(_THREADS) as pool:  # the first damaged file ends it
-        problem = next(filter(None, pool.map(lambda name: _problem(folder, name, *files[name]), names)), "")
-    return Verdict("damaged", problem) if problem else Verdict("whole")
-
-
-def block_table(folder: Path) -> dict[str, Blocks]:
-    """Return the blocks of the large files; {} if they have none, as an older version saved them, or are damaged."""
-    try:
-        table = (folder / TABLE).read_bytes()
-        files, blocks = _parsed(table) or {}, json.loads(table).get("blocks", {})
-        found = {name: Blocks(files[name][0], int(block), str(hashes)) for name, (block, hashes) in blocks.items()}
-        is_whole = all(
-            each.block > 0 and len(each.hashes) == 16 * -(-each.file // each.block) for each in found.values()
-        )
-        return found if is_whole else {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+        return next(filter(None, pool.map(lambda name: _problem(folder, name, *files[name]), names)), "")
 
 
 def is_part(folder: Path) -> bool:
@@ -148,7 +91,7 @@ def is_part(folder: Path) -> bool:
     try:
         files = _parsed((folder / TABLE).read_bytes())
     except OSError:
-        return (folder / COMMITTED).is_file() and verify(folder, lambda name: False).status == "damaged"
+        return (folder / COMMITTED).is_file()
     return files is not None and not all((folder / name).exists() for name in files)
 
 
@@ -163,14 +106,14 @@ def _problem(folder: Path, name: str, size: int, digest: str) -> str:
             return f"{name} is not a file"
         if found.st_size != size:
             return f"{name} has {found.st_size:,} bytes of {size:,}"
-        return "" if _hashed(file)[:2] == (size, digest) else f"{name} has changed"
+        return "" if _hashed(file) == (size, digest) else f"{name} has changed"
     except OSError as error:
-        return _damaged(name, error).problem
+        return _unread(name, error)
 
 
-def _damaged(name: str, error: OSError) -> Verdict:
+def _unread(name: str, error: OSError) -> str:
     missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-    return Verdict("damaged", f"{name} {'is missing' if missing else f'cannot be read ({error.strerror})'}")
+    return f"{name} {'is missing' if missing else f'cannot be read ({error.strerror})'}"
 
 
 def _parsed(table: bytes) -> Files | None:
@@ -187,39 +130,18 @@ def _parsed(table: bytes) -> Files | None:
     return files if not any(PurePosixPath(name).is_absolute() or "\0" in name for name in files) else None
 
 
-def _hash_all(folder: Path, files: list[Path]) -> dict[str, tuple[int, str, int, str]]:
-    """Return the size and the hash of each file, and the size and the hashes of its blocks."""
-    hashed: dict[str, tuple[int, str, int, str]] = {}
-    for file in files:
-        block, blocks = _block(file.stat().st_size), list[str]()
-        size, digest = _hashed(file, block, blocks)
-        hashed[_name(folder, file)] = (size, digest, block, "".join(blocks) if len(blocks) > 1 else "")
-    return hashed
+def _hash_all(folder: Path, files: list[Path]) -> Files:
+    return {_name(folder, file): _hashed(file) for file in files}
 
 
-def _block(size: int) -> int:
-    """Return the size of the blocks of a file: a power of two, so that there are not too many."""
-    return max(_LEAST_BLOCK, 1 << (max(size - 1, 0) // _MOST_BLOCKS).bit_length())
-
-
-def _hashed(file: Path, block: int = _READ, blocks: list[str] | None = None) -> tuple[int, str]:
-    """Return the size and the hash of a file; append the hashes of its blocks."""
-    hasher, buffer, size = xxhash.xxh3_128(), memoryview(bytearray(block)), 0
+def _hashed(file: Path) -> tuple[int, str]:
+    """Return the size and the hash of a file."""
+    hasher, buffer, size = xxhash.xxh3_128(), memoryview(bytearray(_READ)), 0
     with file.open("rb", buffering=0) as stream:
-        while count := _filled(stream, buffer):
+        while count := stream.readinto(buffer):
             hasher.update(buffer[:count])
             size += count
-            if blocks is not None:
-                blocks.append(xxhash.xxh3_64_hexdigest(buffer[:count]))
     return size, hasher.hexdigest()
-
-
-def _filled(stream: Any, buffer: memoryview) -> int:
-    """Read until a buffer is full or the file ends; return the bytes read."""
-    done = 0
-    while done < len(buffer) and (count := stream.readinto(buffer[done:])):
-        done += count
-    return done
 
 
 def _files(path: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,22 +76,13 @@ class _Hashed:
             future.cancel()
 
 
-def open_manager(
-    directory: Path, handlers: dict[str, Any], kept: Any, score: Any, committed: Callable[[Path], None] | None
-) -> ocp.CheckpointManager:
-    """Return Orbax' manager of a directory; `committed` is called with the folder of each checkpoint written."""
-
-    class Committed(CommittedWithChecksums):
-        async def finalize(self) -> None:
-            await super().finalize()
-            if committed is not None and self._checkpoint_metadata_store is not None:
-                await asyncio.to_thread(committed, Path(self.get()))
-
+def open_manager(directory: Path, handlers: dict[str, Any], kept: Any, score: Any) -> ocp.CheckpointManager:
+    """Return Orbax' manager of a directory."""
     options = ocp.CheckpointManagerOptions(
         preservation_policy=kept,
         best_fn=score,
         atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
-        temporary_path_class=Committed,
+        temporary_path_class=CommittedWithChecksums,
         multiprocessing_options=multiprocessing_options(),
         create=False,
     )

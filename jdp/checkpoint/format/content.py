@@ -7,39 +7,31 @@ A checkpoint is a folder with three items:
 - `record`: any small JSON object.
 
 It holds nothing of meshes, strategies or processes, nor of the kinds of containers. Reading takes a target, whose
-leaves give the path, shape, dtype and sharding of each array; only those are read into memory. Reading has four phases:
+leaves give the path, shape, dtype and sharding of each array; only those are read into memory. A `Source` reads: the
+folder of a checkpoint (`stored`), or the copies in the hosts' memory. Reading has three phases:
 
-1. Compare the small files with their checksums, then the table with the target, leaf by leaf.
-2. Compare the files of the arrays with their checksums; from a bucket, fetch and compare the blocks that are needed.
-3. Read the arrays.
-4. Put them into the target's tree.
+1. Compare the table with the target, leaf by leaf.
+2. Read the arrays.
+3. Put them into the target's tree.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jdp.base.bucket import RemoteError
-from jdp.base.notices import warn
 from jdp.base.tree_paths import matches
-from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
-from jdp.checkpoint.format import checksums, committing
-from jdp.checkpoint.format.arrays import fits, ranges, read_arrays
-from jdp.checkpoint.format.checksums import COMMITTED
-from jdp.checkpoint.format.chunk_table import Chunks, InMemory, Partial, Range, Source, chunk_table
-from jdp.checkpoint.format.committing import METADATA
-from jdp.checkpoint.format.padding import at_rest_as, converting, described_flat, flat_leaves, own_shape, stored_flat
-from jdp.checkpoint.format.sync_state import PREFIX, Read, read_optimizer_state, read_sync
+from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.format import committing
+from jdp.checkpoint.format.padding import Read, converting, described_flat, flat_leaves, own_shape, stored_flat
 from jdp.checkpoint.format.trees import (
     Content,
     check_kept,
@@ -51,7 +43,6 @@ from jdp.checkpoint.format.trees import (
     text_of,
     to_json,
 )
-from jdp.core.cluster.barrier import from_every_process
 from jdp.core.sharding.padded import Flat
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
@@ -59,18 +50,30 @@ from jdp.core.types import PyTree
 FORMAT = 1
 FORMAT_FLAT = 2
 """Of a checkpoint in which leaves are stored flat and padded, which a reader of format 1 does not know."""
-_ARRAYS = "state/"
 _FOR_INFERENCE = ("params", "model_state")
-_HOURS = 4 * 3600.0  # a share of the largest checkpoints takes longer to read than processes wait elsewhere
 
 
-def item_handlers() -> dict[str, Any]:
-    """Return Orbax' handler of each item."""
-    return {
-        "state": committing.array_handler(),
-        "leaves": ocp.JsonCheckpointHandler(),
-        "record": ocp.JsonCheckpointHandler(),
-    }
+class Source(Protocol):
+    """A checkpoint to read. Every process calls each method.
+
+    Attributes:
+        folder: where it is, for messages.
+    """
+
+    @property
+    def folder(self) -> Path: ...
+
+    def table(self) -> dict[str, Any]:
+        """Return the verified table of its leaves."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """Return the JSON object that was saved beside the arrays."""
+        ...
+
+    def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Verify and read stored arrays onto leaves in `stored_form` that have elements, by path."""
+        ...
 
 
 def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
@@ -100,11 +103,6 @@ def arrays_and_table(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}, table
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return True if `folder` holds a checkpoint that was written to its end."""
-    return (folder / COMMITTED).is_file() and (folder / "leaves").is_dir() and (folder / "state").is_dir()
-
-
 def read_state(source: Source, target: Any) -> Any:
     """Read a complete state, or any other tree, each leaf onto the sharding of `target`'s."""
     folder = source.folder
@@ -112,13 +110,8 @@ def read_state(source: Source, target: Any) -> Any:
     wanted, (saved, stored) = content.leaves, _read_table(source)
     _check_kind(saved, content.fields, folder)
     flat = flat_leaves(target, wanted)
-    read, saved_at_rest = _reader(source, stored, flat), at_rest_as(saved, flat)
-    converted = read_optimizer_state(saved_at_rest, wanted, read, str(folder))
-    (sync, own), (_, saved), (saved_sync, _) = map(_split_sync, (wanted, saved, saved_at_rest))
-    described = _describe(own, flat)
-    _check_match({**saved, **{path: described[path] for path in converted}}, described, folder)
-    arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
-    arrays |= read_sync(saved_sync, sync, read, str(folder))
+    _check_match(saved, _describe(wanted, flat), folder)
+    arrays = _reader(source, stored, flat)(wanted)
     given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
     return content.filled(given)
 
@@ -131,12 +124,6 @@ def _as_given(leaf: Any, array: jax.Array) -> Any:
             return jax.random.wrap_key_data(words, impl=_key_impl(leaf))
         return jax.numpy.asarray(np.asarray(array))
     return array
-
-
-def _split_sync(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the leaves of `TrainState.sync`, and the others."""
-    sync = {path: leaf for path, leaf in leaves.items() if path.startswith(PREFIX)}
-    return sync, {path: leaf for path, leaf in leaves.items() if path not in sync}
 
 
 def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()) -> PyTree:
@@ -161,161 +148,33 @@ def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), 
     return replace(target, **filled) if is_state else filled["params"]
 
 
-def read_record(source: Source) -> dict[str, Any]:
-    """Read the JSON object that was saved beside the arrays, which reading the state has verified."""
-    folder, fix, _, memory = source
-    if memory is not None:
-        return dict(memory.record)
-    return _require_object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
-
-
-def check_metrics(folder: Path) -> None:
-    """Check the metrics beside a checkpoint."""
-    found = checksums.verify(folder, lambda name: name == METADATA or name.startswith("metrics/"))
-    if found.status == "damaged":
-        raise DamagedError(f"{folder} is damaged: {found.problem}. Move it away.", found.problem)
-    file = folder / "metrics" / "metrics"
-    try:
-        metrics = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError):
-        metrics = None
-    if not isinstance(metrics, dict) or not all(x is None or isinstance(x, int | float) for x in metrics.values()):
-        raise DamagedError(
-            f"{file} is damaged: it must be a JSON object of numbers. Remove that file: the checkpoint is then one "
-            "without metrics.",
-            "metrics/metrics is no JSON object of numbers",
-        )
-
-
 def _read_table(source: Source) -> tuple[dict[str, str], dict[str, Flat]]:
-    """Verify the small files; read the table, path -> "float32[4, 8]", and the leaves stored flat and padded."""
-    folder, fix, _, memory = source
-    if memory is not None:
-        return dict(memory.table["leaves"]), stored_flat(memory.table)
-    _require_verified(folder, fix, lambda name: not name.startswith(_ARRAYS))
-    table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
+    """Read the table, path -> "float32[4, 8]", and the leaves stored flat and padded."""
+    table = source.table()
     if table.get("format") not in (FORMAT, FORMAT_FLAT):
         raise CheckpointError(
-            f"{folder} was written by another version of jdp, in format {table.get('format')}; this one reads formats "
-            f"{FORMAT} and {FORMAT_FLAT}. Restore it with the version that wrote it."
+            f"{source.folder} was written by another version of jdp, in format {table.get('format')}; this one reads "
+            f"formats {FORMAT} and {FORMAT_FLAT}. Restore it with the version that wrote it."
         )
-    return _require_object(table.get("leaves"), folder / "leaves", fix), stored_flat(table)
-
-
-def _require_verified(folder: Path, fix: str, wanted: Callable[[str], bool], *, alone: bool = False) -> None:
-    """Check that files of a checkpoint are as they were saved; one without checksums is accepted, and reported.
-
-    Every process calls this, and all raise the same error. Each reads a share of the files; with `alone` all.
-    """
-    share = (0, 1) if alone else (jax.process_index(), jax.process_count())
-    found = checksums.verify(folder, wanted, process=share[0], processes=share[1])
-    if found.status == "unverified":
-        warn(
-            f"{folder} has no checksums, as a version of jdp before these saved it: if its files have changed since, "
-            "that may go unseen"
-        )
-    _raise_together(folder, fix, found.problem)
-
-
-def _raise_together(folder: Path, fix: str, problem: str, failed: Exception | None = None) -> None:
-    """Raise DamagedError on every process if one has found a problem, RemoteError if the bucket has `failed` one."""
-    own = json.dumps([problem, "" if failed is None else str(failed)])
-    for text in from_every_process("the checksums of a checkpoint", own, seconds=_HOURS):
-        damage, failure = json.loads(text)
-        if damage:
-            raise DamagedError(f"{folder} is damaged: {damage}. {fix}.", damage)
-        if failure:
-            raise RemoteError(failure)
-
-
-def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        problem = f"{file.name} has no JSON object"
-        raise DamagedError(f"{file} is damaged: a JSON object is missing. {fix}.", problem)
-    return value
+    return dict(table["leaves"]), stored_flat(table)
 
 
 def _reader(source: Source, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
-    """Return the function that reads arrays of a checkpoint; it first verifies the files of all of them.
-
-    Of files that are fetched in parts, and of a state in memory, it verifies the parts that it needs.
-    """
-    folder, fix, partial, memory = source
-    if memory is not None:
-        return converting(lambda wanted: _read_memory(source, memory, wanted), stored, flat)
-    tables: list[Mapping[str, Chunks]] = []
-    apart = {} if partial is None else partial.files
-
-    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
-        if not tables:
-            _require_verified(
-                folder, fix, lambda name: name.startswith(_ARRAYS) and name not in apart, alone=partial is not None
-            )
-            if partial is None:
-                with reading(str(folder), fix):
-                    tables.append(chunk_table(folder / _ARRAYS))
-        if partial is not None:
-            _fetch_parts(folder, fix, partial, wanted, tables)
-        return _read_arrays(folder, wanted, fix, tables[0])
-
-    return converting(read, stored, flat)
+    """Return the function that reads arrays of a checkpoint."""
+    return converting(lambda wanted: _read_arrays(source, wanted), stored, flat)
 
 
-def _read_memory(source: Source, memory: InMemory, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    some = {path: stored_form(leaf, path) for path, leaf in wanted.items() if leaf.size}
-    if problem := memory.fetch(ranges(memory.chunks, some)):
-        raise DamagedError(f"The state in memory is damaged: {problem}. {source.fix}.", problem)
-    return _read_arrays(source.folder, wanted, source.fix, memory.at_hand)
-
-
-def _fetch_parts(
-    folder: Path, fix: str, partial: Partial, wanted: Mapping[str, Any], tables: list[Mapping[str, Chunks]]
-) -> None:
-    """Fetch the ranges of the arrays of these paths. Every process calls this, and all raise the same error."""
-    failed = None
-    try:
-        with reading(str(folder), fix):
-            if not tables:
-                tables.append(chunk_table(folder / _ARRAYS, partial.fetch))
-            some = {path: stored_form(leaf, path) for path, leaf in wanted.items() if leaf.size}
-            if all(fits(tables[0].get(path), leaf) for path, leaf in some.items()):
-                partial.fetch(ranges(tables[0], some))
-            else:  # Orbax reads them
-                partial.fetch(Range(name.removeprefix(_ARRAYS), 0, size) for name, size in partial.files.items())
-    except (DamagedError, RemoteError) as error:
-        failed = error
-    _raise_together(folder, fix, failed.problem if isinstance(failed, DamagedError) else "", failed)
-
-
-def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str, chunks: Mapping[str, Chunks]) -> dict[str, Any]:
-    """Read the arrays of these paths onto the shardings of these leaves; those without elements are not stored.
-
-    Orbax reads those of which the bytes are not those of the elements: compressed ones, of old checkpoints.
-    """
+def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the arrays of these paths onto the shardings of these leaves; those without elements are not stored."""
     shapes = {path: stored_form(leaf, path) for path, leaf in wanted.items()}
     arrays: dict[str, Any] = {
         path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
         for path, x in shapes.items()
         if not x.size
     }
-    some = {path: x for path, x in shapes.items() if x.size}
-    plain = {path: x for path, x in some.items() if fits(chunks.get(path), x)}
-    with reading(str(folder), fix):
-        arrays |= read_arrays(folder / _ARRAYS, chunks, plain)
-    if others := {path: x for path, x in some.items() if path not in plain}:
-        onto = ocp.checkpoint_utils.construct_restore_args(others)
-        arguments = ocp.args.PyTreeRestore(others, restore_args=onto, partial_restore=True)
-        arrays |= _restore(folder, fix, state=arguments)["state"]
+    arrays |= source.arrays({path: x for path, x in shapes.items() if x.size})
     keys = {path: leaf for path, leaf in wanted.items() if _is_key(leaf)}
     return arrays | {path: jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf)) for path, leaf in keys.items()}
-
-
-def _restore(folder: Path, fix: str, **items: Any) -> Any:
-    handler, meeting = ocp.CompositeCheckpointHandler(**item_handlers()), committing.multiprocessing_options()
-    with reading(str(folder), fix), ocp.Checkpointer(handler, multiprocessing_options=meeting) as reader:
-        return reader.restore(folder, args=ocp.args.Composite(**items))
 
 
 def stored_form(leaf: Any, path: str) -> Any:

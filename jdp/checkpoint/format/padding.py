@@ -7,51 +7,32 @@ one is read completely, a few leaves at a time, and converted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.checkpoint.format.sync_state import Read
-from jdp.checkpoint.format.trees import parsed_text, text_of
 from jdp.core.sharding.padded import Change, Flat
 from jdp.core.state import TrainState, changed
 
+Read = Callable[[Mapping[str, Any]], dict[str, Any]]
+
 AT_ONCE = 2**30
 """Bytes of leaves that every device holds completely while they are converted; one leaf may be larger."""
-_LIKE_PARAMETERS = ("sync/mean_error/", "sync/momentum/")
 
 
 def flat_leaves(tree: Any, paths: Mapping[str, Any]) -> dict[str, Flat]:
     """Return path -> form of the leaves of a state that are flat and padded; {} for any other tree."""
     if not isinstance(tree, TrainState) or not tree.static.flat:
         return {}
-    own = dict(tree.static.flat)
-    for path in paths:
-        for prefix in _LIKE_PARAMETERS:
-            if path.startswith(prefix) and (flat := own.get(f"params/{path.removeprefix(prefix)}")):
-                own[path] = flat
-    return {path: flat for path, flat in own.items() if path in paths}
+    return {path: flat for path, flat in tree.static.flat if path in paths}
 
 
 def own_shape(shape: tuple[int, ...], flat: Flat | None) -> tuple[int, ...]:
     """Return the shape of a leaf before it was flat; it may have other dimensions in front."""
     return shape if flat is None else (*shape[: len(shape) - len(flat.at_rest)], *flat.shape)
-
-
-def at_rest_as(saved: Mapping[str, str], flat: Mapping[str, Flat]) -> dict[str, str]:
-    """Return the table of a checkpoint, path -> "float32[4, 8]", in the shapes of a target's leaves at rest."""
-
-    def converted(path: str, kind: str) -> str:
-        dtype, shape = parsed_text(kind)
-        own = flat.get(path)
-        if own is None or shape[len(shape) - len(own.shape) :] != own.shape:
-            return kind
-        return text_of(dtype, (*shape[: len(shape) - len(own.shape)], *own.at_rest))
-
-    return {path: converted(path, kind) for path, kind in saved.items()}
 
 
 def stored_flat(table: Mapping[str, Any]) -> dict[str, Flat]:

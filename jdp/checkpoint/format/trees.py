@@ -12,15 +12,15 @@ import jax
 import numpy as np
 
 from jdp.base.notices import warn
-from jdp.base.numbers import is_integer
 from jdp.base.tree_paths import check_keys, matches, path_of
+from jdp.base.words import is_integer
 from jdp.checkpoint.errors import CheckpointError
 from jdp.core import flax_nnx
 from jdp.core.batch import check_state
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
-_FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped", "sync")
+_FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped")
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,6 @@ def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
 def text_of(dtype: Any, shape: Sequence[int]) -> str:
     """Return the dtype and shape of a leaf as a checkpoint's table has them: "float32[4, 8]"."""
     return f"{dtype}{list(shape)}"
-
-
-def parsed_text(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape of an entry of a checkpoint's table."""
-    dtype, _, shape = text.rpartition("[")
-    return dtype, tuple(int(size) for size in shape.rstrip("]").split(",") if size.strip())
 
 
 def fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:

@@ -2,8 +2,8 @@
 
 copies         the copies of a run: saved every few steps, found at the next start
 layout         which process writes which part of an array, and which parts a neighbour keeps too
-neighbour      sends parts to the next host, over the devices' links
 generation     one process' parts of one step: a file in memory, and its index, which commits it
 host           the folder in a host's memory, what it may hold, and what killed runs left there
-exchange       reads a generation: parts of this host from its memory, others from the hosts that have them
+exchange       sends parts to the next host; reads a generation: parts of this host from its memory, others from the
+               hosts that have them
 """

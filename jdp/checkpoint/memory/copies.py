@@ -27,19 +27,17 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jdp.base.bucket import Remote
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import warn
-from jdp.base.numbers import is_integer
 from jdp.base.progress_file import note_progress
+from jdp.base.words import is_integer
 from jdp.checkpoint.errors import CheckpointError, DamagedError
-from jdp.checkpoint.format.chunk_table import Source
+from jdp.checkpoint.format.content import Source
 from jdp.checkpoint.memory import host
-from jdp.checkpoint.memory.exchange import Generation, decoded, encoded
+from jdp.checkpoint.memory.exchange import Generation, decoded, encoded, received
 from jdp.checkpoint.memory.generation import Key, Slot, head, of, slots
 from jdp.checkpoint.memory.host import RunFolder
 from jdp.checkpoint.memory.layout import Layout, layout
-from jdp.checkpoint.memory.neighbour import received
 from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.sharding.host_memory import is_on_host, to_host
 
@@ -58,8 +56,8 @@ def check_every(steps: int) -> None:
 class MemoryCopies:
     """The copies in memory of the run whose checkpoints are in a directory. Every process makes one, together."""
 
-    def __init__(self, directory: Path, remote: Remote | None, every: int) -> None:
-        self._directory, self._remote, self._every = directory, remote, every
+    def __init__(self, directory: Path, every: int) -> None:
+        self._directory, self._every = directory, every
         said = from_every_process("which processes share a host", _together("the hosts' memory", host.token))
         self._hosts = [said.index(each) for each in said]  # for each process the first one of its host
         self._visit = from_first_process("the name of this visit", host.new_name())
@@ -96,7 +94,7 @@ class MemoryCopies:
             key = max(self._found)
             generation = self._generation(key)
             try:
-                value = read(Source(generation.folder, "Restore a checkpoint from storage", memory=generation))
+                value = read(generation)
             except DamagedError as error:
                 del self._found[key]
                 warn(f"step {key[0]} in the hosts' memory is damaged ({error.problem}), and is left out")
@@ -127,8 +125,6 @@ class MemoryCopies:
             return False
         if self._written is not None:  # it is complete now
             self._protected = self._written
-            if jax.process_index() == 0:
-                note_progress(self._written[0])
         self.forget_after(step - 1)
         if self._folder is None:
             self._open(from_first_process("the name of the run in memory", self._named()))
@@ -150,6 +146,9 @@ class MemoryCopies:
             common = head(self._written, table, record, plan.grids, plan.total)
             numbers = [number for _, number, _ in (*own, *kept)]
             self._committing = self._worker.submit(slot.commit, common, numbers, parts)
+            self._committing.add_done_callback(lambda done: done.exception() or note_progress(step))
+        else:
+            note_progress(step)
         return True
 
     def _wait(self) -> str:
@@ -229,23 +228,22 @@ class MemoryCopies:
         """
         if jax.process_index():
             return ""
-        name = self._name_in(self._directory) if self._remote is None else (self._remote.read(host.RUN_ID) or b"")
-        name = name.decode(errors="replace")
+        name = self._name_in(self._directory)
         if not host.is_name(name):
             return ""
         other = host.checkpoints_of(name)
         is_other = other not in ("", self._place) and not _is_same(Path(other), self._directory)
-        return "" if is_other and self._name_in(Path(other)).decode(errors="replace") == name else name
+        return "" if is_other and self._name_in(Path(other)) == name else name
 
     @staticmethod
-    def _name_in(directory: Path) -> bytes:
+    def _name_in(directory: Path) -> str:
         file = directory / host.RUN_ID
-        return file.read_bytes() if file.is_file() else b""
+        return file.read_bytes().decode(errors="replace") if file.is_file() else ""
 
     @property
     def _place(self) -> str:
         """The run's checkpoints, as its folders in memory name them."""
-        return self._remote.address if self._remote else str(self._directory.absolute())
+        return str(self._directory.absolute())
 
     def _named(self) -> str:
         """Return the same, and give it one if it has none."""
@@ -253,10 +251,7 @@ class MemoryCopies:
         if jax.process_index() or known:
             return known
         name = host.new_name()
-        if self._remote is not None:
-            self._remote.write(host.RUN_ID, name.encode())
-        else:
-            (self._directory / host.RUN_ID).write_text(name, encoding="ascii")
+        (self._directory / host.RUN_ID).write_text(name, encoding="ascii")
         return name
 
     def _open(self, name: str) -> None:

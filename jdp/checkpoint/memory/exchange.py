@@ -3,17 +3,21 @@
 1. Each process verifies the parts of this host that it needs, and publishes the numbers of those that it lacks.
 2. For each part that anyone lacks, one process of a host that has it puts the bytes into its buffer.
 3. The devices add up the buffers of all processes: at each byte all but one are zero.
+
+`read_parts` puts parts of any grid onto the shards of any sharding; `received` sends each device's parts to a device of
+the next host.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
+import itertools
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +25,84 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.checkpoint.format.chunk_table import Chunks, Range
+from jdp.checkpoint.errors import DamagedError
 from jdp.checkpoint.memory.generation import Index, Part
+from jdp.checkpoint.memory.layout import Grid
 from jdp.core.cluster.barrier import from_every_process
+from jdp.core.sharding.host_memory import on_device
+from jdp.core.sharding.mesh import tracing_on
+
+_ALIGNED = 64
+"""Arrays that begin at a multiple of this many bytes are not copied by a CPU device."""
+_Box = tuple[tuple[int, int], ...]
+"""Of each dimension the first index, and the one after the last."""
+_Slices = tuple[slice, ...]
+
+
+def part_numbers(grid: Grid, leaf: Any) -> set[int]:
+    """Return the numbers of the parts that the shards of a leaf in this process need."""
+    return {number for box in _boxes(leaf) for number, _, _ in _overlaps(grid, box)}
+
+
+def assembled(grid: Grid, leaf: Any, parts: Mapping[int, np.ndarray]) -> Any:
+    """Return the array of these parts (number -> bytes) with the sharding of a leaf; for a NumPy array, one."""
+    shape, shards = tuple(leaf.shape), _memory(_boxes(leaf), np.dtype(leaf.dtype))
+    for box, shard in shards.items():
+        for number, inside, onto in _overlaps(grid, box):
+            shard[onto] = parts[number].view(leaf.dtype).reshape(grid.chunk)[inside]
+    if isinstance(leaf, np.ndarray):
+        return next(iter(shards.values()))
+    return jax.make_array_from_callback(
+        shape, leaf.sharding, lambda index: shards[_box(index or (), shape)], dtype=leaf.dtype
+    )
+
+
+def _memory(boxes: Sequence[_Box], dtype: np.dtype) -> dict[_Box, np.ndarray]:
+    """Return memory without values for each shard: together, as its pages may then be large; aligned, so not copied."""
+    shapes = [[stop - start for start, stop in box] for box in boxes]
+    ends = list(itertools.accumulate(-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for shape in shapes))
+    raw = np.empty(ends[-1] + _ALIGNED, np.uint8)
+    raw = raw[-raw.ctypes.data % _ALIGNED :]
+    return {
+        box: raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        for box, begin, shape in zip(boxes, [0, *ends], shapes, strict=False)
+    }
+
+
+def _boxes(leaf: Any) -> list[_Box]:
+    """Return the distinct shards of this process; of a NumPy array, all of it."""
+    shape = tuple(leaf.shape)
+    if isinstance(leaf, np.ndarray):
+        return [tuple((0, size) for size in shape)]
+    return sorted({_box(index, shape) for index in leaf.sharding.addressable_devices_indices_map(shape).values()})
+
+
+def _box(index: _Slices, shape: tuple[int, ...]) -> _Box:
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+
+
+def _overlaps(grid: Grid, box: _Box) -> Iterator[tuple[int, _Slices, _Slices]]:
+    """Yield the parts that a box overlaps: their numbers, and where the overlap is in the part and in the box."""
+    steps = [range(start // size, -(-stop // size)) for (start, stop), size in zip(box, grid.chunk, strict=True)]
+    for place in itertools.product(*steps):
+        begins = [i * size for i, size in zip(place, grid.chunk, strict=True)]
+        spans = [
+            (max(start, begin), min(stop, begin + size))
+            for (start, stop), begin, size in zip(box, begins, grid.chunk, strict=True)
+        ]
+        inside = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(spans, begins, strict=True))
+        onto = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, box, strict=True))
+        yield grid.number(tuple(slice(begin, None) for begin in begins)), inside, onto
+
 
 _AT_ONCE = 2**26
 """Bytes that the devices add up at once."""
 _THREADS = 4
-_HERE = "part "
 
 
 @dataclass
 class Generation:
-    """A generation that is complete on all hosts together, read by all processes together.
+    """A generation that is complete on all hosts together, as a `content.Source`.
 
     Attributes:
         index: the index of one process, for what all have alike.
@@ -49,48 +118,26 @@ class Generation:
     fetched: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
     from_others: int = 0  # bytes
 
-    @property
-    def table(self) -> Mapping[str, Any]:
-        """The leaves, as a checkpoint's table has them."""
-        return self.index.table
+    def table(self) -> dict[str, Any]:
+        """Return the table of leaves, as a checkpoint has it."""
+        return dict(self.index.table)
 
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """What was saved beside the state."""
-        return self.index.record
+    def record(self) -> dict[str, Any]:
+        """Return the JSON object that was saved beside the state."""
+        return dict(self.index.record)
 
-    @property
-    def chunks(self) -> Mapping[str, Chunks]:
-        """The arrays as those of a checkpoint: each chunk is a range of the part with its number."""
-        return self._chunks
+    def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Fetch the parts of these arrays, and read them onto the leaves. Raises DamagedError on every process."""
+        grids = self.index.grids
+        needed = {number for path, leaf in wanted.items() for number in part_numbers(grids[path], leaf)}
+        if problem := self._fetch(sorted(needed - self.fetched.keys())):
+            raise DamagedError(f"The state in memory is damaged: {problem}.", problem)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            read = pool.map(lambda path: assembled(grids[path], wanted[path], self.fetched), wanted)
+            return dict(zip(wanted, read, strict=True))
 
-    @cached_property
-    def _chunks(self) -> dict[str, Chunks]:
-        return {
-            path: Chunks(
-                grid.shape,
-                np.dtype(grid.dtype),
-                grid.chunk,
-                {name: Range(f"{_HERE}{grid.first + i}", 0, grid.part_bytes) for i, name in enumerate(grid.names())},
-            )
-            for path, grid in self.index.grids.items()
-        }
-
-    @property
-    def at_hand(self) -> Mapping[str, Chunks]:
-        """The same, with the bytes of the parts that were fetched."""
-        return {
-            path: Chunks(each.shape, each.dtype, each.chunk, {name: self._known(r) for name, r in each.ranges.items()})
-            for path, each in self.chunks.items()
-        }
-
-    def _known(self, found: Range) -> Range:
-        content = self.fetched.get(_number(found))
-        return found if content is None else Range("", 0, found.size, content.data)
-
-    def fetch(self, wanted: Iterable[Range]) -> str:
-        """Fetch the parts of these ranges; return "", or which part is damaged. Every process calls this."""
-        needed = sorted({_number(each) for each in wanted} - self.fetched.keys())
+    def _fetch(self, needed: Sequence[int]) -> str:
+        """Fetch these parts; return "", or which part is damaged. Every process calls this."""
         problem = self._verify([number for number in needed if number in self.parts])
         lacking = [number for number in needed if number not in self.parts]
         for said in from_every_process(
@@ -149,10 +196,6 @@ def decoded(text: str, total: int) -> np.ndarray:
     return np.unpackbits(bits)[:total].astype(bool)
 
 
-def _number(found: Range) -> int:
-    return int(found.file.removeprefix(_HERE))
-
-
 def _sizes(index: Index, numbers: Sequence[int]) -> dict[int, int]:
     """Return the bytes of these parts, in order."""
     firsts = np.array([grid.first for grid in index.grids.values()])
@@ -197,3 +240,41 @@ def _added(buffer: np.ndarray) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=1)
 def _sum(rows: jax.Array, onto: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(rows.sum(axis=0, dtype=np.uint32), onto)
+
+
+_RECEIVED_AT_ONCE = 2**28
+"""Bytes that a device receives at once; one part may be larger."""
+
+
+def received(
+    arrays: Mapping[str, Any], paths: Sequence[str], route: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield each of these arrays with its parts one host further: a device has what its source in `route` holds."""
+    some, held = list[str](), 0
+    for path in paths:
+        x = arrays[path]
+        size = x.addressable_shards[0].data.nbytes
+        if some and held + size > _RECEIVED_AT_ONCE:
+            yield from zip(some, _sent([arrays[each] for each in some], route), strict=True)
+            some, held = [], 0
+        some.append(path)
+        held += size
+    if some:
+        yield from zip(some, _sent([arrays[each] for each in some], route), strict=True)
+
+
+def _sent(arrays: Sequence[Any], route: tuple[tuple[int, int], ...]) -> Sequence[jax.Array]:
+    mesh = arrays[0].sharding.mesh
+    specs = tuple(x.sharding.spec for x in arrays)
+    with tracing_on(mesh):
+        return _permuted(on_device(tuple(arrays)), mesh, specs, route)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _permuted(
+    arrays: tuple[jax.Array, ...], mesh: Mesh, specs: tuple[PartitionSpec, ...], route: tuple[tuple[int, int], ...]
+) -> tuple[jax.Array, ...]:
+    def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.lax.ppermute(shard, mesh.axis_names, route) for shard in shards)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)(*arrays)

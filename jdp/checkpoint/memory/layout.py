@@ -7,7 +7,6 @@ replicas on other hosts, nothing is sent.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,12 +44,6 @@ class Grid:
         """Return the number of the part at these indices."""
         place = [(each.start or 0) // part for each, part in zip(index, self.chunk, strict=True)]
         return self.first + (int(np.ravel_multi_index(place, self.counts)) if place else 0)
-
-    def names(self) -> list[str]:
-        """Return the names of the parts as chunks of a checkpoint have them, in the order of their numbers: "0.1"."""
-        if not self.shape:
-            return ["0"]
-        return [".".join(map(str, place)) for place in itertools.product(*map(range, self.counts))]
 
 
 @dataclass(frozen=True)

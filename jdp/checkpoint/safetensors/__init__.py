@@ -4,5 +4,5 @@ files, names          the files and their index; which tensor of a file holds wh
 transfer              export and import, tensor by tensor
 hugging_face          Hugging Face's names; `families` the table of its model types
 hugging_face_config   the configuration beside their weights; `config_table` has JSON files and their keys by type
-peft                  LoRA's updates
+lora                  adds LoRA's updates to their kernels
 """

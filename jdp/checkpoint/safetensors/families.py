@@ -1,15 +1,12 @@
 """The model types of Hugging Face that `jdp.models.GPT` computes, each with the keys of its `config.json`: a table.
 
-| model_type  | differs from Llama in                             | keys of its own                                    |
-|-------------|---------------------------------------------------|----------------------------------------------------|
-| gpt2        | learned positions, layer norms, biases, gelu      | n_embd, n_layer, ...                               |
-| llama       |                                                   | rope_scaling of Llama 3.1                          |
-| mistral     | a window in all layers                            | sliding_window                                     |
-| qwen2       | biases of queries, keys and values                | use_sliding_window, max_window_layers, layer_types |
-| qwen3       | norms of query and key heads                      | as Qwen2                                           |
-| gemma       | scales 1 + weight, embedding × sqrt(width), geglu |                                                    |
-| gemma3_text | as Gemma; norms of query and key heads and after  | sliding_window, layer_types,                       |
-|             | each half; windows, with wavelengths of their own | rope_local_base_freq                               |
+| model_type | differs from Llama in                        | keys of its own                                    |
+|------------|----------------------------------------------|----------------------------------------------------|
+| gpt2       | learned positions, layer norms, biases, gelu | n_embd, n_layer, ...                               |
+| llama      |                                              | rope_scaling of Llama 3.1                          |
+| mistral    | a window in all layers                       | sliding_window                                     |
+| qwen2      | biases of queries, keys and values           | use_sliding_window, max_window_layers, layer_types |
+| qwen3      | norms of query and key heads                 | as Qwen2                                           |
 
 `Family.keys` are read into fields of `GPTConfig` and written from them. A key that is left out has the default of
 `transformers` (5.23). Values that a GPT cannot have are refused. So are unknown keys, unless they are empty or do not
@@ -32,9 +29,6 @@ _WINDOW_KEYS = {
     "": (),
     "always": ("sliding_window",),
     "flag": ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    "pattern": (
-        *("sliding_window", "sliding_window_pattern", "layer_types", "rope_local_base_freq", "query_pre_attn_scalar"),
-    ),
 }
 INERT = (
     *("_*", "*_token_id", "*_token_ids", "*dropout", "*_pdrop", "summary_*", "transformers*", "unsloth*", "output_*"),
@@ -44,8 +38,6 @@ INERT = (
 )
 """Patterns of keys that do not change the computation."""
 REFUSED = {
-    "gemma2": "it caps the scores of attention and the logits",
-    "gemma3": 'it reads images too; its text part alone has model_type "gemma3_text"',
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), "it chooses among experts"),
     "phi3": "it has queries, keys and values in one matrix",
 }
@@ -60,7 +52,7 @@ class Family:
         defaults: field -> the value for a file without its key. Its type is that of all values; None: a whole number.
         activations: word in the file -> activation; the first of several words is written.
         only: key -> the values that a GPT can have; the first is the default.
-        windows: which layers have a window: none (""), "always" all, with "flag" or by "pattern" those that keys say.
+        windows: which layers have a window: none (""), "always" all, with "flag" all if keys say so.
     """
 
     name: str  # as its authors write it
@@ -70,7 +62,7 @@ class Family:
     activations: Mapping[str, str]
     always: Mapping[str, object]  # fields that all its models have alike
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
-    windows: Literal["", "always", "flag", "pattern"] = ""
+    windows: Literal["", "always", "flag"] = ""
 
     @property
     def rotary(self) -> bool:
@@ -83,14 +75,10 @@ class Family:
             table.require(key, *allowed)
         found: dict[str, Any] = {name: self._read_field(table, key, name) for key, name in self.keys.items()}
         found |= self.always
-        if self.windows == "pattern":
-            head = found["head_dim"] or found["width"] // max(found["heads"], 1)
-            if table.number("query_pre_attn_scalar", 256.0) != head:
-                raise table.wrong("query_pre_attn_scalar", f"head_dim({head})", table.keys.get("query_pre_attn_scalar"))
         if self.windows:
-            found |= self._read_windows(table, found["layers"])
+            found["window"] = self._read_window(table, found["layers"])
         if self.rotary:
-            found |= self._read_rope(table, found["context"], local=found.get("window") is not None)
+            found |= _read_rope(table, found["context"])
         self._check_known(table)
         return found
 
@@ -112,48 +100,24 @@ class Family:
                     "model computes the same without it, remove it from the file; else take another model."
                 )
 
-    def _read_windows(self, table: Table, layers: int) -> dict[str, Any]:
-        """Return the window, and the layers without it."""
+    def _read_window(self, table: Table, layers: int) -> int | None:
+        """Return the window, which a GPT has in every layer or in none."""
         window = table.count_or_none("sliding_window", 4096)
-        if window is None or (self.windows == "flag" and not table.flag("use_sliding_window", False)):
-            return {"window": None, "global_every": None}
-        rule = "such that every layer has the window, or all but each second, third, ... one"
-        every = table.count("sliding_window_pattern", 6) if self.windows == "pattern" else None
-        if (kinds := table.keys.get("layer_types")) is not None and self.windows != "always":
-            among = ("sliding_attention", "full_attention")
-            if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in among for kind in kinds):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-                raise table.wrong("layer_types", f"a list of {layers} of {' or '.join(among)}", kinds)  # pyright: ignore[reportUnknownArgumentType]
-            every = kinds.index(among[1]) + 1 if among[1] in kinds else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            if every and kinds != [among[(n + 1) % every == 0] for n in range(layers)] and among[0] in kinds:
-                raise table.wrong("layer_types", rule, kinds)  # pyright: ignore[reportUnknownArgumentType]
-        elif self.windows == "flag" and (first := table.count("max_window_layers", 28)) > 0:  # those before have none
-            if first < layers:
-                raise table.wrong("max_window_layers", rule, first)
-            every = 1
-        every = every if every and every <= layers else None
-        if every == 1:
-            return {"window": None, "global_every": None}
-        return {"window": window, "global_every": every}
-
-    def _read_rope(self, table: Table, context: int, *, local: bool) -> dict[str, Any]:
-        """Return the rotary fields: newer files have all in rope_parameters, older rope_theta beside rope_scaling."""
-        inner = table.inner("rope_scaling", "rope_parameters")
-        theirs = Table(table.file, {})
-        if self.windows == "pattern" and ({"full_attention", "sliding_attention"} & inner.keys.keys()):
-            inner, theirs = inner.inner("full_attention"), inner.inner("sliding_attention")
-        for each in (table, inner, theirs):
-            each.require("partial_rotary_factor", None, 1.0, 1)
-        default = 1e6 if self.windows == "pattern" else 10_000.0
-        found = {
-            "rope_theta": inner.number("rope_theta", table.number("rope_theta", default)),
-            **_scaling(inner, context),
-        }
-        if self.windows == "pattern" and local:
-            if _scaling(theirs, context):
-                raise theirs.wrong("rope_type", "default", theirs.keys.get("rope_type"))
-            theta = theirs.number("rope_theta", table.number("rope_local_base_freq", 10_000.0))
-            found["rope_local_theta"] = theta
-        return found
+        if window is None or self.windows == "always":
+            return window
+        if not table.flag("use_sliding_window", False):
+            return None
+        if (kinds := table.keys.get("layer_types")) is not None:
+            for kind, found in (("sliding_attention", window), ("full_attention", None)):
+                if isinstance(kinds, list) and len(kinds) == layers and all(each == kind for each in kinds):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+                    return found
+            raise table.wrong(
+                "layer_types", f"one kind for all {layers} layers, sliding_attention or full_attention", kinds
+            )
+        first = table.count("max_window_layers", 28)  # those before have none
+        if 0 < first < layers:
+            raise table.wrong("max_window_layers", "0, or the number of layers: all have the window, or none", first)
+        return None if first else window
 
     def written(self, config: GPTConfig) -> dict[str, Any]:
         """Return the keys of a `config.json` for a model of this family."""
@@ -168,14 +132,19 @@ class Family:
             keys["sliding_window"] = config.window
         if self.windows == "flag":
             keys |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
-        if self.windows in ("flag", "pattern"):
-            every = config.global_every or config.layers + 1
-            local = [config.window is not None and (n + 1) % every > 0 for n in range(config.layers)]
-            keys["layer_types"] = ["sliding_attention" if each else "full_attention" for each in local]
-        if self.windows == "pattern":
-            keys |= {"sliding_window": config.window or config.context, "query_pre_attn_scalar": config.head_width}
-            keys["rope_local_base_freq"] = config.rope_local_theta or config.rope_theta
+            keys["layer_types"] = ["full_attention" if config.window is None else "sliding_attention"] * config.layers
         return keys
+
+
+def _read_rope(table: Table, context: int) -> dict[str, Any]:
+    """Return the rotary fields: newer files have all in rope_parameters, older rope_theta beside rope_scaling."""
+    inner = table.inner("rope_scaling", "rope_parameters")
+    for each in (table, inner):
+        each.require("partial_rotary_factor", None, 1.0, 1)
+    return {
+        "rope_theta": inner.number("rope_theta", table.number("rope_theta", 10_000.0)),
+        **_scaling(inner, context),
+    }
 
 
 def _scaling(table: Table, context: int) -> dict[str, Any]:
@@ -208,8 +177,6 @@ _GELUS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu_exact"),
 }
 _SILU = {"silu": "swiglu", "swish": "swiglu"}
-# "gelu" in the files of Gemma always was the tanh form
-_GEGLU: Mapping[str, str] = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new", "gelu_fast"), "geglu")
 _GPT2_KEYS = {
     "vocab_size": "vocab_size", "n_positions": "context", "n_layer": "layers", "n_embd": "width", "n_head": "heads",
     "n_inner": "mlp_width", "activation_function": "activation", "layer_norm_epsilon": "norm_eps",
@@ -221,7 +188,6 @@ _LLAMA_KEYS = {
     "intermediate_size": "mlp_width", "hidden_act": "activation", "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied",
 }  # fmt: skip
-_GEMMA3_KEYS = {"hidden_activation" if key == "hidden_act" else key: name for key, name in _LLAMA_KEYS.items()}
 
 
 def _llama(**defaults: Any) -> dict[str, Any]:
@@ -231,9 +197,7 @@ def _llama(**defaults: Any) -> dict[str, Any]:
 
 
 _LLAMA: Mapping[str, object] = {"positions": "rotary", "norm": "rms", "bias": False}
-_GEMMA: Mapping[str, object] = {**_LLAMA, "norm": "rms_plus_one", "scale_embedding": True}
 _NO_BIAS: Mapping[str, tuple[object, ...]] = {"attention_bias": (False, None)}
-_GEMMAS = {"head_dim": 256, "activation": "gelu_pytorch_tanh", "tied": True}
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
@@ -269,30 +233,6 @@ FAMILIES: Mapping[str, Family] = {
         {**_LLAMA, "qk_norm": True},
         _NO_BIAS,
         windows="flag",
-    ),
-    "gemma": Family(
-        "Gemma", "GemmaForCausalLM", _LLAMA_KEYS,
-        _llama(
-            vocab_size=256_000, context=8192, width=3072, mlp_width=24_576, layers=28, heads=16, kv_heads=16, **_GEMMAS
-        ),
-        _GEGLU,
-        _GEMMA,
-        {
-            **_NO_BIAS, "hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)
-        },
-    ),
-    "gemma3_text": Family(
-        "Gemma 3", "Gemma3ForCausalLM", _GEMMA3_KEYS,
-        _llama(
-            vocab_size=262_208, context=131_072, width=2304, mlp_width=9216, layers=26, heads=8, kv_heads=4, **_GEMMAS
-        ),
-        {"gelu_pytorch_tanh": "geglu"},
-        {**_GEMMA, "qk_norm": True, "post_norm": True},
-        {
-            **_NO_BIAS, "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False, None),
-        },
-        windows="pattern",
     ),
 }  # fmt: skip
 """model_type -> its family; a model that several compute is written as the first."""

@@ -24,15 +24,12 @@ Llama (LlamaForCausalLM; its maps are nn.Linear, [out, in], so transposed; the r
 | model.norm.weight                                                | final_norm/scale                           |
 | lm_head.weight, untied models only                               | head/kernel                                |
 
-Mistral, Qwen2, Qwen3 and Gemma have the same names, and beside them, where the configuration has these options:
+Mistral, Qwen2 and Qwen3 have the same names, and beside them, where the configuration has these options:
 
-| option    | file                                                  | jdp                                          |
-|-----------|-------------------------------------------------------|----------------------------------------------|
-| qkv_bias  | model.layers.N.self_attn.q_proj, k_proj, v_proj .bias | layers/attention/query, key, value /bias     |
-| qk_norm   | model.layers.N.self_attn.q_norm, k_norm .weight       | layers/attention/query_norm, key_norm /scale |
-| post_norm | model.layers.N.post_attention_layernorm .weight       | layers/attention_post_norm/scale             |
-|           | model.layers.N.pre_feedforward_layernorm .weight      | layers/mlp_norm/scale                        |
-|           | model.layers.N.post_feedforward_layernorm .weight     | layers/mlp_post_norm/scale                   |
+| option   | file                                                  | jdp                                          |
+|----------|-------------------------------------------------------|----------------------------------------------|
+| qkv_bias | model.layers.N.self_attn.q_proj, k_proj, v_proj .bias | layers/attention/query, key, value /bias     |
+| qk_norm  | model.layers.N.self_attn.q_norm, k_norm .weight       | layers/attention/query_norm, key_norm /scale |
 
 `layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an unrolled one.
 """
@@ -57,7 +54,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
         ValueError: the configuration is of another architecture.
     """
     _require(config, "GPT-2", positions="learned", activation=("gelu", "gelu_exact"), norm="layer", bias=True)
-    _require(config, "GPT-2", qk_norm=False, post_norm=False)
+    _require(config, "GPT-2", qk_norm=False)
     if config.key_value_heads != config.heads:
         raise ValueError(
             f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Other models need "
@@ -89,16 +86,15 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
 def llama_names(config: GPTConfig) -> Names:
     """Return the names of Llama in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
-    Those of Mistral, Qwen2, Qwen3, Gemma and Gemma 3 are these, with more where the configuration has more parameters.
+    Those of Mistral, Qwen2 and Qwen3 are these, with more where the configuration has more parameters.
 
     Args:
-        config: a GPT with rotary positions, swiglu or geglu, RMS norms and no biases but those of `qkv_bias`.
+        config: a GPT with rotary positions, swiglu, RMS norms and no biases but those of `qkv_bias`.
 
     Raises:
         ValueError: the configuration is of another architecture.
     """
-    gated, norms = ("swiglu", "geglu"), ("rms", "rms_plus_one")
-    _require(config, "Llama", positions="rotary", activation=gated, norm=norms, bias=False)
+    _require(config, "Llama", positions="rotary", activation="swiglu", norm="rms", bias=False)
     tensors = {"model.embed_tokens.weight": _one("embed/tokens"), "model.norm.weight": _one("final_norm/scale")}
     for n in range(config.layers):
         layer = f"model.layers.{n}."
@@ -135,13 +131,7 @@ LLAMA_MAPS = {
 
 def _llama_vectors(config: GPTConfig) -> dict[str, str]:
     """Return the scales and biases of a layer: their names in the file -> jdp's."""
-    vectors = {"input_layernorm.weight": "attention_norm/scale"}
-    if config.post_norm:
-        vectors["post_attention_layernorm.weight"] = "attention_post_norm/scale"
-        vectors["pre_feedforward_layernorm.weight"] = "mlp_norm/scale"
-        vectors["post_feedforward_layernorm.weight"] = "mlp_post_norm/scale"
-    else:
-        vectors["post_attention_layernorm.weight"] = "mlp_norm/scale"
+    vectors = {"input_layernorm.weight": "attention_norm/scale", "post_attention_layernorm.weight": "mlp_norm/scale"}
     for short, name in (("q", "query"), ("k", "key"), ("v", "value")):
         if config.qkv_bias:
             vectors[f"self_attn.{short}_proj.bias"] = f"attention/{name}/bias"

@@ -30,7 +30,7 @@ def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
 
     Args:
         folder: as `huggingface_hub` downloads or `save_pretrained` writes it; or a file in it. The model is a GPT-2,
-            Llama, Mistral, Qwen2, Qwen3, Gemma (of the first version) or the text part of a Gemma 3.
+            Llama, Mistral, Qwen2 or Qwen3.
 
     Returns:
         The configuration with the longest context that the file allows, without dropout, with scanned layers;
@@ -129,10 +129,6 @@ def _resolved(config: GPTConfig) -> GPTConfig:
     unused = {"rope_theta"} if config.positions != "rotary" else set[str]()
     if config.qkv_bias and config.bias:
         unused.add("qkv_bias")
-    if config.rope_local_theta == config.rope_theta and config.rope_factor is None:
-        unused.add("rope_local_theta")
-    if (config.global_every or 0) > config.layers:
-        unused.add("global_every")
     if config.rope_factor is None:
         unused |= {"rope_low_freq_factor", "rope_high_freq_factor", "rope_original_context"}
     return replace(full, **{field.name: field.default for field in fields(GPTConfig) if field.name in unused})

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.base.hints import nearest
 from jdp.base.notices import warn
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
+from jdp.base.words import nearest
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.format.trees import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files
@@ -32,7 +32,6 @@ from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences, read, written
 from jdp.checkpoint.safetensors.names import Names, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.cluster.barrier import meet
-from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.padded import Change
 from jdp.core.state import TrainState, changed, own_shaped
 from jdp.core.types import PyTree
@@ -82,8 +81,7 @@ def export_hf(
 ) -> None:
     """Write a model as `transformers` reads it: `model.safetensors` and `config.json`. Every process calls this.
 
-    The model type is the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 3. Tokenizers
-    are not written.
+    The model type is the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3. Tokenizers are not written.
 
     Args:
         folder: made if there is none. A `config.json` in it stays if it describes this model.
@@ -100,8 +98,8 @@ def export_hf(
     folder = user_path(folder).absolute()
     if config.lora_rank is not None:
         raise CheckpointError(
-            "A model with updates is its base and an adapter; given lora_rank="
-            f"{config.lora_rank}. Export the adapter, jdp.export.export_peft; or the sum, jdp.export.merge_lora."
+            "A model is exported with its low-rank updates added to the kernels; given "
+            f"lora_rank={config.lora_rank}. Add them first: jdp.export.merge_lora."
         )
     _check_dtype(dtype)
     names = hf_names(config)
@@ -240,7 +238,7 @@ def _on_host(leaf: Any, layer: int | None) -> np.ndarray:
     """Copy an array, or one index of its leading dim, to this host; one of NumPy is there."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
-    leaf, replicated = on_device(leaf), None
+    replicated = None
     if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
         replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold shards of it
     if layer is None and replicated is None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import jax
 
-from jdp.base.notices import shown, warn
-from jdp.checkpoint import bucket_copies
+from jdp.base.notices import warn
+from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, DamagedError
-from jdp.checkpoint.format import checksums, content
+from jdp.checkpoint.format import checksums
+from jdp.checkpoint.format.content import Source
+from jdp.checkpoint.format.stored import Stored, check_metrics, is_checkpoint
 from jdp.checkpoint.upkeep import ownership
 from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
 
@@ -37,13 +39,13 @@ class Checked:
     Attributes:
         folder: the checkpoint's.
         step: its step; None if the folder is not named by one.
-        status: "whole": every file is as it was saved; "damaged"; "unverified": saved without checksums.
+        status: "whole": every file is as it was saved; "damaged".
         problem: the first damaged file and its fault; else empty.
     """
 
     folder: Path
     step: int | None
-    status: Literal["whole", "damaged", "unverified"]
+    status: Literal["whole", "damaged"]
     problem: str = ""
 
 
@@ -58,34 +60,25 @@ def check(path: str | Path) -> list[Checked]:
     No devices and no other processes are needed. Checkpoints that are being written or deleted are left out.
 
     Args:
-        path: the folder of a run, a directory of checkpoints, or one checkpoint; or the address of one of these.
+        path: the folder of a run, a directory of checkpoints, or one checkpoint.
 
     Returns:
         One entry a checkpoint, oldest first; none if there are no checkpoints.
-
-    Raises:
-        CheckpointError: a bucket cannot be reached.
     """
-    place = bucket_copies.parsed(path)
-    if isinstance(place, Path):
-        return _check(place, lambda folder: folder)
-    found = bucket_copies.read(place, lambda copies: _check(copies.folder, copies.fetched), together=False)
-    return [replace(each, folder=Path(shown(str(each.folder)))) for each in found]
-
-
-def _check(path: Path, fetched: Callable[[Path], Path]) -> list[Checked]:
-    if content.is_checkpoint(path):
-        return [_checked(fetched(path))]
+    path = user_path(path).absolute()
+    if is_checkpoint(path):
+        return [_checked(path)]
     directories = [path, path / RUN_FOLDER]
     steps = {step: directory for directory in directories for step in ownership.committed_steps(directory)}
     lost = {step: directory for directory in directories for step in ownership.uncommitted_steps(directory)}
-    found = [_checked(fetched(folder / str(step))) for step, folder in sorted((steps | lost).items())]
+    found = [_checked(folder / str(step)) for step, folder in sorted((steps | lost).items())]
     return [each for each in found if each.status != "damaged" or _stays(each.folder)]
 
 
 def _checked(folder: Path) -> Checked:
-    found = checksums.verify(folder)
-    return Checked(folder, int(folder.name) if folder.name.isdecimal() else None, found.status, found.problem)
+    problem = checksums.verify(folder)
+    step = int(folder.name) if folder.name.isdecimal() else None
+    return Checked(folder, step, "damaged" if problem else "whole", problem)
 
 
 def _stays(folder: Path) -> bool:
@@ -94,7 +87,7 @@ def _stays(folder: Path) -> bool:
     return int(folder.name) in steps
 
 
-def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, int, dict[int, str]]:
+def read_newest(directory: Path, read: Callable[[Source], _T]) -> tuple[_T, int, dict[int, str]]:
     """Read the newest complete checkpoint. Every process calls this, and all read the same."""
     damaged: dict[int, str] = {}
     while True:
@@ -105,9 +98,9 @@ def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, i
         folder = directory / str(step)
         value, problem = None, ""
         try:
-            value = read(folder, "There may be others in that directory: name one of them")
+            value = read(Stored(folder, "There may be others in that directory: name one of them"))
         except DamagedError as error:
-            if error.__cause__ is not None and checksums.verify(folder).status == "whole":
+            if error.__cause__ is not None and not checksums.verify(folder):
                 raise  # its bytes are those that were saved: it cannot be read, but is not damaged
             problem = error.problem
         problem = next(filter(None, from_every_process("what was read of a checkpoint", problem)), "")
@@ -149,9 +142,9 @@ def set_unreadable_aside(directory: Path) -> None:
     steps = ownership.committed_steps(directory)
     for step in steps:
         try:
-            content.check_metrics(directory / str(step))
+            check_metrics(directory / str(step))
         except DamagedError as damage:
-            if content.is_checkpoint(directory / str(step)):  # and is not being deleted
+            if is_checkpoint(directory / str(step)):  # and is not being deleted
                 damaged[step], error = damage.problem, damage
     found = from_first_process("which checkpoints have damaged metrics", json.dumps(damaged))
     damaged = {int(step): problem for step, problem in json.loads(found).items()}
@@ -160,6 +153,6 @@ def set_unreadable_aside(directory: Path) -> None:
     set_aside(directory, damaged)
     for step in ownership.uncommitted_steps(directory):
         warn(
-            f"{directory}: {step} has no {content.COMMITTED} and does not count: it was never finished, or has lost "
+            f"{directory}: {step} has no {checksums.COMMITTED} and does not count: it was never finished, or has lost "
             "that file"
         )

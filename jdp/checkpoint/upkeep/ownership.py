@@ -19,15 +19,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.checkpoint.format import content
-from jdp.checkpoint.format.checksums import TABLE, is_part
+from jdp.checkpoint.format.checksums import COMMITTED, TABLE, is_part
 from jdp.checkpoint.format.committing import METADATA
+from jdp.checkpoint.format.stored import is_checkpoint
 
 MARK, ABANDONED, DAMAGED = ".unfinished-", "abandoned-", "damaged-"
 _STEP = re.compile(r"0|[1-9][0-9]*")
-ENTRIES = frozenset(
-    ("state", "leaves", "record", "metrics", METADATA, TABLE, content.COMMITTED, f"{content.COMMITTED}.new")
-)
+ENTRIES = frozenset(("state", "leaves", "record", "metrics", METADATA, TABLE, COMMITTED, f"{COMMITTED}.new"))
 """The files of Orbax and jdp in the folder of a step."""
 
 
@@ -38,7 +36,7 @@ def committed_steps(directory: Path) -> list[int]:
     """
     if not directory.is_dir():
         return []
-    complete = [int(path.name) for path in _numbered(directory) if content.is_checkpoint(path)]
+    complete = [int(path.name) for path in _numbered(directory) if is_checkpoint(path)]
     return sorted(step for step in complete if not (is_marked(directory, step) and is_part(directory / str(step))))
 
 
@@ -51,7 +49,7 @@ def make_directory(directory: Path) -> None:
     for path in directory.iterdir():
         if not (path.name.isascii() and path.name.isdecimal()):
             continue
-        known = _STEP.fullmatch(path.name) and (content.is_checkpoint(path) or _may_be_unfinished(path))
+        known = _STEP.fullmatch(path.name) and (is_checkpoint(path) or _may_be_unfinished(path))
         if not known:
             raise CheckpointError(
                 f"A directory of checkpoints has nothing but these under numbers, as steps come and go there; "
@@ -63,7 +61,7 @@ def make_directory(directory: Path) -> None:
 def may_delete(directory: Path, step: int) -> bool:
     """Return True for the folder of a finished checkpoint; False for a link to one, or anything else."""
     folder = directory / str(step)
-    return content.is_checkpoint(folder) and not folder.is_symlink()
+    return is_checkpoint(folder) and not folder.is_symlink()
 
 
 def mark(directory: Path, step: int) -> None:
@@ -98,7 +96,7 @@ def discard_unfinished(directory: Path, step: int) -> None:
     if not is_marked(directory, step):
         return
     for _ in range(20):
-        if (not content.is_checkpoint(folder) or is_part(folder)) and _may_be_unfinished(folder):
+        if (not is_checkpoint(folder) or is_part(folder)) and _may_be_unfinished(folder):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             unmark(directory, [step])
@@ -132,7 +130,7 @@ def uncommitted_steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     folders = [path for path in _numbered(directory) if not is_marked(directory, int(path.name))]
-    begun = [path for path in folders if not content.is_checkpoint(path) and _may_be_unfinished(path)]
+    begun = [path for path in folders if not is_checkpoint(path) and _may_be_unfinished(path)]
     return sorted(int(path.name) for path in begun if any(path.iterdir()))
 
 

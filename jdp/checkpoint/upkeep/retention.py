@@ -15,15 +15,17 @@ from jdp.checkpoint.upkeep import ownership
 
 
 class PreserveForeign:
-    """A policy of Orbax that also preserves foreign entries, and announces the steps to be deleted."""
+    """A policy of Orbax that also preserves foreign entries and `held` steps, and announces the steps to be deleted."""
 
-    def __init__(self, directory: Path, announce: Callable[[Sequence[int]], None], policy: Any) -> None:
-        self._directory, self._announce, self._policy = directory, announce, policy
+    def __init__(
+        self, directory: Path, announce: Callable[[Sequence[int]], None], policy: Any, held: Callable[[], int | None]
+    ) -> None:
+        self._directory, self._announce, self._policy, self._held = directory, announce, policy, held
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         kept = self._policy.should_preserve(checkpoints, context=context)
-        pairs = list(zip((info.step for info in checkpoints), kept, strict=True))
-        stays = [bool(keep) or not ownership.may_delete(self._directory, step) for step, keep in pairs]
+        pairs, held = list(zip((info.step for info in checkpoints), kept, strict=True)), self._held()
+        stays = [bool(keep) or step == held or not ownership.may_delete(self._directory, step) for step, keep in pairs]
         self._announce([step for (step, _), stay in zip(pairs, stays, strict=True) if not stay])
         return stays
 

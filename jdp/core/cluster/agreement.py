@@ -23,8 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.base.notices import notice
-from jdp.core.cluster.barrier import WAIT_SECONDS, Store, named
-from jdp.core.cluster.service import coordination_client, joined_as
+from jdp.core.cluster.barrier import WAIT_SECONDS, Store, coordination_client, joined_as, named
 
 ANSWER_SECONDS = 60  # once all have arrived, each has an answer ready
 TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line once its digest differs

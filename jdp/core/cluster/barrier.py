@@ -16,13 +16,33 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+from jax._src.distributed import global_state  # nothing public says who we are without starting a backend
 
-from jdp.core.cluster import service
-from jdp.core.cluster.service import LostPeer
+THREAD_SECONDS = 5.0
+"""How long to wait for a thread to end, which may be calling a service that is gone."""
+
+
+class LostPeer(RuntimeError):
+    """A process did not come to a barrier, or did not send what the others wait for; the message names it."""
+
+
+def joined_as() -> tuple[int, int] | None:
+    """Return (process id, number of processes) in the cluster that this process has joined, else None.
+
+    Unlike `jax.process_index()` it starts no backend, and so never waits for a peer.
+    """
+    return (global_state.process_id, global_state.num_processes) if jax.distributed.is_initialized() else None
+
+
+def coordination_client() -> Any:
+    """Return the client of JAX's coordination service: barriers and a key-value store; None outside of a cluster."""
+    return global_state.client
+
 
 WAIT_SECONDS = 600.0  # one process may prepare data, or load weights, while the others wait for it
 _POLL_SECONDS = 0.5  # how often a waiting main thread looks for Python's signal handlers
 _THREAD = "jdp barrier"
+PLURAL = {"process": "processes", "node": "nodes"}
 
 _T = TypeVar("_T")
 _Small = TypeVar("_Small", bool, int, str)
@@ -90,7 +110,7 @@ class Store:
     @property
     def me(self) -> int:
         """Index of this process."""
-        joined = service.joined_as()
+        joined = joined_as()
         return joined[0] if joined else jax.process_index()
 
     def put(self, kind: str, text: str) -> None:
@@ -131,7 +151,7 @@ def end_threads() -> None:
     """
     if _alive(_THREAD):
         jax.distributed.shutdown()
-    end = time.monotonic() + service.THREAD_SECONDS
+    end = time.monotonic() + THREAD_SECONDS
     while _alive("jdp ") and time.monotonic() < end:
         time.sleep(0.01)
 
@@ -141,18 +161,18 @@ def _alive(prefix: str) -> bool:
     return any(thread.name.startswith(prefix) for thread in threading.enumerate())
 
 
-def named(processes: Sequence[int]) -> str:
-    """Return "process 1", "processes 1 and 2" or "processes 0, 1, 2 and 5 more"."""
+def named(processes: Sequence[int], unit: str = "process") -> str:
+    """Return "process 1", "processes 1 and 2" or "processes 0, 1, 2 and 5 more"; `unit` may be "node"."""
     if len(processes) == 1:
-        return f"process {processes[0]}"
+        return f"{unit} {processes[0]}"
     first, more = [str(process) for process in processes[:3]], len(processes) - 3
     last = f"{more} more" if more > 0 else first.pop()
-    return f"processes {', '.join(first)} and {last}"
+    return f"{PLURAL[unit]} {', '.join(first)} and {last}"
 
 
 def _store(name: str) -> Store:
     """Return the store of the next barrier under this name."""
-    client = service.coordination_client()
+    client = coordination_client()
     if client is None:
         raise ValueError(
             f"Several processes meet through JAX's coordination service ({name}); given {jax.process_count()} "

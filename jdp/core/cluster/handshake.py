@@ -3,7 +3,7 @@
 JAX accepts processes with other versions, other numbers of devices, or another number of processes, and then hangs or
 computes something else. There are three comparisons:
 
-1. On joining: versions that determine a program, jdp's own source, the number of processes. No device is started.
+1. On joining: versions that determine a program, and jdp's own source. No device is started.
 2. Once JAX has its devices: every process has as many. Each process sees all of them, so nothing is sent.
 3. `jdp train`: the experiment, line by line. The program is compared before the first step (`batch`).
 """
@@ -19,25 +19,20 @@ import jax
 from jdp.base.tree_paths import PACKAGE
 from jdp.core.cluster.agreement import Fact, Mismatch, agree_all
 from jdp.core.cluster.barrier import named
-from jdp.core.cluster.service import joined_as
 
 WAIT_SECONDS = 60  # all have just joined
 _PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def check_environment() -> None:
-    """Compare this process' versions and number of processes with all others', right after joining."""
+    """Compare this process' versions with all others', right after joining."""
     agree_all("jdp.initialize", environment_facts(), wait_seconds=WAIT_SECONDS)
 
 
 def environment_facts() -> list[Fact]:
     """Return the facts that must be equal before anything is computed."""
-    joined = joined_as()
     install = "Install the same on every machine, and start every process from the same environment."
-    versions = [
-        Fact("The number of processes", str(joined and joined[1]), "Start all with the same numbers (--nodes, -n)."),
-        Fact("Python's version", ".".join(platform.python_version_tuple()[:2]), install),
-    ]
+    versions = [Fact("Python's version", ".".join(platform.python_version_tuple()[:2]), install)]
     versions += [Fact(f"The version of {name}", importlib.metadata.version(name), install) for name in _PACKAGES]
     return [*versions, Fact("jdp's source", _source(PACKAGE), f"One of them has another copy of jdp. {install}")]
 

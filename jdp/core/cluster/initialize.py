@@ -7,6 +7,7 @@ joined is always an error: several processes that train separately look healthy 
 
 import atexit
 import contextlib
+import inspect
 import os
 import re
 import sys
@@ -19,18 +20,17 @@ from typing import Any
 import jax
 
 from jdp.base.machine import provide_threads
-from jdp.core.cluster.barrier import end_threads
-from jdp.core.cluster.coordinator_address import bind_address, bypass_proxies, wait_for_name, wait_for_port
-from jdp.core.cluster.gloo import listen_where_others_reach
+from jdp.base.progress_file import note_joined
+from jdp.core.cluster.barrier import LostPeer, coordination_client, end_threads, joined_as
 from jdp.core.cluster.handshake import check_environment
-from jdp.core.cluster.schedulers import Cluster, find_cluster
-from jdp.core.cluster.service import LostPeer, coordination_client, joined_as
-from jdp.core.cluster.tls import check_tls
+from jdp.core.cluster.roll_call import RollCall, bind_address, wait_for_coordinator
+from jdp.core.cluster.schedulers import Cluster, find_cluster, split_address
 
 HEARTBEAT_SECONDS = 60  # a process without a heartbeat for half of it or all of it is lost, and JAX aborts all others
-LOST_HOST_SECONDS = 30  # about as long until a run with a deadline has noticed it (`guard.deadline.SILENT_SECONDS`)
+JOIN_SECONDS = 60  # how long JAX's own joining may take once all are here
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
 LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it ends, JAX aborts the others at once
+_NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case: through a proxy it would not reach the coordinator
 FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C
 
 _LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and of NCCL
@@ -69,38 +69,46 @@ def initialize(
             launcher of the list above starts the processes.
         num_processes: number of processes in the cluster.
         process_id: index of this process, from 0.
-        timeout_seconds: how long to wait for the others, in seconds. After it JAX ends the process. Raise it when
-            machines of one job start minutes apart.
+        timeout_seconds: how long to wait for the others, in seconds. Who is missing after ten seconds is printed.
+            Raise it when machines of one job start minutes apart.
 
     Raises:
         ValueError: only some of the first three arguments are given. They contradict each other or the cluster that is
-            joined already. The environment variables of the launcher do not describe a cluster. JAX's variables for
-            mutual TLS (JAX_MTLS_CERT_FILE) are incomplete, name files that do not fit, or this JAX ignores them.
+            joined already. The environment variables of the launcher do not describe a cluster. JAX_MTLS_CERT_FILE is
+            set, and this JAX ignores it.
         Mismatch: a ValueError; the processes were not started alike.
+        MissingProcesses: a RuntimeError; not all came in time. Uncaught, it ends the process with exit code 75.
         RuntimeError: there is a cluster, but it could not be joined.
     """
     provide_threads()
-    cluster = find_cluster(os.environ, coordinator, num_processes, process_id)
+    cluster = find_cluster(coordinator, num_processes, process_id)
     if cluster is None or cluster.num_processes == 1:
         return
     if joined := joined_as():
         _check_same(cluster, joined)
         _leave_when_failed()
         return
-    check_tls(cluster.coordinator, first=cluster.process_id == 0)
+    if (
+        "JAX_MTLS_CERT_FILE" in os.environ
+        and "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters
+    ):
+        raise ValueError(
+            f"Mutual TLS of JAX's coordinator needs JAX 0.12; given JAX_MTLS_CERT_FILE, which JAX {jax.__version__} "
+            "ignores. Unset it and use a private network, or install a newer JAX."
+        )
+    _leave_when_failed()
+    if cluster.coordinator is not None:
+        _call_roll(cluster, cluster.coordinator, timeout_seconds)
+        timeout_seconds = JOIN_SECONDS
     try:
-        if cluster.coordinator is not None:
-            _prepare(cluster.coordinator, timeout_seconds, first=cluster.process_id == 0)
         jax.distributed.initialize(**_arguments(cluster), initialization_timeout=timeout_seconds)
-        if cluster.coordinator is not None:
-            listen_where_others_reach(cluster.coordinator)
     except Exception as error:
         raise RuntimeError(
             f"This process is part of a cluster ({cluster.source}) and could not join it: {error} "
             "(to train on its own all the same, set JDP_NUM_PROCESSES=1)"
         ) from error
-    _leave_when_failed()
     check_environment()
+    note_joined()
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -146,6 +154,8 @@ class _LeavingHook:
             self.before(kind, error, trace)
         finally:
             leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
+            if hasattr(error, "exit_code"):  # it could not join, and Python would end it with 1
+                raise SystemExit(_exit_code(error))
 
 
 def _exit_code(error: BaseException) -> int:
@@ -183,12 +193,15 @@ def _at_exit() -> None:
     end_threads()
 
 
-def _prepare(coordinator: str, seconds: float, *, first: bool) -> None:
-    """Wait until the coordinator's address can be used; process 0 checks its port."""
-    bypass_proxies(coordinator)
-    wait_for_name(coordinator, seconds)
-    if first:
-        wait_for_port(coordinator)
+def _call_roll(cluster: Cluster, coordinator: str, seconds: float) -> None:
+    """Wait until all processes are here and, but for process 0, the coordinator is."""
+    assert cluster.process_id is not None and cluster.num_processes is not None
+    host, _ = split_address(coordinator)
+    os.environ[_NO_PROXY] = ",".join(filter(None, [os.environ.get(_NO_PROXY), host]))
+    jax.config.update("jax_check_proxy_envs", False)
+    RollCall(coordinator, cluster.process_id, cluster.num_processes).call(seconds)
+    if cluster.process_id:
+        wait_for_coordinator(coordinator, JOIN_SECONDS)
 
 
 def _arguments(cluster: Cluster) -> dict[str, Any]:

@@ -10,14 +10,13 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jdp.base.hints import nearest
 from jdp.base.notices import notice
-from jdp.base.words import CompilerPreset
+from jdp.base.words import CompilerPreset, is_integer, nearest
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -30,6 +29,9 @@ CompilerOptions = CompilerPreset | Mapping[str, CompilerValue]
 _XLA_JOINED, _JOINED = 30 * 2**20, 2**30
 """Bytes: with the second a layer's collectives of one kind become one. XLA's own limit leaves several, each of which
 its scheduler takes to last as long as a few matrix products."""
+_THRESHOLDS = tuple(
+    f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
+)
 PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
     "default": {},
     "overlap": {
@@ -38,9 +40,7 @@ PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
         # with this whole preset in place of 24, and a step takes 5 % less.
         "xla_gpu_enable_latency_hiding_scheduler": True,
         # gpt_1b (h100:8x8, as simulated, jax 0.10.2) hides 91 % in place of 71 under zero3, 91 of 76 under ddp.
-        "xla_gpu_all_gather_combine_threshold_bytes": _JOINED,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": _JOINED,
-        "xla_gpu_all_reduce_combine_threshold_bytes": _JOINED,
+        **dict.fromkeys(_THRESHOLDS, _JOINED),
     },
 }
 """Preset -> its options; "auto" is one of these by the mesh (`Compiler.on`). None is for CPU, whose devices share
@@ -54,14 +54,25 @@ _KINDS = {"bool": "true or false", "string": "text", "float": "a number", "doubl
 
 @dataclass(frozen=True)
 class Compiler:
-    """Options of XLA's compiler, not yet resolved for devices: a preset, or ("") a sorted table of custom options."""
+    """Options of XLA's compiler, not yet resolved for devices: a preset, or ("") a sorted table of custom options.
+
+    With `buckets` the compiler for GPUs joins collectives of one kind up to that many bytes.
+    """
 
     preset: CompilerPreset | Literal[""] = "default"
     options: tuple[tuple[str, CompilerValue], ...] = ()
+    buckets: int | None = None
 
     @staticmethod
-    def of(given: Any) -> Compiler:
+    def of(given: Any, buckets: int | None = None) -> Compiler:
         """Return the `Compiler` that a preset's name or a table of options stands for."""
+        if buckets is not None and (not is_integer(buckets) or buckets < 1):
+            raise ValueError(
+                f"buckets is a number of bytes, at least 1, or None; given {buckets!r}: give an integer, such as "
+                "25 * 2**20."
+            )
+        if buckets is not None:
+            return replace(Compiler.of(given), buckets=buckets)
         if isinstance(given, Compiler):
             return given
         words: tuple[CompilerPreset, ...] = get_args(CompilerPreset)
@@ -91,7 +102,8 @@ class Compiler:
     @property
     def settled(self) -> dict[str, CompilerValue]:
         """Its options where it is not "auto"."""
-        return {**PRESETS.get(self.preset, {})} if self.preset else dict(self.options)
+        options = {**PRESETS.get(self.preset, {})} if self.preset else dict(self.options)
+        return options | ({} if self.buckets is None else dict.fromkeys(_THRESHOLDS, self.buckets))
 
     @property
     def value(self) -> CompilerOptions:
@@ -113,7 +125,7 @@ class Compiler:
 
         is_of_gpus = mesh.devices.flat[0].platform == "gpu" and mesh.size > 1
         is_sharded = any(mesh.shape[axis] > 1 for axis in own_axes(mesh))
-        return Compiler("overlap" if is_of_gpus and not is_sharded else "default")
+        return replace(self, preset="overlap" if is_of_gpus and not is_sharded else "default")
 
     def joined_bytes(self, kind: str) -> int:
         """Return the bytes that XLA's compiler for GPUs joins collectives of this kind to, such as "all-gather"."""
@@ -130,7 +142,9 @@ class Compiler:
         device = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
         options = self.on(mesh).settled
         foreign = [name for name in options if _PREFIXES.get(name[:8], device.platform) != device.platform]
-        if foreign and self.preset:
+        if self.buckets is not None and device.platform != "gpu":
+            notice(f"buckets is for XLA's compiler for GPUs: nothing is set on {device.platform}")
+        elif foreign and self.preset:
             notice(f'compiler = "{self.preset}" has no option for {device.platform}: nothing is set')
         elif foreign:
             notice(f"compiler options of another platform, left out on {device.platform}: {', '.join(foreign)}")

@@ -1,18 +1,11 @@
 """Keep XLA's compiled programs on disk: a process that starts the same program again compiles nothing.
 
-JAX decides which programs are the same: by the program, versions, XLA's flags, the compiler's options and the devices.
-It asks a store for the bytes (its persistent compilation cache). The store here is jdp's disk cache, in place of JAX's
-own files:
+The store is JAX's persistent compilation cache. jdp settles its folder, its limit, and whether it is safe to use:
 
-- An entry is written completely or not at all, and has a digest: a damaged one is compiled again and replaced. JAX
-  warns of its own damaged files at every start, and runs machine code with a flipped bit.
-- An entry's name has the processor's features: a folder may be shared by machines with others.
-- The least recently used entries are deleted beyond a limit, without a lock and without a further package.
-
-JAX has the first process of a cluster write, for all, and the others read its programs. On CPU devices its names of
-programs differ from process to process; here they are the same. There a step is compiled by the first process alone,
-for which the others wait (`compile_once`). On GPUs all compile at the first start: XLA divides the search for the best
-kernels among them, and one that compiles alone would wait for ever.
+- A program is code that this process runs: the folder is the user's alone, and not used if others may write to it.
+- The folder's name has the processor's features, which machine code for CPU devices rests on and JAX's own key lacks.
+- On several hosts it has to be one folder that all processes reach. On GPUs XLA divides the search for the best kernels
+  among all: a process that found its program would leave one that compiles waiting for ever.
 """
 
 import contextlib
@@ -20,23 +13,19 @@ import hashlib
 import os
 import platform
 import secrets
+import socket
 import threading
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import jax
-import numpy as np
-from jax._src import cache_key, compilation_cache  # nothing public takes another store
-from jax.sharding import Mesh
+from jax.experimental.compilation_cache import compilation_cache
 
-from jdp.base.disk_cache import Cache, default_folder, make_folder, others_may_write, why_not_kept
+from jdp.base.disk_cache import default_folder, make_folder, others_may_write, without_home
 from jdp.base.notices import notice, warn
-from jdp.base.numbers import is_integer
 from jdp.base.user_path import user_path
-from jdp.core.cluster.agreement import processes_of
-from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
-from jdp.core.cluster.service import joined_as
+from jdp.base.words import is_integer
+from jdp.core.cluster.barrier import from_every_process, from_first_process, joined_as, meet
 
 LIMIT_BYTES = 2**30
 """Of all kept programs together: some thousand of small models, some dozens of large ones."""
@@ -46,17 +35,13 @@ SETTINGS = {
     "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own caches have no limit
 }
 """JAX's settings, unless the environment has them already."""
-_DIGEST_BYTES = 16
-_COMPILE_SECONDS = 3600.0  # how long the other processes wait for a program
-_shared_with_all: list[Path] = []
-"""The folder, once `keep_programs` has found that all processes reach it."""
 _SWITCH = threading.Lock()
 _wanted: list[bool] = []
 """The setting that each context that has it off now found: the first one's is the user's."""
 
 
 def kept_in() -> Path | None:
-    """Return the folder in which compiled programs are kept, by jdp or by JAX itself; None: they are not."""
+    """Return the folder in which compiled programs are kept; None: they are not."""
     wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     chosen: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     return Path(chosen) if wanted and chosen else None
@@ -68,18 +53,17 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         >>> folder = jdp.keep_programs("programs")  # before anything is compiled
 
     `jdp train` and `jdp launch` do so. Call it once, after `jdp.initialize()`, before anything is compiled, the same on
-    every process. Anyone who can write to the folder can have this process run code: it is made for you alone. A
-    folder that its group or all users may write to is not used.
+    every process. It sets JAX's persistent compilation cache.
 
     Args:
-        folder: a folder for the programs; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Give one when the
-            home directory is small, slow or not shared. Several processes may share it, and those of one run must.
+        folder: a folder for the programs; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. A folder inside of
+            it, named by the processor, has them. On several hosts give one that all of them share, or $JDP_CACHE_DIR.
         limit_bytes: the least recently used programs are deleted beyond it. Raise it when large models fill the folder.
 
     Returns:
-        The folder. A folder that JAX was told before stays, by a call or by JAX_COMPILATION_CACHE_DIR; this is reported
-        if it is another one than given. None if JAX_ENABLE_COMPILATION_CACHE is off. None also if the folder cannot be
-        made or reached by all processes of this run, or others may write to it, and this is reported.
+        The folder of this processor. A folder that JAX was told before stays, by a call or by
+        JAX_COMPILATION_CACHE_DIR. None if JAX_ENABLE_COMPILATION_CACHE is off. None also if the folder cannot be made,
+        others may write to it, the run is on several hosts that share none, or its processors differ; this is reported.
 
     Raises:
         ValueError: a path that the file system cannot have, or a limit that is no positive integer.
@@ -88,60 +72,62 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         raise ValueError(
             f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}: give an integer, such as 2**30."
         )
-    own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute()
+    processor = hashlib.sha256(_processor().encode()).hexdigest()[:16]
+    chosen = folder is not None or "JDP_CACHE_DIR" in os.environ
+    own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute() / processor
     wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    elsewhere = kept_in()
-    others = others_may_write(own)
-    shared = _shared(own if wanted and not elsewhere and not others else None)
-    if not wanted or elsewhere:
-        if folder is not None and elsewhere and elsewhere.absolute() != own:
-            notice(f"compiled programs are kept in {elsewhere}, as JAX was told before, and not in {own}")
-        return elsewhere
-    if others:
-        warn(f"compiled programs are not kept for the next start, as others could put code among them: {others}")
+    why = _why_not(own) if wanted and not kept_in() else ""
+    why = _why_not_together(own, why, chosen, processor)
+    if not wanted or kept_in():
+        return kept_in()
+    if home := without_home(own):
+        notice(f"{home}; set JDP_CACHE_DIR to a folder that can be written")
         return None
-    if not shared:
-        notice(
-            f"compiled programs are not kept for the next start: not all processes of this run reach {own}; set "
-            "JDP_CACHE_DIR to a folder that all of them share"
-        )
+    if why:
+        warn(f"compiled programs are not kept for the next start: {why}")
         return None
-    try:
-        make_folder(own, 0o700)
-    except OSError as error:
-        notice(why_not_kept("compiled programs", own, error))
-        return None
-    store = _Programs(Cache(own, limit_bytes, names=r"[0-9a-f]{64}\.xla", contents="compiled programs"))
-    compilation_cache.get_file_cache = lambda path: (store, path)
-    cache_key._hash_accelerator_config = _hash_devices  # pyright: ignore[reportPrivateUsage]
-    for name, value in {**SETTINGS, "jax_compilation_cache_dir": str(own)}.items():
+    for name, value in {**SETTINGS, "jax_compilation_cache_max_size": limit_bytes}.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-    _shared_with_all[:] = [own]
+    jax.config.update("jax_compilation_cache_dir", str(own))
     return own
 
 
-def compile_once(lowered: jax.stages.Lowered, mesh: Mesh) -> None:
-    """Have the first process compile a program on CPU devices for all; the others wait, and read it.
-
-    A process that does not find it compiles it. Nothing is done unless all processes keep programs in one folder, and
-    run on the same kind of processor.
-
-    Args:
-        lowered: the program, the same on all processes of the mesh. All of them call this.
-        mesh: the mesh of the program.
-    """
-    if mesh.devices.flat[0].platform != "cpu" or len(processes_of(mesh)) < jax.process_count():
-        return
-    keeps = kept_in() in _shared_with_all
-    own = _digest(_processor().encode()).hex() if keeps else ""
-    if {*from_every_process("the processors of kept programs", own)} != {own} or not keeps:
-        return
+def _why_not(folder: Path) -> str:
+    """Make the folder; return why programs must not be kept in it, or "" if they may."""
     try:
-        if jax.process_index() == 0:
-            lowered.compile()
-    finally:
-        meet("a program that process 0 compiles", seconds=_COMPILE_SECONDS)
+        make_folder(folder, 0o700)
+    except OSError as error:
+        return f"{folder} cannot be made ({error.strerror})"
+    others = others_may_write(folder) or others_may_write(folder.parent)
+    return f"others could put code among them: {others}" if others else ""
+
+
+def _why_not_together(folder: Path, why: str, chosen: bool, processor: str) -> str:
+    """Return why not all processes of this run can keep programs in one folder; of one process, what is given.
+
+    All of them call this, whatever each has found.
+    """
+    joined = joined_as()
+    if joined is None or joined[1] == 1:
+        return why
+    mark = folder / f".{from_first_process('the name of a shared file', secrets.token_hex(8))}"
+    if not why and joined[0] == 0:
+        with contextlib.suppress(OSError):
+            mark.touch()
+    meet("compiled programs are looked for")
+    own = f"{socket.gethostname()} {processor} {why or ('' if mark.exists() else 'no mark')}"
+    found = [word.split(" ", 2) for word in from_every_process("compiled programs are shared", own)]
+    if joined[0] == 0:
+        mark.unlink(missing_ok=True)
+    hosts, processors, reasons = map(set, zip(*found, strict=True))
+    if len(hosts) > 1 and not chosen:
+        return "the run is on several hosts: set JDP_CACHE_DIR to a folder that all of them share"
+    if len(processors) > 1:
+        return "the processors of this run's hosts differ, and machine code of one may not run on another"
+    if reasons != {""}:
+        return why or f"not all processes of this run reach {folder}: set JDP_CACHE_DIR to a folder that they share"
+    return ""
 
 
 @contextlib.contextmanager
@@ -167,52 +153,8 @@ def without_kept_programs() -> Generator[None]:
                 _wanted.pop()
 
 
-class _Programs:
-    """The store that JAX asks for the bytes of a program: `get`, and `put` for one that it compiled."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache, self._path = cache, cache.folder
-        self._processor = _processor()
-
-    def get(self, key: str) -> bytes | None:
-        return self._cache.load(self._name(key), _checked)
-
-    def put(self, key: str, value: bytes) -> None:
-        self._cache.store(self._name(key), lambda file: file.write(_digest(value) + value))
-
-    def _name(self, key: str) -> str:
-        return f"{Cache.key(key, self._processor)}.xla"
-
-
-_hash_topology = cache_key._hash_accelerator_config  # pyright: ignore[reportPrivateUsage]
-
-
-def _hash_devices(hash_obj: Any, devices: np.ndarray) -> None:
-    """Add devices to a program's name: CPU devices of several processes by their processes, as all see them.
-
-    JAX's own form, of the topology, has there which of the processes this is. The processor is in the entry's name.
-    """
-    processes = [device.process_index for device in devices.flat]
-    if devices.flat[0].platform == "cpu" and len({*processes}) > 1:
-        hash_obj.update(repr(processes).encode())
-    else:
-        _hash_topology(hash_obj, devices)
-
-
-def _checked(file: BinaryIO) -> bytes:
-    """Return an entry's bytes. Raises ValueError if they are not those that were written."""
-    digest, value = file.read(_DIGEST_BYTES), file.read()
-    if digest != _digest(value):
-        raise ValueError("a damaged entry")
-    return value
-
-
-def _digest(value: bytes) -> bytes:
-    return hashlib.blake2b(value, digest_size=_DIGEST_BYTES).digest()
-
-
 def _processor() -> str:
-    """Return the features of this processor that machine code may use; JAX's own key for CPU devices lacks them."""
+    """Return the features of this processor that machine code may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -220,24 +162,3 @@ def _processor() -> str:
     return "\n".join(
         [platform.machine(), *(line for line in lines if line.startswith(("model name", "flags", "Features")))]
     )
-
-
-def _shared(folder: Path | None) -> bool:
-    """Return True if all processes of this run keep programs in one folder that each of them reaches.
-
-    Otherwise a process that finds a program may wait for ever for one that compiles it: on several hosts XLA divides
-    the search for the best kernels among all.
-    """
-    joined = joined_as()
-    if joined is None or joined[1] == 1:
-        return True
-    name = f".{from_first_process('the name of a shared file', secrets.token_hex(8))}"
-    if folder and joined[0] == 0:
-        with contextlib.suppress(OSError):
-            make_folder(folder, 0o700)
-            (folder / name).touch()
-    meet("compiled programs are looked for")
-    seen = from_every_process("compiled programs are shared", str(folder is not None and (folder / name).exists()))
-    if folder and joined[0] == 0:
-        (folder / name).unlink(missing_ok=True)
-    return all(word == "True" for word in seen)

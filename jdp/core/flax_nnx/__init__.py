@@ -2,7 +2,6 @@
 
 adapter.py    splits a module into plain trees of arrays, and merges them again
 changes.py    carries changes that a call makes in modules out of a scan or a checkpoint
-fp8.py        multiplies in float8, with Flax's parts for that
 norms.py      batch statistics over several devices
 several.py    one or several modules in a custom loop
 structure.py  compares the structure of two modules

@@ -143,11 +143,8 @@ def _box_spec(box: Partitioned[Any]) -> PartitionSpec:
     return logical_to_mesh_axes(box.names, box.rules) or PartitionSpec()
 
 
-def split(model: Any, known: Adapter | None = None) -> tuple[Any, Any, Adapter | None]:
-    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None).
-
-    `known` is the adapter of an earlier call, which is returned for a module of the same structure and attributes.
-    """
+def split(model: Any) -> tuple[Any, Any, Adapter | None]:
+    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None)."""
     if not isinstance(model, nnx.Module):
         return model, {}, None
     graphdef, tree = nnx.split(model)
@@ -156,14 +153,11 @@ def split(model: Any, known: Adapter | None = None) -> tuple[Any, Any, Adapter |
     state = {path: value_of(leaf) for path, leaf in variables.items() if is_model_state(leaf)}
     _check_state(state)
     model_state = jax.tree.map(jax.numpy.asarray, nested(state))
-    structure = structure_of(graphdef)
-    if known is not None and known.structure == structure and known.variables.keys() == variables.keys():
-        return params, model_state, known
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
     norms = [path for path, _ in _batch_norms(model)]
     others = [p for p, leaf in variables.items() if _is_statistic(leaf) and p[:-1] not in norms]
     unsynchronised = tuple("/".join(map(str, path)) for path in others)
-    return params, model_state, Adapter(structure, graphdef, shapes, unsynchronised)
+    return params, model_state, Adapter(structure_of(graphdef), graphdef, shapes, unsynchronised)
 
 
 def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:

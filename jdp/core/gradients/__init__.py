@@ -34,7 +34,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        ▼
        accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view (spec.py):
        │
-       │     collective   auto.py: a constraint to    manual.py, by collectives.py
+       │     collective   auto.py: a constraint to    manual.py, by collectives.py, encoded by wire.py
        │     gather       the compute spec            all_gather over data; none where rest = compute
        │     reduce       the rest spec               psum_scatter over data; none where rest = compute
        │     finish       the rest spec               psum over replica; where rest = compute, over data too
@@ -76,8 +76,6 @@ the last. There the gather boundary (`boundary.py`) adds the gradients of the ot
 
 A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
 come back in the order of the batch, from those without.
-
-With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
 
 `tracing/collectives.py` reads which collectives the trace of a lowered step issues, for `jdp.verify`.
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.

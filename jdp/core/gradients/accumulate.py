@@ -24,17 +24,15 @@ from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import microbatch_gradients, microbatches, rowwise_loss, working_copy
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.overlap_cost import why_off
-from jdp.core.gradients.rowwise_loss import RowwiseLoss
-from jdp.core.gradients.spec import Collectives, GradientSpec, Kept, map_leaves
+from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves, sum_leaves
+from jdp.core.gradients.wire import seeds
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.traced_mesh import traced_mesh
-from jdp.core.state import SQUARES, trained_part, with_trained
+from jdp.core.state import trained_part, with_trained
 from jdp.core.tracing.collectives import reduced_by_layer
-from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
-from jdp.core.wire import feedback, rounding
 
 
 def step_gradients(
@@ -44,19 +42,17 @@ def step_gradients(
     model_state: PyTree,
     batch: Batch,
     key: jax.Array,
-    kept: Kept,
-) -> tuple[PyTree, Sums, PyTree, Kept]:
-    """Return (Σ∇total at rest specs, the sums, the model state, `kept`), summed over devices, nothing divided.
+) -> tuple[PyTree, Sums, PyTree]:
+    """Return (Σ∇total at rest specs, the sums, the model state), summed over devices, nothing divided.
 
-    The gradients are a tree like `trained_part(params)`: frozen parameters have none. `kept` is what a synchroniser
-    keeps from step to step.
+    The gradients are a tree like `trained_part(params)`: frozen parameters have none.
     """
     count = spec.settings.accumulate
     rows = batch_rows(batch) // count
     micro, part, its_key = microbatches(spec, collectives, batch, key)
     first = part, its_key
     by_layer = spec, collectives
-    if collectives.overlap and SQUARES not in kept and (count == 1 or spec.strategy.gather != "use"):
+    if collectives.overlap and (count == 1 or spec.strategy.gather != "use"):
         by_layer = _by_layer(spec, collectives, params, model_state, *first)
     if count == 1:
         spec, collectives = by_layer
@@ -64,7 +60,6 @@ def step_gradients(
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
-    collectives = _ready_first(spec, collectives, loss, operands, model_state, *first)
     each, last = partial(microbatch_gradients, spec, collectives, loss, operands), None
     if count > 1 and by_layer[0] is not spec:
         last = partial(microbatch_gradients, *by_layer, rowwise_loss(*by_layer), params, copies=operands)
@@ -75,7 +70,7 @@ def step_gradients(
             replicas = math.prod(jax.lax.axis_size(axis) for axis in collectives.axes if axis != DATA)
             last = last if replicas > 1 else None  # which differs in what it sends over `replica` alone
     reduces_each = count > 1 and spec.strategy.reduce_each_microbatch and spec.strategy.gather != "use"
-    seed_of, (kept, lost) = rounding.seeds(spec.settings.wire, key), feedback.split_off(kept)
+    seed_of = seeds(spec.settings.wire, key)
     if count == 1:
         grads, sums, after = each(model_state, *first, seed_of(0))
     else:
@@ -85,20 +80,17 @@ def step_gradients(
             grads, sums, after = each(model_state, microbatch, key, seed_of(0))
             changed[:] = changed_leaves(model_state, after)
             if reduces_each:
-                grads, _ = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight, seed_of(0))
+                grads = sum_leaves(collectives.reduce, grads, spec.trained_placements, seed_of(0))
             return grads, sums
 
         def one_more(before: Any, xs: Any, differentiate: Any) -> Any:
-            (sums, state, kept), (index, microbatch), seed = before, xs, seed_of(xs[0])
+            (sums, state), (index, microbatch), seed = before, xs, seed_of(xs[0])
             state, its_key = with_trained(model_state, state, changed), collectives.key_of(key, rows, index, count)
             grads, more, after = differentiate(state, microbatch, its_key, seed)
             sums = jax.tree.map(jnp.add, sums, more.only)
             if reduces_each:
-                if lost is not None:  # which the last sends: the step's weight is known then
-                    weight = jnp.where(index == count - 1, spec.summed(collectives, sums).weight, 0)
-                    kept = feedback.added(kept, lost, weight)
-                grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, more.weight, seed)
-            return grads, (sums, trained_part(after, changed), kept), (more.rows, more.whole)
+                grads = sum_leaves(collectives.reduce, grads, spec.trained_placements, seed)
+            return grads, (sums, trained_part(after, changed)), (more.rows, more.whole)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             more, others, outputs = one_more(carry[1], xs, each)
@@ -108,31 +100,26 @@ def step_gradients(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, *first)
         )
         zero_grads = map_leaves(collectives.constrain, zero_grads, spec.trained_placements)
-        start = zero_grads, (zero_sums.only, trained_part(model_state, changed), kept)
+        start = zero_grads, (zero_sums.only, trained_part(model_state, changed))
         slices = (jnp.arange(count, dtype=jnp.uint32), micro)
         if last is None:
-            (grads, (sums, state, kept)), outputs = jax.lax.scan(body, start, slices)
+            (grads, (sums, state)), outputs = jax.lax.scan(body, start, slices)
         else:
             (grads, before), outputs = jax.lax.scan(body, start, jax.tree.map(lambda x: x[:-1], slices))
             # Without the barrier XLA may run the forward pass before the others', and hold the activations of two.
             earlier, xs = jax.lax.optimization_barrier((grads, jax.tree.map(lambda x: x[-1], slices)))
-            grads, (sums, state, kept), end = one_more(before, xs, partial(last, earlier=earlier))
+            grads, (sums, state), end = one_more(before, xs, partial(last, earlier=earlier))
             outputs = jax.tree.map(lambda x, y: jnp.concatenate([x, jnp.expand_dims(y, 0)]), outputs, end)
             spec, collectives = by_layer
         after = with_trained(model_state, state, changed)
-        by_row, whole = [joined(x, spec.settings.group) for x in outputs[0]], [x[-1] for x in outputs[1]]
+        by_row, whole = [joined(x) for x in outputs[0]], [x[-1] for x in outputs[1]]
         sums = replace(sums, rows=by_row, whole=whole)
 
     total = replace(spec.summed(collectives, sums.only), rows=sums.rows, whole=sums.whole)
     if not reduces_each and spec.strategy.gather != "use":  # else the backward pass reduced, of the last at least
-        if lost is not None:
-            kept = feedback.added(kept, lost, total.weight)
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight, seed_of(0))
-    grads, kept = collectives.finish_all(grads, spec.trained_placements, kept, seed_of(count))
-    kept = feedback.per_weight(kept, total.weight)
-    if SQUARES in kept:
-        kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
-    return grads, total, collectives.average(model_state, after), kept
+        grads = sum_leaves(collectives.reduce, grads, spec.trained_placements, seed_of(0))
+    grads = sum_leaves(collectives.finish, grads, spec.trained_placements, seed_of(count))
+    return grads, total, collectives.average(model_state, after)
 
 
 def _by_layer(
@@ -144,17 +131,17 @@ def _by_layer(
     nothing is gathered. Of several microbatches all take the weights that were gathered before the first (`Held`), and
     the last alone sends what is sent once a step, with the gradients of the others added before: all gradients of ddp
     and zero1, zero2's shards over `replica`. Nothing changes for a loss without a layer loop, or for one that uses a
-    layer's weights in several places, each of which would reduce. Nor for gradients in buckets, encoded, or of another
+    layer's weights in several places, each of which would reduce. Nor for gradients that are encoded, or of another
     dtype than the parameters.
     """
-    if collectives.synchroniser is not None or spec.settings.precision.params != spec.settings.precision.reduce:
+    if spec.settings.wire is not None or spec.settings.precision.params != spec.settings.precision.reduce:
         return spec, collectives
     whole = not spec.strategy.shard_state
 
     def reduce(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
         return collectives.finish(collectives.reduce(x, placement, leading, seed), placement, leading)
 
-    def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+    def finish(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
         return x if whole or placement.dim is not None else collectives.finish(x, placement, leading)
 
     row = replace(spec.strategy, gather="use", reduce_each_microbatch=True)
@@ -178,20 +165,6 @@ def _by_layer(
         spec.off.append(why)
         return spec, collectives
     return new, within
-
-
-def _ready_first(
-    spec: GradientSpec, collectives: Collectives, loss: RowwiseLoss, operands: PyTree, *given: Any
-) -> Collectives:
-    """Have the synchroniser fill its buckets in the order in which the backward pass finishes the gradients."""
-    if collectives.synchroniser is None:
-        return collectives
-    backward = partial(microbatch_gradients, spec, collectives, loss)
-    jaxpr, shapes = jax.make_jaxpr(backward, return_shape=True)(operands, *given)
-    count = len(jax.tree.leaves(shapes[0]))
-    places = places_made(jaxpr.jaxpr)[:count]
-    order = tuple(sorted(range(count), key=lambda i: (places[i], -i)))
-    return replace(collectives, synchroniser=replace(collectives.synchroniser, order=order))
 
 
 def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.batch import interleave
 from jdp.core.gradients.accumulate import evaluate, step_gradients
-from jdp.core.gradients.spec import Collectives, GradientSpec, Kept
+from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.random import row_keys as keys
 from jdp.core.sharding.placement import Placement
@@ -23,17 +23,16 @@ from jdp.core.types import Batch, PyTree
 
 
 def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    """Return a function (params, model_state, batch, key, kept) -> (Σ∇total at rest specs, sums, model_state, kept).
+    """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state).
 
     All arrays are global.
     """
     collectives = make_collectives(spec, plan)
 
-    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
-        given = params, model_state, _constrained(plan, batch), key, kept
-        grads, sums, after, kept = step_gradients(spec, collectives, *given)
+    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        grads, sums, after = step_gradients(spec, collectives, params, model_state, _constrained(plan, batch), key)
         whole = jax.lax.with_sharding_constraint(sums.whole, NamedSharding(plan.mesh, PartitionSpec()))
-        return grads, replace(sums, rows=_constrained(plan, sums.rows), whole=whole), after, kept
+        return grads, replace(sums, rows=_constrained(plan, sums.rows), whole=whole), after
 
     return run
 
@@ -58,7 +57,7 @@ def within(spec: GradientSpec, plan: Plan, function: Callable[..., None]) -> Cal
 
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     """Return the collectives of the global view: constraints of global arrays to the plan's specs."""
-    mesh, group = plan.mesh, spec.settings.group
+    mesh = plan.mesh
 
     def constrain(x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*partition[leading:])))
@@ -68,18 +67,18 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
 
     def microbatches(batch: Batch, count: int) -> Batch:
         sharding = NamedSharding(mesh, PartitionSpec(None, *plan.batch_spec))
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count, group), sharding), batch)
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count), sharding), batch)
 
     def key_of(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array | keys.BatchKey:
         if count == 1:
             return key
-        return keys.batch_key(key, rows=rows, total=rows * count, offset=index * group, stride=count, group=group)
+        return keys.batch_key(key, rows=rows, total=rows * count, offset=index, stride=count)
 
     return Collectives(
         gather=lambda x, placement, leading: constrain(x, placement.compute, leading),
         reduce=lambda x, placement, leading, _=None: constrain(x, placement.rest, leading),
         constrain=constrain_accumulator,
-        finish=lambda x, placement, leading: constrain(x, placement.rest, leading),
+        finish=lambda x, placement, leading, _=None: constrain(x, placement.rest, leading),
         sum=lambda x: x,
         average=lambda before, after: after,
         microbatches=microbatches,

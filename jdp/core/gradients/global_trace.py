@@ -53,8 +53,8 @@ def global_trace(
 def two_traces(
     spec: GradientSpec, plan: Plan, trace: LossTrace, state: AnyState, batch: Batch
 ) -> tuple[LossTrace, LossTrace] | None:
-    """Return traces on two numbers of rows, two groups of rows or more; None if the loss takes one number only."""
-    least = 2 * spec.settings.group
+    """Return traces on two numbers of rows, two or more; None if the loss takes one number only."""
+    least = 2
     half = trace.rows // 2 if trace.rows % least == 0 and trace.rows > least else 0
     base = trace if trace.rows >= least else global_trace(spec, plan, state, batch, least, optional=True)
     if base is None:

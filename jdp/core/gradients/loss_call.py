@@ -15,13 +15,12 @@ import jax.numpy as jnp
 
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.fp8 import with_fp8_products
 from jdp.core.gradients.row_proof.quotients import Reading, sums_of_quotient
 from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
-RESERVED = frozenset(("loss", "weight", "grad_norm", "noise_scale", "skipped"))
+RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +95,6 @@ class TracedLoss:
         keep, whole: as in `GatherTable`.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
-        products: as in `Precision`.
         reading: how a scalar that ends in a quotient of sums is read; None for other losses.
     """
 
@@ -108,13 +106,10 @@ class TracedLoss:
     training: bool = True
     keep: bool = False
     whole: bool = False
-    products: str | None = None
     reading: Reading | None = None
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
-        if self.products is not None:
-            return with_fp8_products(replace(self, products=None), operands, model_state, batch, key)
         arguments = operands, model_state, batch, key
         if self.reading is None:
             return self.with_extras(*arguments)[0]

@@ -38,7 +38,7 @@ from jdp.core.state import AnyState
 from jdp.core.types import Batch
 
 MOST = 4
-"""Groups of rows that are compared: memory stays that of a few examples, forward only."""
+"""Rows that are compared: memory stays that of a few examples, forward only."""
 LARGEST = 64
 """Rows of a trial with as many rows a call as a step has."""
 TOLERANCE = {True: 1e-4, False: 5e-2}
@@ -67,50 +67,49 @@ Chunks = np.ndarray[Any, Any]
 def mixing(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, rows: int) -> str | None:
     """Describe how the loss of a few rows together differs from that of the same rows apart; None if it does not."""
     trial = functools.partial(_Trial, spec, plan, state, batch)
-    groups = np.arange(batch_rows(batch) // spec.settings.group)
-    trials = _few_groups(groups, spec.settings.group)
+    every = np.arange(batch_rows(batch))
+    trials = _few_rows(every)
     try:
         message, weighty = trial(trials[0].shape, 1.0).difference(trials)
         if not message and len(weighty) < len(np.unique(np.concatenate(trials), axis=0)):
-            trials = _with_weight(trial(trials[0].shape, 1.0), groups, spec.settings.group)
+            trials = _with_weight(trial(trials[0].shape, 1.0), every)
             message, _ = trial(trials[0].shape, 1.0).difference(trials)
     except Untried:
         raise
     except Exception:
         if 2 * rows > LARGEST:
             raise
-        trials = [_two_calls(rows, spec.settings.accumulate, spec.settings.group)]
+        trials = [_two_calls(rows, spec.settings.accumulate)]
         message, _ = trial(trials[0].shape, 1.0).difference(trials)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
     return message if message and trial(trials[0].shape, 1.25).difference(trials)[0] else None
 
 
-def _few_groups(groups: np.ndarray[Any, Any], group: int) -> list[Chunks]:
-    """Choose at most four of these groups, each a chunk: far apart (padding is often contiguous), and neighbours."""
-    count = min(MOST, len(groups))
-    spread, near = np.arange(count) * (len(groups) // count), np.arange(count)
-    choices = [spread, spread + (len(groups) - 1) - spread[-1], near, near + (len(groups) - count) // 2]
-    return [groups[choice][:, None] * group + np.arange(group) for choice in choices]
+def _few_rows(rows: np.ndarray[Any, Any]) -> list[Chunks]:
+    """Choose at most four of these rows, each a chunk: far apart (padding is often contiguous), and neighbours."""
+    count = min(MOST, len(rows))
+    spread, near = np.arange(count) * (len(rows) // count), np.arange(count)
+    choices = [spread, spread + (len(rows) - 1) - spread[-1], near, near + (len(rows) - count) // 2]
+    return [rows[choice][:, None] for choice in choices]
 
 
-def _with_weight(trial: _Trial, groups: np.ndarray[Any, Any], group: int) -> list[Chunks]:
-    """Choose groups that have a weight, of `LARGEST` neighbours here and there. Raises Untried if there are none."""
-    count = min(MOST, len(groups))
-    starts = np.linspace(0, len(groups) - count, min(LARGEST // MOST, len(groups) // count)).astype(int)
-    blocks = [(start + np.arange(count))[:, None] * group + np.arange(group) for start in starts]
+def _with_weight(trial: _Trial, rows: np.ndarray[Any, Any]) -> list[Chunks]:
+    """Choose rows that have a weight, of `LARGEST` neighbours here and there. Raises Untried if there are none."""
+    count = min(MOST, len(rows))
+    starts = np.linspace(0, len(rows) - count, min(LARGEST // MOST, len(rows) // count)).astype(int)
+    blocks = [(start + np.arange(count))[:, None] for start in starts]
     _, weighty = trial.difference(blocks)
     if not weighty:
         raise Untried("none of the rows that were tried has a weight and a finite loss")
-    found = np.array(sorted(chunk[0] // group for chunk in weighty))
-    return _few_groups(np.concatenate([found, np.setdiff1d(groups, found)[: max(0, count - len(found))]]), group)
+    found = np.array(sorted(chunk[0] for chunk in weighty))
+    return _few_rows(np.concatenate([found, np.setdiff1d(rows, found)[: max(0, count - len(found))]]))
 
 
-def _two_calls(rows: int, accumulate: int, group: int) -> Chunks:
+def _two_calls(rows: int, accumulate: int) -> Chunks:
     """Return the rows of two calls as a step makes them: two microbatches of one device, or the rows of two devices."""
     if accumulate == 1:
         return np.arange(2 * rows).reshape(2, rows)
-    groups = np.arange(rows * accumulate).reshape(-1, accumulate, group)
-    return groups.swapaxes(0, 1).reshape(accumulate, rows)[:2]
+    return np.arange(rows * accumulate).reshape(-1, accumulate).T[:2]
 
 
 class _Trial:

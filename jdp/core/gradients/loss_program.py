@@ -108,9 +108,9 @@ class Programs:
 
     def _traced(self, loss: Any, arguments: tuple[Any, ...], form: Hashable) -> LossProgram:
         call: Any = lambda *arguments: (loss(*arguments), ())  # noqa: E731
-        if isinstance(loss, TracedLoss) and loss.products is None and loss.reading is None:
+        if isinstance(loss, TracedLoss) and loss.reading is None:
             call = loss.with_extras
-        elif isinstance(loss, TracedLoss) and loss.products is None:
+        elif isinstance(loss, TracedLoss):
             whole = self.of(loss.without_reading, arguments, form)
             call = lambda *arguments: (loss.read(whole.closed, whole.shape, arguments), ())  # noqa: E731
         with recording() as gathered:
@@ -132,7 +132,7 @@ def _identity(loss: Any) -> Hashable:
     fn: Any = loss.fn
     of_fn = (id(fn.fn), fn.by_row, fn.structure) if isinstance(fn, LossWithAux) else id(fn)
     gathers = loss.gather is not None and (loss.keep, loss.whole)
-    return of_fn, loss.adapter, loss.sync_axes, loss.training, gathers, loss.products, loss.reading
+    return of_fn, loss.adapter, loss.sync_axes, loss.training, gathers, loss.reading
 
 
 def _context() -> Hashable:

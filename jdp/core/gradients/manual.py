@@ -1,7 +1,7 @@
 """Replica view: the gradient region runs under `shard_map` over the batch axes and issues its own collectives.
 
 Each device sees its rows of the batch and differentiates its own sum. That is what lets it add microbatches locally and
-synchronise once, choose the dtype on the wire, and, later, compress or skip synchronisations.
+synchronise once, and choose the dtype on the wire, or codes (`wire.py`).
 
 The model's own axes stay XLA's while the loss runs; a collective along the batch axes sends the shard that a device
 holds along the model's (`model_axes`).
@@ -18,52 +18,45 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdp.core.batch import interleave
+from jdp.core.gradients import collectives
 from jdp.core.gradients.accumulate import evaluate, step_gradients
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import changed_leaves, mean_over
-from jdp.core.gradients.spec import Collectives, GradientSpec, Kept
+from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.random import row_keys as keys
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, keep_axes
-from jdp.core.sharding.traced_mesh import mesh_inside
-from jdp.core.state import ERROR, trained_part, with_trained
+from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
-from jdp.core.update.local_steps import is_inside_a_replica
-from jdp.core.wire import collectives
-from jdp.core.wire.buckets import Synchroniser
 
 
 def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    """Return a function (params, model_state, batch, key, kept) -> (Σ∇total at rest specs, sums, model_state, kept).
+    """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state).
 
     All arrays are global.
     """
     changed: list[bool] = []
 
     def local(params: PyTree, model_state: PyTree, *others: Any) -> Any:
-        grads, sums, after, kept = step_gradients(spec, make_collectives(spec, plan), params, model_state, *others)
+        grads, sums, after = step_gradients(spec, make_collectives(spec, plan), params, model_state, *others)
         changed[:] = changed_leaves(model_state, after)
-        return grads, sums, trained_part(after, changed), kept
+        return grads, sums, trained_part(after, changed)
 
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     reduced = _rest_specs(plan, spec.trained_placements)
     prefix: Any = Sums
     sums_specs = prefix(replicated, replicated, replicated, rows=plan.batch_spec, whole=replicated)
 
-    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
+    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         params = collectives.to_replica_view(params, spec.placements, plan.mesh)
-        kept_specs = {name: plan.batch_spec if name == ERROR else replicated for name in kept}
         replicas = _shard_map(
-            local,
-            plan,
-            (rest, replicated, plan.batch_spec, replicated, kept_specs),
-            (reduced, sums_specs, replicated, kept_specs),
+            local, plan, (rest, replicated, plan.batch_spec, replicated), (reduced, sums_specs, replicated)
         )
-        grads, sums, after, kept = replicas(params, model_state, batch, key, kept)
+        grads, sums, after = replicas(params, model_state, batch, key)
         grads = collectives.from_replica_view(grads, spec.trained_placements, plan.mesh)
-        return grads, sums, with_trained(model_state, after, changed), kept
+        return grads, sums, with_trained(model_state, after, changed)
 
     return run
 
@@ -101,7 +94,7 @@ def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: 
     # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
     return jax.shard_map(
         local,
-        mesh=mesh_inside() if is_inside_a_replica() else plan.mesh,
+        mesh=plan.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(batch_axes(plan.mesh)),
@@ -121,12 +114,16 @@ def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
 
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     """Return the collectives of the replica view: those of `jax.lax`, on a device's own arrays."""
-    mesh, axes, group = plan.mesh, batch_axes(plan.mesh), spec.settings.group
+    mesh, axes, wire = plan.mesh, batch_axes(plan.mesh), spec.settings.wire
     others = tuple(axis for axis in axes if axis != DATA)
     replicas = plan.batch_shards
 
-    def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return collectives.psum(x, axes if placement.dim is None else others, placement, leading, mesh)
+    def reduce(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        return collectives.psum_scatter(x, placement, leading, mesh, wire, seed)
+
+    def finish(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        summed = axes if placement.dim is None else others
+        return collectives.psum(x, summed, placement, leading, mesh, wire, seed)
 
     def average(before: Any, after: Any) -> Any:
         unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
@@ -136,37 +133,18 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         if replicas == count == 1:
             return key
         first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count)
-        first += jnp.uint32(index) * jnp.uint32(group)
-        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
+        first += jnp.uint32(index)
+        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count)
 
     return Collectives(
-        gather=lambda x, placement, leading: collectives.all_gather(x, placement, leading, mesh, spec.settings.wire),
-        reduce=lambda x, placement, leading, seed=None: collectives.psum_scatter(
-            x, placement, leading, mesh, spec.settings.wire, seed
-        ),
+        gather=lambda x, placement, leading: collectives.all_gather(x, placement, leading, mesh),
+        reduce=reduce,
         constrain=lambda x, placement, leading: x,
         finish=finish,
         sum=lambda x: jax.lax.psum(x, axes),
         average=lambda before, after: jax.tree.map(average, before, after),
-        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
+        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count), batch),
         key_of=key_of,
         axes=axes,
-        synchroniser=make_synchroniser(spec, plan),
         overlap=spec.settings.overlap is not False and replicas > 1,
     )
-
-
-def kept_shapes(spec: GradientSpec, plan: Plan) -> Kept:
-    """Return the global shapes and dtypes of what a step's synchroniser keeps between steps; {} for nothing."""
-    sync, treedef = make_synchroniser(spec, plan), jax.tree.structure(spec.trained_placements)
-    return {} if sync is None else {name: treedef.unflatten(x) for name, x in sync.kept_shapes().items()}
-
-
-def make_synchroniser(spec: GradientSpec, plan: Plan) -> Synchroniser | None:
-    """Return what reduces whole gradients in buckets or encoded; None if each leaf has a collective of its own."""
-    if (spec.settings.buckets is None and spec.settings.wire.gradients is None) or plan.batch_shards == 1:
-        return None
-    placements, settings = tuple(jax.tree.leaves(spec.trained_placements)), spec.settings
-    buckets = "auto" if settings.buckets is None else settings.buckets
-    in_backward = spec.strategy.gather == "use"
-    return Synchroniser(plan.mesh, placements, settings.precision, settings.wire, buckets, in_backward=in_backward)

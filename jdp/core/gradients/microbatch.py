@@ -14,10 +14,10 @@ from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.pipeline import pipelined
 from jdp.core.gradients.rowwise_loss import RowwiseLoss
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves
+from jdp.core.gradients.wire import seeds_by_row
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
-from jdp.core.wire import rounding
 
 
 def first_call(
@@ -76,7 +76,6 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
         sync_axes,
         keep=spec.keep_gathered,
         whole=whole,
-        products=spec.settings.precision.products,
         reading=spec.reading,
     )
 
@@ -106,7 +105,7 @@ def microbatch_gradients(
         shards = jax.tree.map(lambda x, p: jnp.zeros(x.shape, dtype) if p.trained else x, operands, spec.placements)
     seeds = None
     if seed is not None and spec.strategy.gather == "use":
-        seeds = rounding.seeds_by_row(spec.placements, shards, seed)
+        seeds = seeds_by_row(spec.placements, shards, seed)
 
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
         weights = with_trained(shards, trained, spec.trained)

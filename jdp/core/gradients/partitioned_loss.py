@@ -23,18 +23,15 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
-from jdp.core.compiling.persistent_cache import compile_once
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.overlap_cost import settled
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
-from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
-from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
@@ -98,14 +95,14 @@ class PartitionedLoss:
 
     @property
     def microbatches(self) -> int:
-        """Number of parts of a device's rows that are computed one after another, in all steps of a call."""
-        return self.settings.accumulate * self.settings.rounds
+        """Number of parts of a device's rows that are computed one after another."""
+        return self.settings.accumulate
 
     @property
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
         own = self.settings
-        return batch_unit(self.plan.mesh.shape, own.accumulate, own.group, own.rounds, named=self.plan.called)
+        return batch_unit(self.plan.mesh.shape, own.accumulate)
 
     def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once."""
@@ -114,7 +111,6 @@ class PartitionedLoss:
         self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = _shapes(state, batch)
         if shapes not in self._choices or values:
-            state, batch = self.plan.entered((on_device(state), batch))
             request = self._request(state)
             known = self._choices.pop(shapes, None)
             if known is None:
@@ -146,7 +142,6 @@ class PartitionedLoss:
             self.choose(state, batch, values=values, assume=not values)
         if values:
             self.is_checked = True
-            report_remade(self.noun, self.loss_fn, (self.plan, self.settings), (state, batch))
 
     def forget_programs(self) -> None:
         """Have the next trace read the loss again: what it closes over may have changed."""
@@ -196,9 +191,7 @@ class PartitionedLoss:
         agree_on_inputs(caller, state, batch, self.plan)
         if not self.is_checked:
             self.check_first(state, batch)
-        lowered = lower()
-        agree_on_program(caller, lowered, self.plan, compiler_options or {})
-        compile_once(lowered, self.plan.mesh)
+        agree_on_program(caller, lower(), self.plan, compiler_options or {})
         self._agreed.add(shapes)
 
     def param_placements(self, state: AnyState) -> PyTree:
@@ -220,7 +213,7 @@ class PartitionedLoss:
             state.static.adapter,
             self.param_placements(state),
             self.plan.row,
-            replace(self.settings, accumulate=self.microbatches, overlap=overlap),
+            replace(self.settings, overlap=overlap),
             state.static.trained,
             reading=reading,
         )
@@ -230,21 +223,20 @@ class PartitionedLoss:
         state: AnyState,
         batch: Batch,
         key: jax.Array,
-        kept: dict[str, PyTree],
         spec: GradientSpec | None = None,
-    ) -> tuple[PyTree, Sums, PyTree, dict[str, PyTree]]:
+    ) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
         choice = self.choose(state, batch)
         spec = replace(spec or self.gradient_spec(state), reading=choice.reading, off=[])
         with self._handed_on(spec, state, batch) as spec:
             run = VIEWS[choice.partitioning].gradients(spec, self.plan)
-            grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
+            grads, sums, model_state = run(state.params, state.model_state, batch, key)
         for found in spec.off[:1]:
             why = f"{choice.why}; overlap off: {found}"
             notice(f"{self.noun} under {self.plan.strategy}: overlap off: {found}; overlap=True turns it on")
             self._choices[_shapes(state, batch)] = replace(choice, why=why)
         self._request(state).check_metrics(sums, state, batch)
-        return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state
 
     def evaluate(self, state: AnyState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""
@@ -263,17 +255,6 @@ class PartitionedLoss:
             yield replace(spec, programs=programs)
         finally:
             programs.clear()
-
-    def _computed_with(self, state: AnyState) -> PyTree:
-        """Return the parameters; of what rests on the host and is trained the device holds the compute dtype alone."""
-        if self.plan.offload is None:
-            return state.params
-        dtype = self.settings.precision.compute_dtype
-        return jax.tree.map(
-            lambda x, placement: x.astype(dtype) if placement.on_host and placement.trained else x,
-            state.params,
-            self.param_placements(state),
-        )
 
     def _request(self, state: AnyState) -> PartitioningRequest:
         return PartitioningRequest(self.gradient_spec(state), self.plan)

@@ -35,6 +35,7 @@ from jdp.core.tracing.axis_sizes import noting_axis_sizes
 from jdp.core.types import Batch
 
 REQUESTED = "asked for"
+EVALUATION = "an evaluation step has no gradients to reduce"
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,6 @@ class PartitioningRequest:
         """The step's settings."""
         return self.spec.settings
 
-    @property
-    def local_steps(self) -> int:
-        """How many of the microbatches are steps that a replica takes by itself; 0: it takes none."""
-        return self.settings.local_steps.steps if self.settings.local_steps else 0
-
     def choose(self, state: AnyState, batch: Batch) -> Choice:
         """Choose the partitioning from shapes alone.
 
@@ -106,11 +102,6 @@ class PartitioningRequest:
         if self._calls(choice) > 1 or ends_in_quotient(trace):
             choice = self._with_proof(choice, trace, state, batch)
         self._report_widened(trace)
-        if trace.gathers_rows and self.local_steps:
-            raise ValueError(
-                "jdp.gather_rows gathers the rows of the whole batch, and in local steps a replica sees its own alone; "
-                f"given local_steps={self.local_steps}. Leave local_steps out."
-            )
         if trace.gathers_rows and self.settings.accumulate > 1:
             raise ValueError(
                 "jdp.gather_rows gathers the rows of one microbatch, so each number of microbatches would train "
@@ -122,8 +113,6 @@ class PartitioningRequest:
         """Choose by the program that the step will run; None where that leaves something open."""
         adapter = state.static.adapter
         normed = adapter is not None and bool(adapter.batch_statistics)
-        if self.settings.precision.products or self.local_steps:
-            return None
         try:
             choice, traces = self._traced_as_run(state, batch)
         except _NotAsRunError:
@@ -133,7 +122,7 @@ class PartitioningRequest:
         if calls > 1 and (normed or first.gathers_rows or not pair or first.names_axes() or constant_term(*pair)):
             return None
         if pair:
-            proof = prove(pair[0], pair[1], self.settings.group)
+            proof = prove(pair[0], pair[1])
             if calls > 1 and proof.verdict != "sum":
                 return None
             choice = replace(choice, reading=proof.reading, metrics=proof.of_metrics)
@@ -150,7 +139,7 @@ class PartitioningRequest:
 
     def _first_calls(self, choice: Choice, state: AnyState, batch: Batch) -> list[LossTrace]:
         """Trace the first call of the loss in the context of the step, and for a proof two of other numbers of rows."""
-        traces, least = list[LossTrace](), 2 * self.settings.group
+        traces, least = list[LossTrace](), 2
         calls, total = self._calls(choice), batch_rows(batch)
 
         def trace(collectives: Collectives, *given: Any) -> None:
@@ -205,7 +194,7 @@ class PartitioningRequest:
             only = f"it takes no other number of rows than {trace.rows}"
             return replace(choice, proven=self._calls(choice) == 1, metrics=False, unproven=only)
         first, second = pair
-        proof = prove(first, second, self.settings.group)
+        proof = prove(first, second)
         neighbours = batch_rows(batch) // self.plan.batch_shards  # stay together where each device makes one call
         one_call = choice.partitioning == "manual" and self.settings.accumulate == 1
         divides = one_call and not (first.rows % neighbours or second.rows % neighbours)
@@ -250,12 +239,11 @@ class PartitioningRequest:
         if self.settings.requested is None and self.settings.accumulate == 1:
             why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
             return replace(choice, partitioning="auto", why=why, proven=True)
-        fewer = "accumulate=1, no local_steps," if self.local_steps else "accumulate=1"
         raise ValueError(
             f"A loss must not mix examples where it is called on parts of the batch "
-            f"({self._calls_as_product(choice)}): {found}. Take {fewer} and leave partitioning to jdp, which "
+            f"({self._calls_as_product(choice)}): {found}. Take accumulate=1 and leave partitioning to jdp, which "
             "then shows it the whole batch; if the weight is a constant, count rows instead; if neighbouring rows "
-            "belong together, say group=2 (or more). check_loss=False turns this check off."
+            "belong together, make one row of them, [pairs, 2, ...]. check_loss=False turns this check off."
         )
 
     def check(self, choice: Choice, state: AnyState, batch: Batch) -> Choice:
@@ -268,8 +256,7 @@ class PartitioningRequest:
         except Exception as error:  # a faulty loss raises in the step's own trace too, with its own message
             first_line = str(error).partition("\n")[0]
             tried = f"whether the loss mixes examples could not be tried on a few rows: {first_line}"
-            if self.settings.group == 1:
-                tried += "; if neighbouring rows belong together, say group=2 (or more)"
+            tried += "; if neighbouring rows belong together, make one row of them, [pairs, 2, ...]"
             notice(tried)
             return choice if choice.proven else self._for_unknown(choice, tried)
         if difference is None:
@@ -304,7 +291,7 @@ class PartitioningRequest:
 
     def announce(self, choice: Choice, state: AnyState, noun: str) -> None:
         """Report the choice for `noun` and its reason, unless the user requested it and it has no drawback."""
-        if self.plan.batch_shards == 1:
+        if self.plan.batch_shards == 1 or choice.why == EVALUATION:
             return
         if self.settings.requested is None or choice.why != REQUESTED:
             local = "; the loss is a sum over examples, and sees each device's rows alone"
@@ -323,7 +310,7 @@ class PartitioningRequest:
         if self.plan.batch_shards == 1:
             return Choice("auto", "one shard of the batch: nothing to communicate")
         if not self.settings.train:
-            return Choice("auto", "an evaluation step has no gradients to reduce")
+            return Choice("auto", EVALUATION)
         breach = self._breach(None)
         if breach is None and trace is not None:
             breach = self._breach(trace.reused(self.spec.trained))
@@ -379,8 +366,8 @@ class PartitioningRequest:
     def _calls_as_product(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
-        counts = {"local_steps": self.local_steps, "accumulate": self.settings.accumulate // (self.local_steps or 1)}
-        return " × ".join([*sizes, *(f"{name}={count}" for name, count in counts.items() if count > 1)])
+        count = self.settings.accumulate
+        return " × ".join([*sizes, *([f"accumulate={count}"] if count > 1 else [])])
 
     def _drawback(self, state: AnyState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""

@@ -7,22 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from jdp.core.gradients.boundary import Collective, Reduction
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.gradients.wire import seeds_by_leaf
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.strategy import Strategy
-from jdp.core.state import SQUARES, trained_part
+from jdp.core.state import trained_part
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
-from jdp.core.wire.buckets import Synchroniser
-
-Kept = dict[str, PyTree]
-"""What a synchroniser keeps between steps, by name; {} for nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,40 +38,20 @@ class Collectives:
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
         finish_at_use: `finish` for the gather boundary, which first adds the shards of the microbatches before; None
             where it only reduces.
-        synchroniser: takes the place of `reduce` and `finish` for whole gradients, in buckets or encoded; None where
-            every leaf has a collective of its own.
         overlap: True if layer loops gather one layer ahead and reduce one behind.
     """
 
     gather: Collective
     reduce: Reduction
     constrain: Collective
-    finish: Collective
+    finish: Reduction
     sum: Callable[[jax.Array], jax.Array]
     average: Callable[[PyTree, PyTree], PyTree]
     microbatches: Callable[[Batch, int], Batch]
     key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
     finish_at_use: Collective | None = None
-    synchroniser: Synchroniser | None = None
     overlap: bool = False
-
-    def reduce_all(
-        self, grads: PyTree, placements: PyTree, kept: Kept, weight: jax.Array, seed: Any
-    ) -> tuple[PyTree, Kept]:
-        """Reduce every leaf, compute spec -> rest spec, of rows of this weight; return `kept` as it is afterwards."""
-        kept = _with_squares(kept, grads, weight)
-        if self.synchroniser is not None:
-            grads, own = self.synchroniser.reduce(grads, {name: kept[name] for name in kept if name != SQUARES}, seed)
-            return grads, {**kept, **own}
-        return map_leaves(self.reduce, grads, placements), kept
-
-    def finish_all(self, grads: PyTree, placements: PyTree, kept: Kept, seed: Any) -> tuple[PyTree, Kept]:
-        """Sum every leaf over the batch axes that `reduce_all` left out; return `kept` as it is afterwards."""
-        if self.synchroniser is not None:
-            grads, own = self.synchroniser.finish(grads, {name: kept[name] for name in kept if name != SQUARES}, seed)
-            return grads, {**kept, **own}
-        return map_leaves(self.finish, grads, placements), kept
 
 
 @dataclass(frozen=True)
@@ -85,7 +60,7 @@ class GradientSpec:
 
     Attributes:
         loss_fn: the loss function.
-        settings: the step's; `accumulate` counts the local steps of a replica too; `overlap` None: by cost.
+        settings: the step's; `overlap` None: by cost.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
@@ -117,14 +92,14 @@ class GradientSpec:
         return trained_part(self.placements, self.trained)
 
 
-def _with_squares(kept: Kept, grads: PyTree, weight: jax.Array) -> Kept:
-    """Add the squared norm of these gradients and their rows' squared weight, where they are asked for."""
-    if SQUARES not in kept:
-        return kept
-    own = optax.tree.norm(grads, squared=True).astype(jnp.float32)
-    return {**kept, SQUARES: kept[SQUARES] + jnp.stack([own, weight**2])}
-
-
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:
     """Apply a collective to every leaf of a tree without leading dimensions of its own."""
     return jax.tree.map(lambda leaf, placement: collective(leaf, placement, 0), tree, placements)
+
+
+def sum_leaves(reduction: Reduction, grads: PyTree, placements: PyTree, seed: jax.Array | None) -> PyTree:
+    """Apply a reduction to every leaf of gradients; with a seed each leaf draws its own rounding."""
+    if seed is None:
+        return map_leaves(reduction, grads, placements)
+    drawn = seeds_by_leaf(grads, seed)
+    return jax.tree.map(lambda leaf, placement, own: reduction(leaf, placement, 0, own), grads, placements, drawn)

@@ -1,6 +1,5 @@
 """The first state, made sharded: for a step (`train_state`), or as trees for your own loop (`trees`).
 
-programs         runs `init` in small programs, each compiled once
 trainable        which parameters are trained
 sharding_report  reports once what is padded, and what stays replicated
 """

@@ -7,7 +7,7 @@ import jax
 from jdp.base.formatting import listed
 from jdp.base.notices import notice, warn
 from jdp.core.plan import Plan
-from jdp.core.sharding.axes import DATA, factors
+from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.mesh import hosts_along, replicas_for_hosts
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import TrainState
@@ -19,22 +19,21 @@ def report_placements(plan: Plan, state: TrainState) -> None:
     if data == 1:
         return
     if not plan.row.shard_state:
-        name = plan.data
-        for pattern in (pattern for pattern, spec in plan.rules if any(name in axes_of(entry) for entry in spec)):
+        for pattern in (pattern for pattern, spec in plan.rules if any(DATA in axes_of(entry) for entry in spec)):
             warn(
-                f"the rule for {pattern!r} shards over {name}, which {plan.strategy} does not: what it matches is "
-                f"replicated over {name}; take zero1, zero2 or zero3, or leave {name} out of the rule"
+                f"the rule for {pattern!r} shards over {DATA}, which {plan.strategy} does not: what it matches is "
+                f"replicated over {DATA}; take zero1, zero2 or zero3, or leave {DATA} out of the rule"
             )
         return
     if (replicas := replicas_for_hosts(plan.mesh)) is not None:
-        inside, hosts = factors({plan.replica: replicas, plan.data: data // replicas}), hosts_along(plan.mesh, DATA)
+        inside, hosts = factors({REPLICA: replicas, DATA: data // replicas}), hosts_along(plan.mesh, DATA)
         notice(
-            f"{plan.strategy} gathers and reduces along {plan.data}={data}, which spans {hosts} hosts; {inside} "
+            f"{plan.strategy} gathers and reduces along {DATA}={data}, which spans {hosts} hosts; {inside} "
             f"does it on each host's fast links, and every device then holds {replicas} times as much state"
         )
     params = jax.tree.leaves(plan.param_placements(state.params, state.static))
     if flat := [p for p in params if p.flat is not None]:
-        most, shared = max(flat, key=lambda p: p.bytes_per_device), factors({plan.data: data})
+        most, shared = max(flat, key=lambda p: p.bytes_per_device), factors({DATA: data})
         several = len(flat) > 1
         notice(
             f"{most.path} {list(most.own_shape)}{f' and {len(flat) - 1} more' * several}, of which no dimension "

@@ -3,9 +3,9 @@
 1. `jax.eval_shape` traces `init` and `tx.init`, once, and returns the tree of shapes.
 2. The plan gives the sharding of every leaf.
    Leaves that are stored flat and padded (`Plan.pad`) are made in their own shapes, one at a time, by every device.
-3. Jitted programs with those `out_shardings` compute the values (`programs.py`): every device computes the shard it
-   keeps. JAX's partitionable random numbers depend on the key and the element's index alone, so the weights are
-   bitwise the same on any mesh.
+3. One jitted program with those `out_shardings` computes the values: every device computes the shard it keeps. JAX's
+   partitionable random numbers depend on the key and the element's index alone, so the weights are bitwise the same on
+   any mesh.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,11 @@ from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
-from jdp.core.init.programs import run_init
 from jdp.core.init.sharding_report import report_placements
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_init
 from jdp.core.plan import Plan, check_plan
 from jdp.core.random.user_keys import key_of_init, typed_key
-from jdp.core.sharding.user_mesh import auto_axes
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.types import InitFn, Model, PyTree
 from jdp.core.update.optimized import at_rest, flattened
@@ -74,19 +72,18 @@ def init_state(
         RuntimeError: another process did not come to this call.
     """
     check_plan(plan, "jdp.init_state(init, tx, plan, rng=...)", init, tx)
-    rng = plan.entered(typed_key(rng))
-    with auto_axes(plan.mesh):
-        make, abstract = _prepare(init, tx, plan, rng, wrt)
+    rng = typed_key(rng)
+    make, abstract = _prepare(init, tx, plan, rng, wrt)
     notice(str(plan))
     _report_multi_steps(abstract.opt_state)
     report_placements(plan, abstract)
     shardings = plan.shardings(abstract)
     out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
-    with auto_axes(plan.mesh):
-        if len(processes_of(plan.mesh)) > 1:
-            agree("init_state", [plan_fact(plan), key_fact(rng, "The key")], plan.mesh)
-            agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(rng))], plan.mesh)
-        return TrainState(**run_init(make, rng, out_shardings), static=abstract.static)
+    make_sharded = jax.jit(make, out_shardings=out_shardings)
+    if len(processes_of(plan.mesh)) > 1:
+        agree("init_state", [plan_fact(plan), key_fact(rng, "The key")], plan.mesh)
+        agree("init_state", [program_fact(make_sharded.lower(rng))], plan.mesh)
+    return TrainState(**make_sharded(rng), static=abstract.static)
 
 
 @public()
@@ -113,8 +110,7 @@ def abstract_state(
         ValueError: an argument does not fit, for the reasons that `init_state` lists.
     """
     check_plan(plan, "jdp.abstract_state(init, tx, plan, rng=...)", init, tx)
-    with auto_axes(plan.mesh):
-        _, abstract = _prepare(init, tx, plan, plan.entered(typed_key(rng)), wrt)
+    _, abstract = _prepare(init, tx, plan, typed_key(rng), wrt)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
@@ -143,7 +139,6 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
             "model_state": model_state,
             "rng": jax.random.fold_in(rng, 1),
             "skipped": jnp.zeros((), jnp.int32),
-            "sync": {},
         }
 
     shapes = jax.eval_shape(make, rng)

@@ -17,19 +17,16 @@ import numpy as np
 from jax.core import Tracer
 
 from jdp.base.public import public
-from jdp.base.shorten import cut, described
+from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
-from jdp.core.init.programs import run_init
 from jdp.core.plan import Plan, check_plan
 from jdp.core.random.user_keys import key_of_init, typed_key
-from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.padded import Change
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.user_mesh import auto_axes, padded
-from jdp.core.state import MOMENTUM, STACKED, TrainState, changed
+from jdp.core.state import TrainState, changed
 from jdp.core.types import PyTree
 from jdp.core.update.optimized import at_rest, flattened
 from jdp.core.update.optimizer_checks import is_optimizer
@@ -79,24 +76,20 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     found: list[tuple[Any, Any]] = []  # (function leaves -> tree, specs of its metadata), one for each trace
 
     def make(given: Any) -> PyTree:
-        given = plan.entered(given)
         model, specs = flax_nnx.built(init, given if rng is None else key_of_init(given))
         check_tree(model, of)
         tree, rebuild = flax_nnx.opened(model)
         found.append((rebuild, specs))
         return tree
 
-    with auto_axes(plan.mesh):
-        given = flax_nnx.parameters(of) if rng is None else plan.entered(typed_key(rng))
-        shapes = jax.eval_shape(make, given)
-        rebuild, specs = found[-1]
-        shardings = _shardings(shapes, plan, specs, of)
-        if of is not None:
-            return rebuild(jax.jit(make, out_shardings=shardings)(given))
-        if len(processes_of(plan.mesh)) > 1:
-            agree("jdp.init", [plan_fact(plan), key_fact(given, "The key")], plan.mesh)
-            agree("jdp.init", [program_fact(jax.jit(make, out_shardings=shardings).lower(given))], plan.mesh)
-        return rebuild(run_init(make, given, shardings))
+    given = flax_nnx.parameters(of) if rng is None else typed_key(rng)
+    shapes = jax.eval_shape(make, given)
+    rebuild, specs = found[-1]
+    make_sharded = jax.jit(make, out_shardings=_shardings(shapes, plan, specs, of))
+    if of is None and len(processes_of(plan.mesh)) > 1:
+        agree("jdp.init", [plan_fact(plan), key_fact(given, "The key")], plan.mesh)
+        agree("jdp.init", [program_fact(make_sharded.lower(given))], plan.mesh)
+    return rebuild(make_sharded(given))
 
 
 def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
@@ -128,31 +121,20 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     check_tree(tree, of)
     opened, rebuild = flax_nnx.opened(tree)
     opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
-    return rebuild(_put(opened, plan, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
+    return rebuild(_put(opened, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
 
 
 def _placed_state(state: TrainState, plan: Plan) -> TrainState:
     """Shard a train state as `init_state` would, also one that was padded for another number of devices."""
-    replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
-    if STACKED in state.sync and sizes - {replicas}:
-        raise ValueError(
-            "After local steps a state keeps each replica's own optimizer state, and is sharded for as many replicas; "
-            f"given {max(sizes)} and a plan of {replicas}. Save it, and restore it onto a state of that plan, which "
-            "takes their mean."
-        )
     state = state.unpadded()
     laid = flattened(plan, state)
     shardings, flat = plan.shardings(laid), dict(laid.static.flat)
-    flat |= {
-        path.replace("params", f"sync/{MOMENTUM}", 1): own for path, own in flat.items() if path.startswith("params")
-    }
     if not flat or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
-        return _put(at_rest(state, laid.static), plan, shardings)
+        return _put(at_rest(state, laid.static), shardings)
 
     lies, treedef = jax.tree.flatten(shardings)
     paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(laid)]
-    whole = padded(plan.replicated, 0)
-    wanted = [whole if path in flat else sharding for path, sharding in zip(paths, lies, strict=True)]
+    wanted = [plan.replicated if path in flat else sharding for path, sharding in zip(paths, lies, strict=True)]
     arrays: list[Any] = jax.device_put(jax.tree.leaves(state), wanted)
     made = changed(
         [
@@ -165,13 +147,9 @@ def _placed_state(state: TrainState, plan: Plan) -> TrainState:
     return treedef.unflatten([next(new) if path in flat else x for path, x in zip(paths, arrays, strict=True)])
 
 
-def _put(tree: PyTree, plan: Plan, shardings: PyTree) -> PyTree:
+def _put(tree: PyTree, shardings: PyTree) -> PyTree:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
-        with auto_axes(plan.mesh):
-            tree = plan.entered(tree)
-            if plan.home == plan.mesh:
-                return jax.lax.with_sharding_constraint(tree, shardings)
-            return plan.left(tree, shardings)
+        return jax.lax.with_sharding_constraint(tree, shardings)
     return jax.device_put(tree, shardings)
 
 
@@ -187,7 +165,7 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
     def sharded(params: PyTree) -> PyTree:
         return jax.tree.map(plan.rest_sharding, plan.tree_placements(params, specs))
 
-    return flax_nnx.map_parameters(opened, sharded, lambda leaf: padded(plan.replicated, np.ndim(leaf)))
+    return flax_nnx.map_parameters(opened, sharded, lambda leaf: plan.replicated)
 
 
 def check_init(init: Any, *, of: bool = False) -> None:
@@ -200,13 +178,15 @@ def check_init(init: Any, *, of: bool = False) -> None:
         elif is_optimizer(init):
             fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
         raise ValueError(f"{rule}; given {described(init)}. {fix}.")
-    is_class = isinstance(init, type)  # those of flax are made by a function of any arguments
+    if isinstance(init, type):
+        name = init.__name__
+        raise ValueError(f"{rule}; given the class {name}. Write lambda rng: {name}(rngs=nnx.Rngs(rng)).")
     try:
-        signature = inspect.signature(init.__init__ if is_class else init)
+        signature = inspect.signature(init)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return
     try:
-        signature.bind(*(None,) * (2 if is_class else 1))
+        signature.bind(None)
     except TypeError as error:
         given = getattr(init, "__name__", type(init).__name__) + cut(str(signature))
         raise ValueError(f"{rule}; given {given}. Write a function of one argument.") from error
@@ -245,5 +225,5 @@ def refuse_offload(plan: Plan) -> None:
     if plan.offload is not None:
         raise ValueError(
             f"A custom loop keeps its arrays on the devices; given a plan with offload={plan.offload!r}. Take a "
-            "plan without it, or jdp.make_train_step, which streams its state from the host."
+            "plan without it, or jdp.make_train_step, which fetches its state from the host."
         )

@@ -6,7 +6,7 @@ batch. Inside `shard_map`, or over a microbatch, the loss sees some of the rows 
 shard the same mask.
 
 There the gradient code uses a `BatchKey`: the key, and which global rows the local ones are: row = offset + stride ×
-local row (or the same for groups of rows). `replay.py` finds the dimension of a draw that counts the rows, and makes a
+local row. `replay.py` finds the dimension of a draw that counts the rows, and makes a
 *row key* for that draw. This is a typed key whose PRNG is threefry of the elements' indices in the global draw.
 
 Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit linear index of each element
@@ -33,15 +33,12 @@ THREEFRY = "threefry2x32"
 class BatchKey:
     """The step's key, and which rows of the global batch the local rows are: local row r is `offset + stride * r`.
 
-    With groups of rows that stay together, row b of group a is row `offset + stride * group * a + b`.
-
     Attributes:
         key: scalar typed key, the same on every shard.
         offset: uint32 scalar, may be traced.
         rows: number of local rows.
         total: number of rows of the global batch.
-        stride: distance in the global batch between two local rows, or groups.
-        group: number of rows of a group.
+        stride: distance in the global batch between two local rows.
     """
 
     key: jax.Array
@@ -49,11 +46,10 @@ class BatchKey:
     rows: int = field(metadata={"static": True})
     total: int = field(metadata={"static": True})
     stride: int = field(metadata={"static": True})
-    group: int = field(default=1, metadata={"static": True})
 
     def global_indices(self, size: int) -> jax.Array:
         """Return the global indices, uint32 [size], along a dimension of `size` = rows × n, with n for each row."""
-        rows = _rows(self.offset, jnp.uint32(self.stride), self.rows, self.group)
+        rows = _rows(self.offset, jnp.uint32(self.stride), self.rows)
         each = size // self.rows
         return (rows[:, None] * jnp.uint32(each) + jnp.arange(each, dtype=jnp.uint32)).reshape(size)
 
@@ -73,16 +69,16 @@ class BatchKey:
         words = jax.random.key_data(key)
         row_map = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (self.offset, self.stride, self.total)])
         words = jnp.concatenate([words, jnp.broadcast_to(row_map, (*key.shape, 3))], axis=-1)
-        return jax.random.wrap_key_data(words, impl=_impl((self.rows, self.group, before)))
+        return jax.random.wrap_key_data(words, impl=_impl((self.rows, before)))
 
     def apart(self, key: jax.Array) -> jax.Array:
         """Return `key` made different for each shard and microbatch."""
         return jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), self.offset).reshape(key.shape)
 
 
-def batch_key(key: jax.Array, *, rows: int, total: int, offset: Any, stride: int, group: int = 1) -> BatchKey:
+def batch_key(key: jax.Array, *, rows: int, total: int, offset: Any, stride: int) -> BatchKey:
     """Return a `BatchKey` for `rows` local rows of `total`; see its attributes."""
-    return BatchKey(key, jnp.asarray(offset, jnp.uint32), rows, total, stride, group)
+    return BatchKey(key, jnp.asarray(offset, jnp.uint32), rows, total, stride)
 
 
 def plain(keys: jax.Array) -> jax.Array:
@@ -91,22 +87,22 @@ def plain(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words[..., :2], impl=THREEFRY) if words.shape[-1] == 5 else keys
 
 
-Layout = tuple[int, int, int]
-"""(rows, group, before) of a draw of shape [before, rows, ...] whose rows come in groups."""
+Layout = tuple[int, int]
+"""(rows, before) of a draw of shape [before, rows, ...]."""
 
 
 @functools.cache
 def _impl(layout: Layout) -> Any:
     """Return the PRNG implementation for draws of this layout. Key words: [threefry × 2, offset, stride, total]."""
-    rows, group, before = layout
+    rows, before = layout
     return jexr.define_prng_impl(
         key_shape=(5,),
         seed=lambda seed: _own_draw(rows, jax.random.key_data(jax.random.key(seed, impl=THREEFRY))),
         split=functools.partial(_split, layout),
         random_bits=functools.partial(_random_bits, layout),
         fold_in=_fold_in,
-        name=f"jdp_rows_{before}x{rows}_{group}",
-        tag=f"jdp{before}x{rows}_{group}",
+        name=f"jdp_rows_{before}x{rows}",
+        tag=f"jdp{before}x{rows}",
     )
 
 
@@ -139,13 +135,13 @@ def _counts(layout: Layout, words: jax.Array, shape: tuple[int, ...]) -> tuple[j
 
     If `shape` does not contain the rows, the key's draws are its own, and the index is that in `shape` itself.
     """
-    rows, group, before = layout
+    rows, before = layout
     if math.prod(shape) % (rows * before) or not math.prod(shape):
         own = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
         return jnp.asarray((own >> 32).astype(np.uint32)), jnp.asarray(own.astype(np.uint32))
     size = math.prod(shape) // (rows * before)
     assert size < 2**32, f"a draw of {size} elements an example cannot be indexed"
-    row = _rows(words[2], words[3], rows, group)
+    row = _rows(words[2], words[3], rows)
     if before > 1:
         row = (words[4] * jnp.arange(before, dtype=jnp.uint32)[:, None] + row).reshape(-1)
     high, low = (word[:, None] for word in _multiply(row, size))
@@ -154,12 +150,9 @@ def _counts(layout: Layout, words: jax.Array, shape: tuple[int, ...]) -> tuple[j
     return carried.reshape(shape), total.reshape(shape)
 
 
-def _rows(offset: jax.Array, stride: jax.Array, rows: int, group: int) -> jax.Array:
+def _rows(offset: jax.Array, stride: jax.Array, rows: int) -> jax.Array:
     """Return the global rows, uint32 [rows]."""
-    local = jnp.arange(rows, dtype=jnp.uint32)
-    if group == 1:
-        return offset + stride * local
-    return offset + stride * (local - local % group) + local % group
+    return offset + stride * jnp.arange(rows, dtype=jnp.uint32)
 
 
 def _multiply(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:

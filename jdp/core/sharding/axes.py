@@ -6,10 +6,9 @@ It needs no JAX.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from jdp.base.numbers import is_integer
-from jdp.base.shorten import LONGEST, cut
+from jdp.base.toml import LONGEST, cut
+from jdp.base.words import is_integer
 
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""
@@ -105,11 +104,7 @@ class BatchUnit:
 def batch_unit(
     mesh: Mapping[str, int],
     accumulate: int = 1,
-    group: int = 1,
-    local_steps: int = 1,
-    named: Mapping[str, str] = MappingProxyType({}),
 ) -> BatchUnit:
-    """Return the divisor of a global batch's rows: shards × steps × microbatches × group."""
-    factors = {named.get(axis, axis): mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
-    counts = {"local_steps": local_steps, "accumulate": accumulate, "group": group}
-    return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})
+    """Return the divisor of a global batch's rows: shards × microbatches."""
+    factors = {axis: mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
+    return BatchUnit(factors | ({"accumulate": accumulate} if accumulate > 1 else {}))

@@ -32,7 +32,7 @@ def check_offload(offload: str | None, mesh: Mesh) -> None:
         return
     if offload not in OFFLOADS:
         raise ValueError(
-            f'offload is "optimizer", which keeps optimizer state and master weights in host memory, or None; given '
+            f'offload is "optimizer", which keeps optimizer state in host memory, or None; given '
             f"{offload!r}. Leave it out."
         )
     own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -99,7 +99,7 @@ _PLACEMENT = "annotate_device_placement"  # the custom call by which JAX tells X
 def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
     """Give a program that was lowered for described devices the memory kinds of its arguments and results.
 
-    An argument is a host argument if the program declares it in host memory before it uses it, as `streamed` does. A
+    An argument is a host argument if the program declares it in host memory before it uses it, as `fetched` does. A
     result is a host result if the program moves it there last.
     """
     module: Any = lowered.compiler_ir("stablehlo")

@@ -1,24 +1,26 @@
 """The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device, known without their elements."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jdp.base.formatting import align_columns, format_bytes, format_rate
+from jdp.base.formatting import align_columns, format_bytes, format_rate, html_table
 from jdp.base.tree_paths import path_of
 from jdp.core.sharding.host_memory import PINNED
-from jdp.core.sharding.placement import bytes_per_device
+from jdp.core.sharding.placement import Placement, bytes_per_device
 from jdp.core.types import PyTree
 
-IN_A_TERMINAL = 24
-"""Leaves of a table of text; of more, those in the middle are left out."""
+IN_A_TERMINAL, IN_A_NOTEBOOK = 24, 120
+"""Leaves of a table; of more, those in the middle are left out."""
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,38 @@ def _held(leaves: Sequence[Leaf]) -> str:
 def leaf_text(title: str, leaves: Sequence[Leaf]) -> str:
     """Return the table as text for a terminal, under a title."""
     return "\n".join([title, *align_columns(leaf_table(leaves, IN_A_TERMINAL))])
+
+
+class Placements(list[Placement]):
+    """The result of `Plan.placements`: a list, one `Placement` a leaf; a slice of it is one too."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Placement: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Placements: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Placement | Placements:
+        return Placements(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        return leaf_text(f"{len(self)} placements", self.leaves)
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{len(self)} placements", leaf_table(self.leaves, IN_A_NOTEBOOK))
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The rows of its table."""
+        return [
+            Leaf(
+                place.path,
+                place.array,
+                str(place.rest) + (" in host memory" if place.on_host else ""),
+                math.prod(place.shape),
+                place.bytes_per_device,
+                place.reason,
+                on_host=place.on_host,
+            )
+            for place in self
+        ]

@@ -30,11 +30,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jdp.base.machine import choose_platform, provide_threads
 from jdp.base.notices import notice
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.core.cluster.handshake import check_device_counts
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes, check_axes
 from jdp.core.sharding.traced_mesh import tracing_for
-from jdp.core.sharding.user_mesh import auto_axes
 from jdp.core.types import Device, PyTree
 
 
@@ -53,9 +52,9 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
         devices: the devices to arrange; None: all devices of all processes. Give them to use a part of a machine, or
             described devices that this machine does not have.
         axes: axis=size in devices, in the order that the mesh has them. No axes at all means `data=-1`. `data` is
-            required. Add `replica` for sharding within groups of devices that have fast links (HSDP), and for local
-            steps. Any other name is an axis of the model's own, such as `model` for tensor parallelism. One size may be
-            -1: it takes the devices that are left.
+            required. Add `replica` for sharding within groups of devices that have fast links (HSDP). Any other name is
+            an axis of the model's own, such as `model` for tensor parallelism. One size may be -1: it takes the devices
+            that are left.
 
     Returns:
         A `jax.sharding.Mesh` whose axes have type Auto.
@@ -100,6 +99,20 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     return mesh
 
 
+def check_mesh(mesh: Mesh) -> None:
+    """Check that a mesh has a `data` axis, and axes of type Auto alone. Raises ValueError."""
+    if DATA in mesh.shape and {*mesh.axis_types} == {AxisType.Auto}:
+        return
+    sizes, names = tuple(mesh.shape.values()), tuple(map(str, mesh.axis_names))
+    types = ", ".join(f"{name}: {kind}" for name, kind in zip(names, mesh.axis_types, strict=True))
+    names = names if DATA in names else (DATA, *names[1:])
+    raise ValueError(
+        f"A plan needs a mesh with a `data` axis, and with axes of type Auto; given {types}. Write jdp.make_mesh, or "
+        f"jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(names)}), where the batch's axes are "
+        "called `data` and, over slow links, `replica`."
+    )
+
+
 _MORE_DEVICES = {
     "cpu": ', by jax.config.update("jax_num_cpu_devices", {0}) before the first use of jax',
     "gpu": ": this program sees those of jax.devices()",
@@ -118,8 +131,8 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 
 @contextlib.contextmanager
 def tracing_on(mesh: Mesh) -> Generator[None]:
-    """Have code traced for `mesh` while the context lasts, in place of a mesh that the caller has set."""
-    with tracing_for(mesh, batch_axes(mesh)), auto_axes(mesh):
+    """Have code traced for `mesh` while the context lasts."""
+    with tracing_for(mesh, batch_axes(mesh)):
         yield
 
 

@@ -127,7 +127,6 @@ def rest_spec(
     compute: PartitionSpec,
     mesh_shape: dict[str, int],
     min_shard_size: int,
-    name: str = DATA,
 ) -> tuple[PartitionSpec, str]:
     """Add `data` to one dimension of the compute spec.
 
@@ -138,7 +137,7 @@ def rest_spec(
     """
     count = mesh_shape[DATA]
     if count == 1:
-        return compute, f"the {name} axis has one device"
+        return compute, f"the {DATA} axis has one device"
     if math.prod(shape) < min_shard_size:
         return compute, f"replicated: {math.prod(shape)} elements, fewer than min_shard_size={min_shard_size}"
 
@@ -152,8 +151,8 @@ def rest_spec(
 
     candidates = [dim for dim in range(len(shape)) if divides(dim)]
     if not candidates:
-        return compute, f"replicated: no dimension of {list(shape)} divides by {name}={count}"
+        return compute, f"replicated: no dimension of {list(shape)} divides by {DATA}={count}"
     dim = max(candidates, key=preference)
     entries = [spec_entry(compute, i) for i in range(max(len(compute), dim + 1))]
     entries[dim] = (*axes_of(entries[dim]), DATA) if axes_of(entries[dim]) else DATA
-    return PartitionSpec(*entries), f"sharded on dimension {dim}: {shape[dim]} over {name}={count}"
+    return PartitionSpec(*entries), f"sharded on dimension {dim}: {shape[dim]} over {DATA}={count}"

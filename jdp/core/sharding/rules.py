@@ -5,13 +5,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jdp.core.sharding.axes import factors
+from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.placement import axes_of, shards
 
 
-def checked_rules(
-    rules: Any, mesh_axes: Sequence[str], data: str, replica: str
-) -> tuple[tuple[str, PartitionSpec], ...]:
+def checked_rules(rules: Any, mesh_axes: Sequence[str]) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the rules as a tuple of pairs, after checking their types and the axes that they name."""
     example = 'rules=[("*/kernel", PartitionSpec(None, "model"))]'
     if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
@@ -41,23 +39,16 @@ def checked_rules(
                     f"A rule may name axes of the mesh only, {tuple(mesh_axes)}; "
                     f"the rule for {pattern!r} names {axis!r}. Add that axis to the mesh, or change the rule."
                 )
-            if axis == replica:
+            if axis == REPLICA:
                 raise ValueError(
                     f"The `{axis}` axis carries the batch only: nothing is sharded over it; the rule for {pattern!r} "
-                    f"names it. Use `{data}`, or an axis of the model's own."
+                    f"names it. Use `{DATA}`, or an axis of the model's own."
                 )
         pairs.append((pattern, spec))
     return tuple(pairs)
 
 
-def check_fits(
-    path: str,
-    shape: tuple[int, ...],
-    spec: PartitionSpec,
-    source: str,
-    sizes: Mapping[str, int],
-    named_sizes: Mapping[str, int],
-) -> None:
+def check_fits(path: str, shape: tuple[int, ...], spec: PartitionSpec, source: str, sizes: Mapping[str, int]) -> None:
     """Check a parameter's spec against its shape; `source` ("the …") is what gave the spec. Raises ValueError."""
     if len(spec) > len(shape):
         raise ValueError(
@@ -73,5 +64,5 @@ def check_fits(
             raise ValueError(
                 f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
                 f"is {size}, and {spec} splits it into {pieces}. Change the size, or the mesh "
-                f"({factors(named_sizes)}), or the rule: Plan(rules=...) goes before metadata."
+                f"({factors(sizes)}), or the rule: Plan(rules=...) goes before metadata."
             )

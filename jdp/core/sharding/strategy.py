@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import LONGEST
-from jdp.base.words import StrategyName
+from jdp.base.toml import LONGEST
+from jdp.base.words import StrategyName, nearest
 
 
 @dataclass(frozen=True)

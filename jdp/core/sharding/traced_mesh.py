@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
-from jax._src.mesh import get_concrete_mesh  # nothing public says inside of jit which mesh the user has set
 from jax.sharding import Mesh
 
 from jdp.core.types import Device
@@ -26,7 +25,6 @@ class _Traced:
 _CURRENT: ContextVar[_Traced | None] = ContextVar("jdp_traced", default=None)
 _ROWS: ContextVar[tuple[int, int]] = ContextVar("jdp_traced_rows", default=(1, 1))
 _ASKED: ContextVar[list[bool] | None] = ContextVar("jdp_asked_for_rows", default=None)
-_SCALED: ContextVar[bool] = ContextVar("jdp_scaled_weights", default=False)
 
 
 @contextmanager
@@ -58,21 +56,6 @@ def noting_sizes() -> Generator[list[bool]]:
         yield asked
     finally:
         _ASKED.reset(token)
-
-
-@contextmanager
-def scaling_weights() -> Generator[None]:
-    """Say that each weight of the traced code is scaled by itself (fp8): models then join none."""
-    token = _SCALED.set(True)
-    try:
-        yield
-    finally:
-        _SCALED.reset(token)
-
-
-def are_weights_scaled() -> bool:
-    """Return True while a loss is traced whose products are made in float8."""
-    return _SCALED.get()
 
 
 def rows_for_sizes(rows: int) -> int:
@@ -118,19 +101,6 @@ def manual_batch_axes() -> tuple[str, ...]:
     """Return the batch axes along which the traced code sees its own rows only; () if it sees all rows."""
     traced, manual = _CURRENT.get(), _manual_axes()
     return () if traced is None else tuple(axis for axis in traced.batch_axes if axis in manual)
-
-
-def mesh_inside() -> Mesh | None:
-    """Return the mesh of a `shard_map` inside of another, with the context's types; None leaves it to the context.
-
-    jax takes the axis names of a context's mesh from the mesh that the user has set. A mesh of devices is returned only
-    if the names differ: jax refuses that beside a kernel of cuDNN.
-    """
-    traced, context, set_by_user = _CURRENT.get(), jax.sharding.get_abstract_mesh(), get_concrete_mesh()
-    is_alike = set_by_user.empty or set_by_user.axis_names == context.axis_names
-    if is_alike or traced is None or traced.mesh.axis_names != context.axis_names:
-        return None
-    return Mesh(traced.mesh.devices, context.axis_names, axis_types=context.axis_types)
 
 
 def is_traced_by_shard() -> bool:

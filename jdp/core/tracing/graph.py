@@ -250,16 +250,6 @@ def traced_like(program: ClosedJaxpr, function: Callable[..., Any]) -> ClosedJax
     )
 
 
-def with_bodies(eqn: JaxprEqn, programs: Sequence[ClosedJaxpr]) -> JaxprEqn:
-    """Return a scan, a condition or a call with other programs in it."""
-    if eqn.primitive.name == "cond":
-        return eqn.replace(params={**eqn.params, "branches": tuple(programs)})
-    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    [program] = programs
-    is_open = not isinstance(eqn.params[name], ClosedJaxpr)
-    return eqn.replace(params={**eqn.params, name: program.jaxpr if is_open else program})
-
-
 def run_bodies(eqn: JaxprEqn, arrays: Sequence[Any], functions: Sequence[Callable[..., list[Any]]]) -> list[Any]:
     """Run a loop, a condition, a `jit` or a rematerialised call with `functions` as its `bodies`."""
     params, name, where = eqn.params, eqn.primitive.name, carried(eqn)

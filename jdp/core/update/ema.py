@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.base.numbers import is_number
+from jdp.base.words import is_number
 from jdp.core.batch import check_state
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.state import STACKED, TrainState, trained_part, with_trained
+from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.types import Model, PyTree
-from jdp.core.update.local_steps import of_replicas
 from jdp.core.update.optimizer_checks import check_optimizer
 
 
@@ -88,9 +87,8 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
         >>> metrics = jdp.make_eval_step(loss_fn, plan)(jdp.ema_params(state), batch)
 
     Averages inside `optax.masked` or `multi_transform` are used too; parameters without an average stay as they are. So
-    does the model state: BatchNorm's statistics remain those of the weights in training. After local steps each replica
-    has an average of its own weights, and the result is their mean. The result shares memory with `state`: do not train
-    on it, and make it anew after each step.
+    does the model state: BatchNorm's statistics remain those of the weights in training. The result shares memory with
+    `state`: do not train on it, and make it anew after each step.
 
     Args:
         state: a train state, whose optimizer `with_ema` made.
@@ -106,9 +104,8 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
     if not averages:
         raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
     given = [(ema.weight, on_device(ema.average)) for ema in averages]
-    params = on_device(trained_part(state.params, state.static.trained))
-    mean = of_replicas(_means, given, params) if STACKED in state.sync else _means(given, params)
-    return replace(state, params=with_trained(state.params, mean, state.static.trained))
+    params = trained_part(state.params, state.static.trained)
+    return replace(state, params=with_trained(state.params, _means(given, params), state.static.trained))
 
 
 def _means(averages: Sequence[tuple[jax.Array | None, PyTree]], params: PyTree) -> PyTree:

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from jdp.core.plan import Plan
-from jdp.core.state import SQUARES, TrainState, map_flat, trained_part, with_trained
+from jdp.core.state import TrainState, map_flat, trained_part, with_trained
 from jdp.core.tracing.collectives import update_scope
 from jdp.core.types import PyTree
-from jdp.core.update import noise_scale
 from jdp.core.update.optimized import optimized
 
 
@@ -30,22 +29,15 @@ def guarded_update(
     total: jax.Array,
     weight: jax.Array,
     model_state: PyTree,
-    sync: dict[str, PyTree],
 ) -> tuple[TrainState, jax.Array]:
     """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
     # Padding counts as zero: divided by a weight of zero it would be NaN where the gradient itself is infinite.
     norm, square = _norm(map_flat(lambda g, flat: flat.masked(g), grads, "params", state.static), state.step)
-    if SQUARES in sync:
-        noise = noise_scale.updated(state.sync["noise"], sync[SQUARES], norm**2, weight)
-        sync = {name: tree for name, tree in sync.items() if name != SQUARES} | {"noise": noise}
     finite = jnp.isfinite(norm if clip_norm is not None else square) & jnp.isfinite(total)
     finite &= _stays_finite(state.model_state, model_state)
     params, opt_state = clipped_update(clip_norm, plan, state, grads, norm, total / weight)
-    if plan.offload is None:  # else all leaves would be on the device at once
-        finite &= _stays_finite((state.params, state.opt_state), (params, opt_state))
-    updated = replace(
-        state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
-    )
+    finite &= _stays_finite((state.params, state.opt_state), (params, opt_state))
+    updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
     kept = replace(state, skipped=state.skipped + 1)
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept), norm
 

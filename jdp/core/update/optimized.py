@@ -27,11 +27,9 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.optimizer_state import mirrored
 from jdp.core.sharding.padded import Flat
-from jdp.core.state import MOMENTUM, STACKED, Static, TrainState, map_flat, own_shaped, trained_part
+from jdp.core.state import Static, TrainState, map_flat, own_shaped, trained_part
 from jdp.core.tracing.graph import FORWARD, Env, Operation, before, evaluate, known, read
 from jdp.core.types import PyTree
-from jdp.core.update.local_steps import unstack
-from jdp.core.update.mixing import Refusal
 from jdp.core.update.optimizer_checks import Update, apply, traced_apply, traced_update
 from jdp.core.update.padded import Mixed, Stored, as_stored, replay, replay_operation
 from jdp.core.update.whole_matrices import computed, stacks_of
@@ -104,9 +102,6 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
     """
     assert not state.static.flat
     state = jax.eval_shape(lambda state: state, state)
-    if STACKED in state.sync:
-        one = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
-        return at_rest(state, flattened(plan, one).static)
     found = _candidates(plan, state)
     while found:
         laid = _with_whole_matrices(plan, at_rest(state, _with_opt_state(plan, state, found)))
@@ -116,7 +111,7 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
         except Mixed as mixed:
             notice(
                 f"the optimizer's update mixes the elements of {listed(sorted(mixed.leaves))} ({mixed.operation}): no "
-                f"dimension divides by {plan.data}={plan.mesh.shape[DATA]}, and it cannot be stored flat and padded"
+                f"dimension divides by {DATA}={plan.mesh.shape[DATA]}, and it cannot be stored flat and padded"
             )
             left = {path: flat for path, flat in found.items() if path not in mixed.leaves}
             found = left if len(left) < len(found) else {}
@@ -134,9 +129,6 @@ def _with_whole_matrices(plan: Plan, state: TrainState) -> TrainState:
     if not plan.whole_matrices:
         return state
     stacks, refused = stacks_of(plan, state, read(update.program, FORWARD))
-    if plan.offload is not None and stacks:
-        paths = tuple(sorted(region.owner for stack in stacks for region in stack.regions))
-        stacks, refused = [], [*refused, Refusal(paths, "the update", "its optimizer state is in host memory")]
     for each in refused:
         notice(
             f"the optimizer's update mixes the elements of {listed(each.paths)} ({each.operation}), and every device "
@@ -161,8 +153,6 @@ def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
     """Return (kind of collective, devices of one) -> payload bytes of an update that takes matrices whole."""
     if not state.static.whole:
         return {}
-    if STACKED in state.sync:
-        state = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
     sent = [stack.sent() for stack in stacks_of(plan, state, read(_update(state).program, FORWARD))[0]]
     return {kind: sum(each.get(kind, 0) for each in sent) for kind in sorted({*chain(*sent)})}
 
@@ -174,8 +164,7 @@ def at_rest(state: TrainState, static: Static) -> TrainState:
         return jax.eval_shape(flat.to_rest, x) if isinstance(x, jax.ShapeDtypeStruct) else flat.to_rest(x)
 
     fields = {name: map_flat(rest, getattr(state, name), name, static) for name in FIELDS}
-    own = {MOMENTUM: map_flat(rest, state.sync[MOMENTUM], "params", static)} if MOMENTUM in state.sync else {}
-    return replace(state, **fields, sync={**state.sync, **own}, static=static)
+    return replace(state, **fields, static=static)
 
 
 def _candidates(plan: Plan, state: TrainState) -> dict[str, Flat]:

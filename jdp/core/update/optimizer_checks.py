@@ -17,7 +17,7 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from jdp.base.formatting import listed
-from jdp.base.shorten import described
+from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
 from jdp.core.tracing.inner_products import takes_inner_products, with_sums
 from jdp.core.types import PyTree

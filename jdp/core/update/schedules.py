@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import optax
 
-from jdp.base.numbers import is_integer, is_number
+from jdp.base.words import is_integer, is_number
 
 RULES = ("linear", "sqrt")
 

@@ -28,11 +28,9 @@ from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.optimizer_state import owner_of
 from jdp.core.sharding.padded import Flat
 from jdp.core.sharding.placement import Placement, axes_of
-from jdp.core.sharding.traced_mesh import mesh_inside
 from jdp.core.state import TrainState, trained_part
 from jdp.core.tracing.graph import Env, Graph, Operation, Value, described, evaluate, known
 from jdp.core.tracing.per_index import Along, one_index
-from jdp.core.update.local_steps import is_inside_a_replica
 from jdp.core.update.mixing import Refusal, Region, Rest, Track, Tracks, mixes, regions, track
 
 TOGETHER = 2**28
@@ -140,7 +138,7 @@ def stacks_of(plan: Plan, state: TrainState, graph: Graph) -> tuple[list[Stack],
     tracks = track(graph, [*inputs, Track()], count)
     found, refused = regions(graph, tracks, [each.rest for each in inputs[: len(graph.outputs)]], count)
     shared = {each.owner for each in inputs if each.rest is None}
-    words = f"an axis of the model's shards the dimension that {plan.data} shards"
+    words = f"an axis of the model's shards the dimension that {DATA} shards"
     refused = [replace(each, reason=words) if shared.intersection(each.paths) else each for each in refused]
     wanted = [region for region in found if _is_worth(region, tracks, plan)]
     return [stack for stack in _stacks(wanted, tracks, count) if stack.owners > 1], refused
@@ -208,13 +206,12 @@ def _travel(track: Track, rest: Rest, matrices: int | None) -> Travel:
 
 def computed(stack: Stack, env: Env, plan: Plan) -> dict[Value, jax.Array]:
     """Return the results of a stack's regions, stored as they have to be, given what enters."""
-    mesh = mesh_inside() if is_inside_a_replica() else plan.mesh
     arrays = tuple(tuple(known(value, env) for value in values) for values in stack.inputs)
     arrive = tuple(_spec(stack, *each) for each in zip(stack.arrive, stack.inputs[0], strict=True))
     leave = tuple(_spec(stack, *each) for each in zip(stack.leave, stack.regions[0].results, strict=True))
     local = jax.shard_map(
         lambda arrays, taken: _on_a_device(stack, arrays, taken),
-        mesh=mesh,
+        mesh=plan.mesh,
         in_specs=((arrive,) * len(arrays), PartitionSpec()),
         out_specs=(leave,) * len(arrays),
         axis_names=set(batch_axes(plan.mesh)),

@@ -1,6 +1,6 @@
 """Images as samples.
 
-The modules `from_folders.py`, `from_tables.py`, `from_tars.py` and `from_arrays.py` each open one kind of source, and
-`sources.py` chooses among them. `decode.py` turns an encoded picture into pixels, `samples.py` makes a data set, and
-`augment.py` crops and flips images to train on.
+`sources.py` opens arrays and chooses among the kinds of sources; `from_hub.py` opens what `datasets` reads. `decode.py`
+turns an encoded picture into pixels, `samples.py` makes a data set, and `augment.py` crops and flips images for
+training.
 """

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.base.numbers import is_integer, is_number
+from jdp.base.words import is_integer, is_number
 from jdp.data.batches import Source
 from jdp.data.images.decode import Box
 from jdp.data.images.samples import ImageSamples
@@ -161,7 +161,7 @@ def _drawn_part(least: float, top: int, left: int, shapes: Sequence[int]) -> Cal
     """Return the part of a picture that words of 64 random bits choose: its row and column, then tries of its shape."""
 
     def part(height: int, width: int) -> Box:
-        wide, high = _largest(height, width)
+        wide, high = min(width, max(round(height * _WIDEST), 1)), min(height, max(round(width * _WIDEST), 1))
         for area, proportions in zip(shapes[::2], shapes[1::2], strict=True):
             pixels = height * width * (least + (1 - least) * area / 2**64)
             ratio = _WIDEST ** (2 * proportions / 2**64 - 1)
@@ -173,11 +173,6 @@ def _drawn_part(least: float, top: int, left: int, shapes: Sequence[int]) -> Cal
         return right, down, right + wide, down + high
 
     return part
-
-
-def _largest(height: int, width: int) -> tuple[int, int]:
-    """Return width and height of the largest part of a picture that is not wider than 4:3 nor higher."""
-    return min(width, max(round(height * _WIDEST), 1)), min(height, max(round(width * _WIDEST), 1))
 
 
 def _draw(seed: int, epoch: int, index: int) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.data.labels import Labels
-from jdp.data.sources.optional_packages import optional
+from jdp.data.sources.hub import optional
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")

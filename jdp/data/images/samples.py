@@ -1,6 +1,6 @@
 """Images with a class each: decoded when a sample is read, in the reading threads.
 
-1. Find the pictures and their labels: digits, a directory of class folders, tables, Hugging Face data sets, an .npz.
+1. Find the pictures and their labels: digits, an .npz, or what `datasets` reads.
 2. Split them into training and held-out ones by a hash of their encoded bytes (jdp.data.held_out), unless the source
    has a held-out set of its own.
 3. Return a sample: one picture, decoded, fitted to the size (`decode.py`) and normalised, with its class and weight.
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.hub_source import HF
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, split_samples
 from jdp.data.images.decode import MODES, Frame, Part, Pictures
-from jdp.data.images.from_tables import Columns
-from jdp.data.images.sources import open_pictures
+from jdp.data.images.sources import Columns, open_pictures
 
 Size = int | tuple[int, int]
 
@@ -171,23 +171,22 @@ def image_data(
     """Open pictures with classes, as samples for a classifier.
 
     Args:
-        source: "digits" is scikit-learn's 1,797 of 8x8x1, values up to 16. A directory has a folder for each class, or
-            the folders train and val (or test) of such. Tables are .parquet, .arrow or .feather files: one, a glob or a
-            directory. So are .tar files of KEY.jpg and KEY.cls (or KEY.json), as WebDataset writes them. "hf:NAME",
-            "hf:OWNER/NAME" and "hf:OWNER/NAME/CONFIG" are on the Hugging Face hub, "hf:/local/path" is on disk. An .npz
-            has "images" uint8 and "labels".
+        source: "digits" is scikit-learn's 1,797 of 8x8x1, values up to 16. An .npz has "images" uint8 and "labels".
+            `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH" and "hf:arrow:PATH".
+            It also reads "hf:webdataset:PATH" (.tar files), and "hf:NAME" of the hub. Of several splits one is named:
+            "hf:imagefolder:PATH:train".
         size: of every image, in pixels: its largest centred part of these proportions is resized (bilinear,
             antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
             of one size. A file's EXIF rotation is not applied.
         channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
             a transparent part shows its colour.
         heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
-            Unused if the source has a held-out set of its own: folders, or splits of a Hugging Face data set.
-        heldout: a held-out set of its own, of the same classes.
+        heldout: a held-out set of its own, of the same classes, such as another split; then `heldout_fraction` is
+            unused.
         mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
         std: likewise. The default brings values to [-1, 1].
-        image: the column of images in a table, if several may be it; in .tar files their ending, as "jpg".
-        label: the column of labels, if several may be it; in .tar files their ending, or their key in KEY.json.
+        image: the column of images, if several may be it.
+        label: the column of labels, if several may be it.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
@@ -205,25 +204,28 @@ def image_data(
     >>> data.shape, data.classes, sorted(data.train[0])
     ((4, 4, 3), ('ann', 'bo', 'cy'), ['images', 'labels', 'weights'])
     """
-    sets = open_pictures(source, Columns(image, label), heldout)
-    channels = channels if channels is not None else sets.channels
+    columns = Columns(image, label)
+    pictures, own_channels = open_pictures(source, columns)
+    columns = columns if str(heldout).startswith(HF) else Columns()
+    other = None if heldout is None else open_pictures(heldout, columns, pictures.labels.classes)[0]
+    channels = channels if channels is not None else own_channels
     if channels not in MODES:
         raise ValueError(
             f"channels must be 1 (grey), 3 (colour) or 4 (with opacity); given {channels}: give one of these"
         )
     frame = Frame(_checked_size(size), channels)
     normalised = Normalised(_constants("mean", mean, channels), _constants("std", std, channels))
-    first = decoded(sets.train, 0, frame)  # also reports at once a codec that is missing, or channels not to be had
+    first = decoded(pictures, 0, frame)  # also reports at once a codec that is missing, or channels not to be had
     shape = (first.shape[0], first.shape[1], channels)
-    if sets.heldout is None:
-        rows = split_samples(sets.train.scores, heldout_fraction, sets.train.name)
+    if other is None:
+        rows = split_samples(pictures.scores, heldout_fraction, pictures.name)
     else:
-        rows = (np.arange(len(pictures.labels.numbers)) for pictures in (sets.train, sets.heldout))
+        rows = (np.arange(len(side.labels.numbers)) for side in (pictures, other))
     train, held = (
-        ImageSamples(pictures, own, frame, shape, normalised)
-        for pictures, own in zip((sets.train, sets.heldout or sets.train), rows, strict=True)
+        ImageSamples(side, own, frame, shape, normalised)
+        for side, own in zip((pictures, other or pictures), rows, strict=True)
     )
-    return ImageData(str(source), train, held, sets.train.labels.classes, by_content=sets.heldout is None)
+    return ImageData(str(source), train, held, pictures.labels.classes, by_content=other is None)
 
 
 def _checked_size(size: Size | None) -> tuple[int, int] | None:

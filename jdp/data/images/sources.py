@@ -1,99 +1,100 @@
-"""Open the pictures of a source: one set to split, or two that are split already."""
+"""Open the pictures of a source, which are split later, or of two that are split already.
+
+Pictures may be arrays: an .npz of "images" and "labels", or the handwritten digits of scikit-learn. The digits are
+1,797 grey pictures of 8x8 in ten classes, without a download: NIST's, gathered and shrunk by E. Alpaydin and C. Kaynak
+(UCI Machine Learning Repository, 1998).
+"""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from jdp.base.notices import notice
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.base.hub_source import HF
+from jdp.base.user_path import user_path
+from jdp.data.held_out import content_score
 from jdp.data.images.decode import Pictures
-from jdp.data.images.from_arrays import DIGITS, array_pictures, digits
-from jdp.data.images.from_folders import HELD_OUT_FOLDERS, picture_files, two_sets
-from jdp.data.images.from_tables import Columns, TablePictures, file_table_pictures, table_pictures
-from jdp.data.images.from_tars import COMPRESSED_TARS, TAR, tar_pictures
+from jdp.data.images.from_hub import hub_pictures
+from jdp.data.labels import labels_of
 from jdp.data.sources.array_files import read_arrays
-from jdp.data.sources.compressed import unreadable
-from jdp.data.sources.files import matching
-from jdp.data.sources.hub import HF, hub_splits, main_split
-from jdp.data.sources.in_bucket import local_path
-from jdp.data.sources.optional_packages import optional
-from jdp.data.sources.tables import ARROW_SUFFIXES
+from jdp.data.sources.files import read_by_datasets
+from jdp.data.sources.hub import optional
+
+DIGITS = "digits"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArrayPictures(Pictures):
+    """Pictures in memory."""
+
+    images: NDArray[np.uint8]  # [pictures, height, width, channels]
+
+    def name_of(self, index: int, /) -> str:
+        return f"image {index} of {self.name}"
+
+    def content(self, index: int, /) -> NDArray[np.uint8]:
+        return self.images[index]
+
+    def score(self, index: int, /) -> float:
+        return content_score(self.images[index].tobytes())
+
+
+def array_pictures(
+    images: NDArray[Any],
+    labels: NDArray[Any],
+    name: str,
+    *,
+    most: float = 255.0,
+    classes: tuple[str, ...] | None = None,
+) -> ArrayPictures:
+    """Return pictures from uint8 [pictures, height, width] or [pictures, height, width, channels]."""
+    if images.dtype != np.uint8 or images.ndim not in (3, 4):
+        raise ValueError(
+            f"images must be uint8 [images, height, width] or [images, height, width, channels]; given {images.dtype} "
+            f"{list(images.shape)} in {name}: convert them, or give normalised ones to array_data"
+        )
+    images = images if images.ndim == 4 else images[..., None]
+    return ArrayPictures(name=name, images=images, labels=labels_of(labels, name, names=classes), most=most)
+
+
+def digits() -> ArrayPictures:
+    """Return the 1,797 digits of scikit-learn, values 0 to 16. Raises ValueError if it is not installed."""
+    load_digits = optional("sklearn.datasets", f'the data set "{DIGITS}"', extra="test").load_digits
+    images, numbers = load_digits(return_X_y=True)
+    return array_pictures(images.reshape(-1, 8, 8).astype(np.uint8), numbers, DIGITS, most=16.0)
+
 
 PathLike = str | os.PathLike[str]
 Classes = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
-class PictureSets:
-    """Pictures to train on (to be split, if there is no second set), those to hold out, and the channels they have."""
+class Columns:
+    """Which columns to read; None: those whose types or names point them out."""
 
-    train: Pictures
-    heldout: Pictures | None = None
-    channels: int = 3
-
-
-def open_pictures(source: PathLike, columns: Columns, heldout: PathLike | None = None) -> PictureSets:
-    """Return the pictures of a source, and those of `heldout`, which then must have the same classes."""
-    sets = _open(source, columns, None)
-    if heldout is None:
-        return sets
-    other = _open(heldout, columns, sets.train.labels.classes)
-    if other.heldout is not None:
-        raise ValueError(
-            f"heldout must be one set of images; given {heldout}, which is two: name the one that is meant"
-        )
-    if sets.heldout is not None:
-        notice(f"{source}: holding out {heldout}, not reading {sets.heldout.name}")
-    return PictureSets(sets.train, other.train, sets.channels)
+    image: str | None = None
+    label: str | None = None
 
 
-def _open(source: PathLike, columns: Columns, classes: Classes) -> PictureSets:
+def open_pictures(source: PathLike, columns: Columns, classes: Classes = None) -> tuple[Pictures, int]:
+    """Return the pictures of a source, and the channels that they have; `classes` number the labels."""
+    if columns != Columns() and not str(source).startswith(HF):
+        given = ", ".join(filter(None, (columns.image, columns.label)))
+        raise ValueError(f"columns are of tables, which `datasets` reads; given {given} for {source}: leave them out")
     if source == DIGITS:
-        return PictureSets(digits(), channels=1)
+        return digits(), 1
     if str(source).startswith(HF):
-        return _from_hub(str(source), columns, classes)
-    path = local_path(source)
-    if path.suffix == ".npz":
-        return _from_arrays(path, classes)
-    tables, tars = _files(path, ARROW_SUFFIXES), _files(path, (TAR, *COMPRESSED_TARS))
-    if not tables and not tars and not path.is_dir():
+        return hub_pictures(str(source), columns.image, columns.label, classes=classes), 3
+    path = user_path(source)
+    if path.suffix != ".npz":
+        builder = read_by_datasets(path, Path("1.png") if path.is_dir() else None)
         raise ValueError(
-            f'images must be "{DIGITS}", a directory with a folder for each class, {" or ".join(ARROW_SUFFIXES)} '
-            f'files, {TAR} files, "{HF}…" or an .npz file; given {source}, looked for at {path.absolute()}: fix the '
-            "path"
+            f'images must be "{DIGITS}", an .npz file or "{HF}…"; given {source}, looked for at {path.absolute()}: '
+            f"{builder}"
         )
-    optional("PIL", str(source))  # missing, it is reported now, not by a reading thread
-    if tables and tars:
-        raise ValueError(
-            f"a directory must hold one kind of data; given {path} with {tables[0].name} and {tars[0].name}: name "
-            f"those that are meant by a glob, as {path}/*{TAR}"
-        )
-    if tars:
-        return PictureSets(tar_pictures(tars, str(source), columns, classes=classes))
-    if tables:
-        return PictureSets(file_table_pictures(tables, str(source), columns, classes=classes))
-    if classes is None and (both := two_sets(path)):
-        train = picture_files(both[0])
-        return PictureSets(train, picture_files(both[1], classes=train.labels.classes))
-    return PictureSets(picture_files(path, classes=classes))
-
-
-def _files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files with these suffixes that a path names: one, those of a glob, or those directly in a
-    directory.
-    """
-    try:
-        if path.is_dir():
-            files = [file for file in path.iterdir() if not file.name.startswith(".")]
-        elif path.is_file():
-            files = [path]
-        else:
-            files = matching(path)
-    except OSError as error:
-        raise ValueError(unreadable(error, path)) from error
-    return sorted(file for file in files if file.name.endswith(suffixes))
-
-
-def _from_arrays(path: Path, classes: Classes) -> PictureSets:
     arrays, name = read_arrays(path)
     if missing := {"images", "labels"} - arrays.keys():
         raise ValueError(
@@ -101,20 +102,4 @@ def _from_arrays(path: Path, classes: Classes) -> PictureSets:
             f"(missing: {', '.join(sorted(missing))})"
         )
     pictures = array_pictures(arrays["images"], arrays["labels"], name, classes=classes)
-    return PictureSets(pictures, channels=pictures.images.shape[3])
-
-
-def _from_hub(source: str, columns: Columns, classes: Classes) -> PictureSets:
-    """Read a Hugging Face data set: the split "train" and the first one to hold out; or the only split."""
-    optional("PIL", source)
-    splits = hub_splits(source)
-    main = main_split(splits, source)
-    names = [main, *[name for name in HELD_OUT_FOLDERS if name in splits and main == "train"][:1]]
-    if unused := [name for name in splits if name not in names]:
-        notice(f"{source}: not reading the splits {', '.join(unused)}")
-
-    def pictures(name: str, classes: Classes) -> TablePictures:
-        return table_pictures([splits[name]], (f"{source} ({name})",), source, columns, classes=classes)
-
-    train = pictures(names[0], classes)
-    return PictureSets(train, pictures(names[1], train.labels.classes) if names[1:] else None)
+    return pictures, pictures.images.shape[3]

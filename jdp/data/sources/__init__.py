@@ -1,5 +1,4 @@
-"""Sources of data, and their formats.
+"""Sources of data.
 
-`files.py` and `hub.py` find it; `tables.py`, `array_files.py` and `compressed.py` read it; `optional_packages.py`
-imports packages that only some formats need.
+`files.py` finds files of text, `hub.py` what `datasets` reads, and `array_files.py` reads arrays.
 """

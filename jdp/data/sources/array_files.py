@@ -18,10 +18,9 @@ from numpy.typing import ArrayLike, NDArray
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import memory_bytes
 from jdp.base.notices import notice
-from jdp.base.shorten import cut
-from jdp.base.user_path import check_regular
-from jdp.data.sources.compressed import unreadable
-from jdp.data.sources.in_bucket import local_path
+from jdp.base.toml import cut
+from jdp.base.user_path import check_regular, user_path
+from jdp.data.sources.files import unreadable
 
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
@@ -34,7 +33,7 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
     if isinstance(source, Mapping):
         arrays, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
     else:
-        arrays, name = _read_path(local_path(source)), str(source)
+        arrays, name = _read_path(user_path(source)), str(source)
     if not arrays:
         raise ValueError(
             f"data must have at least one array; given none in {name}: give some, such as features and labels"

@@ -1,62 +1,80 @@
-"""Find the files that a user names: sorted by path on every process, each file once."""
+"""Find the files of text that a user names: sorted by path on every process, each file once.
+
+Text is in .txt, .md, .rst and .py files. Files of rows are read by `datasets`: an error names the source to write.
+"""
 
 import glob
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jdp.base.hub_source import BUILDERS, COMPRESSED, HF, builder_of
 from jdp.base.notices import notice
-from jdp.data.sources.compressed import plain_name, unreadable
-from jdp.data.sources.in_bucket import local_path
+from jdp.base.user_path import check_regular, user_path
 
 STDLIB = "stdlib"
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 # What is not the library's own text: packages installed beside it, and its tests, which some distributions leave out.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 PathLike = str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Kinds:
-    """The files of a directory that are wanted, by how their names end, with or without .gz or .zst after it."""
-
-    name: str  # of such files, for messages
-    suffixes: tuple[str, ...]  # of the files wanted
-    # suffixes of files that are data too: a directory that holds both is ambiguous, and refused
-    others: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.suffixes or not all(suffix.startswith(".") for suffix in self.suffixes):
-            raise ValueError(
-                f'suffixes must each begin with a dot; given {list(self.suffixes)}: give for example (".txt",)'
-            )
-
-
-def find_files(entries: Sequence[PathLike], kinds: Kinds) -> list[Path]:
+def text_files(entries: Sequence[PathLike]) -> list[Path]:
     """Return the files that are named: "stdlib", files, globs (`**` goes down), directories (all the way down).
 
-    Files named one by one, or by a glob, are taken whatever they are called. Hidden ones below a directory are passed
-    over.
+    Hidden files below a directory are passed over. Raises ValueError for a file that is not text.
     """
     unique: dict[Path, Path] = {}
-    for path in sorted(path for entry in entries for path in _files(entry, kinds)):
+    for path in sorted(path for entry in entries for path in _files(entry)):
         unique.setdefault(path.resolve(), path)  # by whichever links
     return list(unique.values())
 
 
-def _files(entry: PathLike, kinds: Kinds) -> list[Path]:
+def read_file(path: Path) -> bytes:
+    """Return all of a file. Raises ValueError if the system refuses to read it."""
+    try:
+        check_regular(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(unreadable(error, path)) from error
+
+
+def unreadable(error: OSError, path: Path | None = None) -> str:
+    """Return the message for a file or directory that the system refuses to read."""
+    return (
+        f"all of the data must be readable; given {path or error.filename}, {error.strerror or error}: "
+        "fix its permissions, or leave it out"
+    )
+
+
+def read_by_datasets(path: Path, file: str | os.PathLike[str] | None = None) -> str:
+    """Return the end of an error: how to write a source that jdp does not read itself.
+
+    Args:
+        path: as it was given.
+        file: one of the files that it leads to; None: itself.
+    """
+    builder = builder_of(Path(file or path).name)
+    if builder is not None:
+        return f'write "{HF}{builder}:{path}", which `datasets` reads'
+    some = ", ".join(f'"{HF}{name}:{path}"' for name in BUILDERS)
+    packed = " (decompress it first)" if Path(file or path).name.endswith(COMPRESSED) else ""
+    return f"convert it{packed}, or write {some}: `datasets` reads these"
+
+
+def _files(entry: PathLike) -> list[Path]:
     if entry == STDLIB:
         return _stdlib_files()
-    path = local_path(entry)
-    if path.is_file():
-        return [path]
+    path = user_path(entry)
     if path.is_dir():
-        return _directory_files(path, kinds)
+        return _directory_files(path)
+    if path.is_file():
+        return _checked(path, [path])
     if glob.has_magic(str(path)):
         if files := [file for file in matching(path) if file.is_file()]:
-            return files
+            return _checked(path, files)
         raise ValueError(f"a glob must match at least one file; given {path}, which matches none: fix it")
     raise ValueError(
         f"source must be a file, a glob or a directory that exists; given {entry}, looked for at {path.absolute()}: "
@@ -72,6 +90,16 @@ def matching(pattern: Path) -> list[Path]:
     return [*map(Path, glob.glob(str(literal), recursive=True))]  # noqa: PTH207
 
 
+def _checked(path: Path, files: list[Path]) -> list[Path]:
+    """Return the files. Raises ValueError for one that is not text."""
+    if others := [file for file in files if not file.name.endswith(TEXT_SUFFIXES)]:
+        given = f"{path}" if files == [path] else f"{path}, which leads to {others[0]}"
+        raise ValueError(
+            f"files of text end with {', '.join(TEXT_SUFFIXES)}; given {given}: {read_by_datasets(path, others[0])}"
+        )
+    return files
+
+
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [Path(folder, name) for folder, name in walk(root, leave_out=_NOT_STDLIB) if name.endswith(".py")]
@@ -82,33 +110,24 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _directory_files(directory: Path, kinds: Kinds) -> list[Path]:
-    every = [Path(folder, name) for folder, name in walk(directory)]
-    files, rivals = _ending(every, kinds.suffixes), _ending(every, kinds.others)
-    if files and rivals:
+def _directory_files(directory: Path) -> list[Path]:
+    every = [Path(folder, name) for folder, name in walk(directory) if not name.startswith(".")]
+    files = [file for file in every if file.name.endswith(TEXT_SUFFIXES)]
+    rows = [file for file in every if builder_of(file.name) not in (None, "imagefolder") and file.suffix != ".json"]
+    kinds = ", ".join(TEXT_SUFFIXES)
+    if rows and files:
         raise ValueError(
-            f"a directory must hold one kind of data; given {directory} with {len(files)} such as {files[0].name} and "
-            f"{len(rivals)} such as {rivals[0].name}: name those that are meant by a glob, as "
-            f"{directory}/**/*{rivals[0].suffix}"
+            f"a directory must hold one kind of data; given {directory} with {len(files)} files such as "
+            f"{files[0].name} and {len(rows)} such as {rows[0].name}: {read_by_datasets(directory, rows[0])}, or name "
+            f"the text by a glob, as {directory}/**/*{files[0].suffix}"
         )
-    shown = ", ".join(sorted({path.suffix for path in rivals}) or kinds.suffixes)
-    files = files or rivals
-    others = len(every) - len(files)
     if not files:
-        raise ValueError(
-            f"a directory must hold {kinds.name} files ({shown}); given {directory} with {others} other file(s): "
-            "give other suffixes, or name the files by a glob"
-        )
-    if others:
-        notice(f"{directory}: reading {len(files)} files ({shown}), passing over {others} others")
+        given = f"{directory} with {len(every)} other files" + (f" such as {every[0].name}" if every else "")
+        fix = read_by_datasets(directory, (rows or every)[0]) if every else "add some"
+        raise ValueError(f"a directory of text must hold {kinds} files; given {given}: {fix}")
+    if others := len(every) - len(files):
+        notice(f"{directory}: reading {len(files)} files ({kinds}), passing over {others} others")
     return files
-
-
-def _ending(files: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    def is_wanted(name: str) -> bool:
-        return not name.startswith(".") and (name.endswith(suffixes) or plain_name(name).endswith(suffixes))
-
-    return [path for path in files if is_wanted(path.name)] if suffixes else []
 
 
 def walk(directory: Path, *, leave_out: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:

@@ -1,28 +1,42 @@
-"""Data sets of the Hugging Face hub, or in its formats on a disk, as Arrow tables: one for each split, or a stream.
+"""Rows that `datasets` reads: files (JSON, parquet, CSV, Arrow, pictures, WebDataset), and data sets of the hub.
 
-`datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. It runs no
-code of a data set (scripts ended with its version 4). But a data set's card (README.md, or the JSON beside it) may name
-any file of this disk, and `datasets` would read it. So files outside of the data set's folder are refused. A link in
-the folder is followed.
+`datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. A source is
+one split: where a folder or a data set has several, one must be named, and files of no split beside them are refused.
+
+It runs no code of a data set (scripts ended with its version 4). But a data set's card (README.md, or the JSON beside
+it) may name any file of this disk, and `datasets` would read it. So files outside of the data set's folder are refused.
+A link in the folder is followed.
 """
 
+import glob
+import importlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jdp.base.hub_source import BUILDERS, COMPRESSED, STREAM, HubSource
 from jdp.base.notices import notice
-from jdp.base.shorten import cut
-from jdp.base.user_path import user_path
-from jdp.data.sources.optional_packages import optional
+from jdp.base.toml import cut
+from jdp.base.user_path import check_regular, user_path
+from jdp.data.sources.files import walk
 
 T = TypeVar("T")
 
-HF, STREAM = "hf:", "hf-stream:"
+TRAIN = "train"
+_SPLITS = {
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    TRAIN: ("train", "training"),
+}
+_WORD = re.compile(r"[^-._ 0-9]+")  # of a file's or a folder's name, as `datasets` looks for splits in them
+_NO_SPLIT = ""
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # what an imagefolder has beside its pictures
 _ROWS_OF_SPLIT = re.compile(r"(?P<split>[^\[\]]*)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
 _STREAM_ROWS = 1024  # read at a time
 
@@ -35,55 +49,60 @@ class HubRows:
     identity: str  # distinguishes their content from others'
     size: int | None  # in bytes; None: not known before they are read
     tables: Iterable[Any]  # `pyarrow.Table`s, one after another; they can be read once
-
-
-def hub_splits(source: str) -> dict[str, Any]:
-    """Return split -> `pyarrow.Table`, mapped into memory."""
-    return {split: _table(data) for split, data in _splits(source).items()}
+    columns: tuple[str, ...]
 
 
 def hub_rows(source: str) -> HubRows:
-    """Return the rows of one split: of "hf:…", see `hub_splits`; or of "hf-stream:…", fetched as they are read.
+    """Return the rows of one split, as the source names it; of "hf-stream:…" they are fetched as they are read.
 
     Nothing of a stream is kept on disk by `datasets`. Its order is that of its files. Of its SPLIT a range of rows can
     be read, "train[:100000]"; a percentage cannot, as their number is not known.
     """
     if source.startswith(STREAM):
         return _stream(source)
-    splits = _splits(source)
-    split = main_split(splits, source)
-    table = _table(splits[split])
-    return HubRows(f"{source} (split {split})", f"{source} {split} {splits[split]._fingerprint}", table.nbytes, [table])
+    split, data = hub_data(source)
+    # Rows that were selected or shuffled are a list of indices beside the table: made a table of their own here.
+    data = data.flatten_indices() if data._indices is not None else data
+    table = data.data.table
+    name = f"{source} (split {split})"
+    return HubRows(name, f"{source} {split} {data._fingerprint}", table.nbytes, [table], tuple(table.column_names))
 
 
-def _splits(source: str) -> dict[str, Any]:
-    datasets = optional("datasets", source)
-    name, split = _name_and_split(source.removeprefix(HF))
-    loaded = _reading(source, lambda: _load(datasets, name, split))
-    splits = loaded if isinstance(loaded, dict) else {split or "train": loaded}
-    return {str(name): data for name, data in splits.items()}
+def hub_data(source: str) -> tuple[str, Any]:
+    """Return the name of the split that a source names, and its rows, a `datasets.Dataset`."""
+    datasets, given = optional("datasets", source), _parts(source)
+    splits: dict[str, Any] = _reading(source, lambda: _load(datasets, given, source))
+    split = given.split or _only_split(splits, source)
+    return split, splits[split]
+
+
+def _parts(source: str) -> HubSource:
+    given = HubSource.of(source)
+    assert given is not None, source
+    return given
 
 
 def _stream(source: str) -> HubRows:
-    datasets = optional("datasets", source)
-    name, given = _name_and_split(source.removeprefix(STREAM))
-    match = _ROWS_OF_SPLIT.fullmatch(given or "")
+    datasets, given = optional("datasets", source), _parts(source)
+    match = _ROWS_OF_SPLIT.fullmatch(given.split or "")
     start, stop = (int(match[key]) if match and match[key] else None for key in ("start", "stop"))
     if match is None or (stop is not None and stop <= (start or 0)):
         raise ValueError(
-            f"rows of a stream must be counted, as train[:100000]; given {given} in {source}: give a range of them"
+            f"rows of a stream must be counted, as train[:100000]; given {given.split} in {source}: give a range of "
+            "them"
         )
-    builder = _reading(source, lambda: _builder(datasets, name))
+    builder = _reading(source, lambda: _builder(datasets, given, source))
     splits: Mapping[str, Any] = _reading(source, builder.as_streaming_dataset)
     by_name = {str(name): rows for name, rows in splits.items()}
-    split = match["split"] or main_split(by_name, source)
+    split = match["split"] or _only_split(by_name, source)
     rows = _reading(source, lambda: _pick(by_name, split))
     rows = rows.skip(start) if start else rows
     rows = rows.take(stop - (start or 0)) if stop is not None else rows
     files = (builder.config.data_files or {}).get(split, ())
     # Of a file on the hub the address has its revision; of one on this disk its time is in the metadata.
     identity = f"{source} {builder.config_id} {[str(file) for file in files]} {getattr(files, 'origin_metadata', None)}"
-    return HubRows(f"{source} (split {split})", identity, None, _tables(rows, source))
+    columns = _reading(source, lambda: rows.column_names or list(next(iter(rows.take(1)), {})))
+    return HubRows(f"{source} (split {split})", identity, None, _tables(rows, source), tuple(columns))
 
 
 def _tables(rows: Any, source: str) -> Iterator[Any]:
@@ -98,13 +117,14 @@ def _reading(source: str, read: Callable[[], T]) -> T:
     log.addFilter(once)
     try:
         return read()
-    except OutsideError:
+    except _SourceError:
         raise
     except Exception as error:  # network, permissions, builders: each raises its own kinds
-        words = cut(" ".join(str(error).split()).rstrip(".") or type(error).__name__, 400)
+        cause = error.__cause__ or error
+        words = cut(" ".join(str(cause).split()).rstrip(".") or type(cause).__name__, 400)
         raise ValueError(
-            f"a Hugging Face data set must be readable; given {source}: {words}; fix its name or path, log in "
-            "to the hub, or look at the network"
+            f"rows must be readable by `datasets`; given {source}: {words}; fix its name or path, log in to the hub, "
+            "or look at the network"
         ) from error
     finally:
         log.removeFilter(once)
@@ -121,61 +141,127 @@ class _SaidOnce(logging.Filter):
         return not retries and "thrown while requesting" not in words
 
 
-def main_split(splits: Mapping[str, Any], source: str) -> str:
-    """Return the split to train on: "train", else the only one. Raises ValueError for several without "train"."""
-    if "train" not in splits and len(splits) > 1:
-        raise ValueError(
-            f"a data set must have the split train, or one only; given {', '.join(splits)} in {source}: "
-            f"name the one that is meant, as {source}:{next(iter(splits))}"
+class _SourceError(ValueError):
+    """A source that jdp refuses, with the rule."""
+
+
+def _only_split(splits: Mapping[str, Any], source: str) -> str:
+    """Return the only split. Raises ValueError for several."""
+    if len(splits) > 1:
+        lines = ", ".join(f'"{source}:{name}"' for name in splits)
+        raise _SourceError(
+            f"a source is one split; given {source}, which has {', '.join(splits)}: write one of {lines}"
         )
-    return "train" if "train" in splits else next(iter(splits))
+    return next(iter(splits))
 
 
-def _name_and_split(name_or_path: str) -> tuple[str, str | None]:
-    """Split "NAME:SPLIT". A path that exists is a path, whatever is in its name."""
-    if user_path(name_or_path).exists():
-        return name_or_path, None
-    name, _, split = name_or_path.partition(":")
-    return name, split or None
-
-
-def _load(datasets: Any, name: str, split: str | None) -> Any:
-    """Return a data set, or a dict of them by split."""
-    path = user_path(name)
-    if (path / "dataset_dict.json").exists():
-        for folder in json.loads((path / "dataset_dict.json").read_bytes())["splits"]:
+def _load(datasets: Any, given: HubSource, source: str) -> dict[str, Any]:
+    """Return the splits of a data set by name; only the one that is given."""
+    path = user_path(given.path) if "://" not in given.path else None
+    if given.builder is None and path is not None and (path / "dataset_dict.json").exists():
+        names = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+        for folder in names:
             _check_files([str(path / folder / file) for file in _saved_files(path / folder)], path)
-        return _pick(datasets.load_from_disk(str(path)), split)
-    if (path / "dataset_info.json").exists() and (path / "state.json").exists():
+        loaded = {str(name): data for name, data in datasets.load_from_disk(str(path)).items()}
+        return loaded if given.split is None else {given.split: _pick(loaded, given.split)}
+    if given.builder is None and path is not None and (path / "state.json").exists():
         _check_files([str(path / file) for file in _saved_files(path)], path)
-        return _pick({"train": datasets.load_from_disk(str(path))}, split)
-    builder = _builder(datasets, name)
+        return {given.split or TRAIN: datasets.load_from_disk(str(path))}
+    builder = _builder(datasets, given, source)
     builder.download_and_prepare()
-    return builder.as_dataset(split=split)
+    if given.split is not None:
+        return {given.split: builder.as_dataset(split=given.split)}
+    return {str(name): data for name, data in builder.as_dataset().items()}
 
 
-def _builder(datasets: Any, name: str) -> Any:
+def _builder(datasets: Any, given: HubSource, source: str) -> Any:
     """Return the builder that `load_dataset` would use, after checking the files that it would read."""
-    path = user_path(name)
-    if path.is_file():
-        folder, builder = path.parent, datasets.load_dataset_builder(str(path.parent), data_files=path.name)
-    elif path.exists() or path.is_absolute():
+    if given.builder is not None:
+        files = _data_files(datasets, given, source)
+        return datasets.load_dataset_builder(given.builder, data_files=files)
+    path = user_path(given.path)
+    if path.exists() or path.is_absolute():
         folder, builder = path, datasets.load_dataset_builder(str(path))
     else:
-        owner_and_name, config = name.split("/")[:2], name.split("/")[2:]
+        owner_and_name, config = given.path.split("/")[:2], given.path.split("/")[2:]
         folder, builder = None, datasets.load_dataset_builder("/".join(owner_and_name), *config[:1])
     named: Mapping[str, Iterable[Any]] = builder.config.data_files or {}
     _check_files([str(file) for files in named.values() for file in files], folder)
     return builder
 
 
+# Files of a builder.
+
+
+def _data_files(datasets: Any, given: HubSource, source: str) -> Any:
+    """Return the files of a builder as `datasets` takes them: those of one split, with size and time of each."""
+    if "://" in given.path:
+        return given.path
+    path, builder = user_path(given.path), given.builder or ""
+    by_split, base = defaultdict[str, list[str]](list), _fixed_part(path)
+    for file in _found(path, builder):
+        parts = Path(file).relative_to(base).parts  # a picture's own name is no split
+        by_split[_split_of(parts[:-1] if builder == "imagefolder" else parts)].append(str(Path(file).absolute()))
+    if not by_split:
+        raise _SourceError(
+            f"{builder} reads {', '.join(BUILDERS[builder])} files; given {source}, looked for at {path.absolute()}, "
+            "where there are none: fix the path, or take another builder"
+        )
+    loose = by_split.pop(_NO_SPLIT, [])
+    if loose and by_split:
+        raise _SourceError(
+            f"all files of a folder belong to a split by their names, or none does; given {source} with {len(loose)} "
+            f"such as {loose[0]} beside {', '.join(by_split)}: name those that are meant by a folder or a glob"
+        )
+    splits = by_split or {TRAIN: loose}
+    chosen = (given.split or "").partition("[")[0] or _only_split(splits, source)
+    if chosen not in splits:
+        raise _SourceError(f"{source} names no split of its files, which are {', '.join(splits)}: write one of these")
+    module, files = datasets.data_files, splits[chosen]
+    for file in files:
+        check_regular(file)
+    times = [(f"{stat.st_size} {stat.st_mtime_ns}",) for stat in map(os.stat, files)]
+    return module.DataFilesDict({chosen: module.DataFilesList(files, times)})
+
+
+def _fixed_part(path: Path) -> Path:
+    """Return the folder that a path or glob begins with, below which names of files say their split."""
+    if path.is_dir():
+        return path
+    magic = next((index for index, part in enumerate(path.parts) if glob.has_magic(part)), len(path.parts) - 1)
+    return Path(*path.parts[:magic])
+
+
+def _found(path: Path, builder: str) -> list[str]:
+    """Return the files that a path leads to: a file, a glob, or a directory's of the builder, all the way down."""
+    if path.is_dir():
+        suffixes = BUILDERS[builder]
+        ends = (*suffixes, *(suffix + packed for suffix in suffixes for packed in COMPRESSED))
+        more = _METADATA if builder == "imagefolder" else ()
+        files = walk(path)
+        wanted = (folder + os.sep + name for folder, name in files if name.lower().endswith(ends) or name in more)
+        return sorted(file for file in wanted if not Path(file).name.startswith("."))
+    if path.is_file():
+        return [str(path)]
+    return sorted(filter(os.path.isfile, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - may be many
+
+
+def _split_of(parts: Iterable[str]) -> str:
+    """Return the split that a part of a path names, as train-00000.parquet and val/cat/1.jpg do; else ""."""
+    for part in parts:
+        words = {word.lower() for word in _WORD.findall(part)}
+        for split, names in _SPLITS.items():
+            if words & {*names}:
+                return split
+    return _NO_SPLIT
+
+
+# Files of a data set's card.
+
+
 def _saved_files(folder: Path) -> list[str]:
     """Return the files that a data set names in a folder which `save_to_disk` wrote."""
     return [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
-
-
-class OutsideError(ValueError):
-    """A data set's own card names a file outside of its folder."""
 
 
 def _check_files(files: Iterable[str], folder: Path | None) -> None:
@@ -189,19 +275,69 @@ def _check_files(files: Iterable[str], folder: Path | None) -> None:
             inside = any(path.is_relative_to(os.path.normpath(root)) for root in roots)
         if not inside:
             location = "on this disk" if folder is None else f"outside of the folder {folder}"
-            raise OutsideError(
+            raise _SourceError(
                 f"a data set must name its own files; given {cut(file, 200)}, which is {location}: take it out of the "
                 "card (README.md, or the JSON beside it), or name that file as a source of its own"
             )
 
 
-def _pick(splits: dict[str, Any], split: str | None) -> Any:
-    if split is not None and split not in splits:
+def _pick(splits: dict[str, Any], split: str) -> Any:
+    if split not in splits:
         raise ValueError(f'unknown split "{split}", there are {", ".join(splits)}')
-    return splits if split is None else splits[split]
+    return splits[split]
 
 
-def _table(data: Any) -> Any:
-    # Rows that were selected or shuffled are a list of indices beside the table: made a table of their own here.
-    plain = data.flatten_indices() if data._indices is not None else data
-    return plain.data.table.replace_schema_metadata(plain.features.arrow_schema.metadata)
+_LOOKS = {
+    "ids": ("input_ids", "token_ids", "ids"),
+    "weights": ("loss_mask", "loss_weights", "weights", "assistant_masks", "completion_mask"),
+    "labels": ("labels",),
+    "attention_mask": ("attention_mask",),
+}
+"""Key -> the usual names of such columns."""
+
+
+def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) -> None:
+    """Raise ValueError for a column that is not there, and report those that look like ids or weights and are not read.
+
+    Args:
+        name: of the source.
+        columns: that it has.
+        read: key -> the column that is read.
+    """
+    for key, column in read.items():
+        if column not in columns:
+            shown = ", ".join(columns[:20]) + ", …" * (len(columns) > 20)
+            raise ValueError(f'{key} = "{column}" must be a column; given {name} with {shown}: {_fix(key, columns)}')
+    _report_unread(name, columns, read)
+
+
+def _fix(key: str, columns: Sequence[str]) -> str:
+    for column in columns:
+        if key == "field" and column in _LOOKS["ids"]:
+            return f'write ids = "{column}" for token ids, or name a column of text'
+        if column in ("messages", "conversations"):
+            return "make ids of chats, by experiments/prepare/chats_to_ids.py, or name another column"
+    return "name one of these"
+
+
+def _report_unread(name: str, columns: Iterable[str], read: Mapping[str, str]) -> None:
+    found = {column: key for key, names in _LOOKS.items() for column in columns if column in names}
+    taken = {*read, *(("weights", "labels") if {"weights", "labels"} & {*read} else ())}  # these two exclude each other
+    left = {column: key for column, key in found.items() if key not in taken}
+    if "weights" in left.values():
+        left = {column: key for column, key in left.items() if key != "labels"}
+    if left and ("ids" in read or "ids" in left.values()):
+        lines = ", ".join(f'{key} = "{column}"' for column, key in left.items())
+        notice(f"{name}: {', '.join(left)} {'is' if len(left) == 1 else 'are'} not read; if meant, write {lines}")
+
+
+def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:
+    """Import the module `package` and return it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package.partition(".")[0]:
+            raise
+        raise ValueError(
+            f"{needed_by} needs the package {error.name}, which is not installed: pip install '.[{extra}]'"
+        ) from error

@@ -1,8 +1,7 @@
 """Text as samples.
 
-`documents.py` reads a source, some documents at a time, and `tokenizers.py` turns them into tokens. `tokens.py` joins
+`documents.py` reads a source, some documents at a time, and `tokenizers.py` turns them into tokens; `id_rows.py` reads
+rows of ids, and their weights. `tokens.py` joins
 those in one array for each side (`token_array.py`). It is in memory, with a copy on disk for the next run, or in files
-that processes map (`token_files.py`). `samples.py` and `packing.py` make samples of fixed length,
-`preference_samples.py` pairs of them. Rows of messages are read by `conversations.py` and `preferences.py`. A chat
-template makes text of them (`chat.py`, `chat_template.py`). `formats.py` has what each format of rows needs.
+that processes map (`token_files.py`). `samples.py` and `packing.py` make samples of fixed length.
 """

@@ -1,11 +1,10 @@
 """Find and read the documents of a source, in an order that is the same on every process.
 
-1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…", "hf-stream:…"), in
-   the order given.
-2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set. A row of
-   messages is a conversation (`conversations.py`), one of two answers a preference (`preferences.py`).
-3. Read their contents, some documents at a time: bytes, so nothing is decoded and no encoding can be wrong; or token
-   ids, if text was tokenised before. The file and row of each are known for errors.
+1. Find the files of text (jdp.data.sources.files), sorted by path; then what `datasets` reads
+   (jdp.data.sources.hub), in the order given.
+2. A file of text is one document, whatever bytes it has, so no encoding can be wrong. Of rows each is one: UTF-8.
+   `id_rows.py` reads rows of ids, which were made of text before.
+3. Read their contents, some documents at a time. The file and row of each are known for errors.
 """
 
 import bisect
@@ -13,54 +12,43 @@ import functools
 import itertools
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from numpy.typing import NDArray
+import numpy as np
 
-from jdp.base.notices import notice
-from jdp.data.sources.array_files import load_arrays
-from jdp.data.sources.compressed import read_bytes
-from jdp.data.sources.files import STDLIB, Kinds, PathLike, find_files
-from jdp.data.sources.hub import HF, STREAM, HubRows, hub_rows
-from jdp.data.sources.tables import ARROW_SUFFIXES, Field, Table, arrow_pieces, is_table, present_field, table_pieces
-from jdp.data.text.conversations import TOOLS, columns_of, conversations
-from jdp.data.text.preferences import CHOSEN, PROMPT, REJECTED, preferences
+from jdp.base.hub_source import HF, STREAM
+from jdp.data.sources.files import STDLIB, PathLike, read_file, text_files
+from jdp.data.sources.hub import HubRows, check_columns, hub_rows, optional
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-# Of a directory: a plain .json is more often a setting than data, so it must be named; .json.gz is how data is shipped.
-_ROWS = (*ARROW_SUFFIXES, ".jsonl", ".ndjson", ".json.gz", ".json.zst")
-_ARRAYS = (".npz", ".npy")
-
-Document = TypeVar("Document", bound=Sized)  # bytes, or integers [n]
+_PIECE_ROWS = 1024  # read at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Part(Generic[Document]):
+class Part:
     """Some documents of one file or data set, in a row. Empty ones are left out: they hold nothing to learn."""
 
-    documents: Sequence[Document]  # bytes each, or integers [n] each
+    documents: Sequence[bytes]
     name: str  # of the file or data set
-    unit: str = ""  # of its numbers, "row" or "line"; "": the file is one document
-    numbers: Sequence[int] = ()  # of each in the file
+    rows: Sequence[int] = ()  # the number of each in it; (): the file is one document
 
     def name_of(self, document: int) -> str:
-        """Return a document's name for errors: "book.txt", or "rows.jsonl, line 7"."""
-        return f"{self.name}, {self.unit} {self.numbers[document]}" if self.unit else self.name
+        """Return a document's name for errors: "book.txt", or "hf:json:rows.jsonl (split train), row 7"."""
+        return f"{self.name}, row {self.rows[document]}" if self.rows else self.name
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus(Generic[Document]):
+class Corpus:
     """Documents in memory, and the parts they were read in."""
 
     name: str  # of the source
-    documents: tuple[Document, ...]  # bytes each, or integers [n] each
-    parts: tuple[Part[Document], ...]  # of the documents, in their order
+    documents: tuple[bytes, ...]
+    parts: tuple[Part, ...]  # of the documents, in their order
 
     def name_of(self, document: int) -> str:
-        """Return a document's name for errors: "book.txt", or "rows.jsonl, line 7"."""
+        """Return a document's name for errors, as `Part.name_of` does."""
         part = bisect.bisect_right(self._firsts, document) - 1
         return self.parts[part].name_of(document - self._firsts[part])
 
@@ -75,7 +63,7 @@ class Found:
 
     name: str  # of the source
     files: tuple[Path, ...]  # sorted by path
-    data_sets: tuple[HubRows, ...]  # of Hugging Face
+    data_sets: tuple[HubRows, ...]  # that `datasets` reads
 
     @functools.cached_property
     def size(self) -> int | None:
@@ -91,138 +79,80 @@ class Found:
         return repr((files, [rows.identity for rows in self.data_sets]))
 
 
-def find_text(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
+def find_text(source: PathLike | Sequence[PathLike]) -> Found:
     """Find the text that a source names; nothing is read."""
-    return _find(source, Kinds("text", TEXT_SUFFIXES, _ROWS) if suffixes is None else Kinds("text", _tuple(suffixes)))
+    words, data_sets = entries(source)
+    return Found(name_of(source), tuple(text_files(words)), data_sets)
 
 
-def find_token_ids(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
-    """Find the token ids that a source names; nothing is read."""
-    return _find(source, Kinds("tokenised", (*_ROWS, *_ARRAYS) if suffixes is None else _tuple(suffixes)))
-
-
-def find_conversations(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
-    """Find the rows of messages that a source names; nothing is read."""
-    return _find(source, Kinds("chat", _ROWS if suffixes is None else _tuple(suffixes)))
-
-
-def text_parts(found: Found, field: str = "text") -> Iterator[Part[bytes]]:
-    """Yield all text, some documents at a time: UTF-8 of rows, whatever bytes a file of text has."""
-    return _parts(found, field, of_rows=lambda table: table.texts(field), of_file=read_bytes)
-
-
-def conversation_parts(found: Found, field: str | None = None) -> Iterator[Part[bytes]]:
-    """Yield all conversations, some at a time: JSON lists of messages."""
-    must, maybe = columns_of(field)
-    return _parts(found, must, maybe=maybe, of_rows=lambda table: conversations(table, field), of_file=_not_rows)
-
-
-def preference_parts(found: Found) -> Iterator[Part[bytes]]:
-    """Yield all pairs of answers, some at a time: JSON. Those that are alike are left out, which is reported."""
-    alike: list[str] = []
-    try:
-        yield from _parts(
-            found,
-            CHOSEN,
-            REJECTED,
-            maybe=(PROMPT, TOOLS),
-            of_rows=lambda table: preferences(table, alike.append),
-            of_file=_not_rows,
-        )
-    finally:
-        if alike:
-            notice(
-                f"{found.name}: {len(alike):,} pairs are left out, as {CHOSEN} and {REJECTED} are the same; the first "
-                f"is {alike[0]}"
-            )
-
-
-def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDArray[Any]]]:
-    """Yield all documents of token ids, some at a time: each row's `field` is a list of integers.
-
-    The array `field` of an .npz, or all of an .npy, is one document [n], or a document a row [rows, n].
-    """
-    of_file = functools.partial(_array_rows, field=field)
-    return _parts(found, field, of_rows=lambda table: table.integer_lists(field), of_file=of_file)
-
-
-def corpus_of(name: str, parts: Iterable[Part[Document]]) -> Corpus[Document]:
-    """Return the documents of all parts, in memory."""
-    read = tuple(parts)
-    return Corpus(name, tuple(document for part in read for document in part.documents), read)
-
-
-def _find(source: PathLike | Sequence[PathLike], kinds: Kinds) -> Found:
-    entries = [source] if isinstance(source, str | os.PathLike) else list(source)
-    if not entries:
+def entries(source: PathLike | Sequence[PathLike]) -> tuple[list[PathLike], tuple[HubRows, ...]]:
+    """Return the files, globs and directories that a source names, and the rows that `datasets` reads."""
+    every = [source] if isinstance(source, str | os.PathLike) else list(source)
+    if not every:
         raise ValueError(
             'source must name some text; given an empty list: give "stdlib", a file, a glob or a directory'
         )
-    on_hub = [str(entry) for entry in entries if str(entry).startswith((HF, STREAM))]
-    files = find_files([entry for entry in entries if str(entry) not in on_hub], kinds)
-    return Found(_name(entries), tuple(files), tuple(map(hub_rows, dict.fromkeys(on_hub))))
+    on_hub = [str(entry) for entry in every if str(entry).startswith((HF, STREAM))]
+    return [entry for entry in every if str(entry) not in on_hub], tuple(map(hub_rows, dict.fromkeys(on_hub)))
 
 
-def _parts(
-    found: Found,
-    *fields: Field,
-    maybe: Sequence[str] = (),
-    of_rows: Callable[[Table], list[Document]],
-    of_file: Callable[[Path], Document | list[Document]],
-) -> Iterator[Part[Document]]:
-    def all_parts() -> Iterator[Part[Document]]:
-        for path in found.files:
-            if is_table(path):
-                tables = table_pieces(path, fields, maybe)
-                yield from (Part(of_rows(table), table.name, table.unit, table.numbers) for table in tables)
-            elif isinstance(content := of_file(path), list):
-                yield Part(content, str(path), "row", range(len(content)))
-            else:
-                yield Part([content], str(path))
-        for rows in found.data_sets:
-            tables = arrow_pieces(rows.tables, fields, rows.name, maybe)
-            yield from (Part(of_rows(table), table.name, table.unit, table.numbers) for table in tables)
+def name_of(source: PathLike | Sequence[PathLike]) -> str:
+    """Return a source's name for people."""
+    every = [source] if isinstance(source, str | os.PathLike) else list(source)
+    first = f"stdlib (Python {platform.python_version()})" if every[0] == STDLIB else str(every[0])
+    return first if len(every) == 1 else f"{first} and {len(every) - 1} more"
 
+
+def text_parts(found: Found, field: str) -> Iterator[Part]:
+    """Yield all text, some documents at a time. Raises ValueError if there is none."""
     held = empty = 0
-    for part in all_parts():
+    for part in _every_part(found, field):
         kept = [index for index, document in enumerate(part.documents) if len(document)]
         empty += len(part.documents) - len(kept)
         held += len(kept)
         if len(kept) == len(part.documents):
             yield part
         elif kept:
-            numbers = [part.numbers[index] for index in kept]
-            yield Part([part.documents[index] for index in kept], part.name, part.unit, numbers)
+            yield Part([part.documents[i] for i in kept], part.name, [part.rows[i] for i in kept])
     if not held:
         raise ValueError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
 
 
-def _not_rows(path: Path) -> bytes:
-    raise ValueError(f"conversations must be rows of {', '.join(_ROWS)} files; given {path}: name such files")
+def corpus_of(found: Found, field: str) -> Corpus:
+    """Return the documents of a source, in memory."""
+    read = tuple(text_parts(found, field))
+    return Corpus(found.name, tuple(document for part in read for document in part.documents), read)
 
 
-def _array_rows(path: Path, *, field: str) -> NDArray[Any] | list[NDArray[Any]]:
-    """Return the document of an .npz or .npy file, or a list of them."""
-    if path.suffix not in _ARRAYS:
-        raise ValueError(
-            f"token ids must be in {', '.join((*_ROWS, *_ARRAYS))} files; given {path}: name a tokenizer, if it is text"
-        )
-    arrays = load_arrays(path)
-    if path.suffix == ".npz":
-        present_field(field, list(arrays), str(path))
-    loaded = arrays[field if path.suffix == ".npz" else path.stem]
-    if loaded.dtype.kind not in "iu" or loaded.ndim not in (1, 2):
-        raise ValueError(
-            f"token ids must be whole numbers [n] or [rows, n]; given {loaded.dtype} {list(loaded.shape)} in {path}: "
-            "convert them"
-        )
-    return loaded if loaded.ndim == 1 else list(loaded)
+def pieces(rows: HubRows) -> Iterator[tuple[Any, range]]:
+    """Yield the rows of a data set as `pyarrow.Table`s, some rows each, with their numbers."""
+    first = 0
+    for table in rows.tables:
+        for start in range(0, table.num_rows, _PIECE_ROWS):
+            piece = table.slice(start, _PIECE_ROWS)
+            yield piece, range(first + start, first + start + piece.num_rows)
+        first += table.num_rows
 
 
-def _tuple(suffixes: Sequence[str]) -> tuple[str, ...]:
-    return (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
+def _every_part(found: Found, field: str) -> Iterator[Part]:
+    for path in found.files:
+        yield Part([read_file(path)], str(path))
+    for rows in found.data_sets:
+        check_columns(rows.name, rows.columns, {"field": field})
+        for table, numbers in pieces(rows):
+            yield Part(_texts(table.column(field), field, rows.name, numbers), rows.name, numbers)
 
 
-def _name(entries: Sequence[PathLike]) -> str:
-    first = f"stdlib (Python {platform.python_version()})" if entries[0] == STDLIB else str(entries[0])
-    return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more"
+def _texts(column: Any, field: str, name: str, numbers: range) -> list[bytes]:
+    """Return a column of text, in UTF-8."""
+    pyarrow = optional("pyarrow", name)
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    wrong = None
+    if not any(getattr(pyarrow.types, f"is_{kind}")(column.type) for kind in ("string", "large_string", "null")):
+        wrong = f"{column.type} in {name}"
+    elif column.null_count:
+        wrong = f"nothing (null) in {name}, row {numbers[int(np.argmax(column.is_null().to_numpy()))]}"
+    if wrong is not None:
+        raise ValueError(f'the field "{field}" must be text; given {wrong}: give another field, or leave that out')
+    return column.cast(pyarrow.large_binary()).to_pylist()

@@ -7,7 +7,7 @@
 3. Last pieces are packed by best fit, longest first: each into the row with the least space left that still holds it.
    That takes at most 11/9 of the fewest rows possible, and 4 more (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM
    J. Comput. 3:4). It is a function of the tokens alone, so every process packs alike.
-4. Of conversations only answers are learnt: other targets have weight 0, and a piece that has no others is left out.
+4. Of rows with weights, a piece none of whose targets counts is left out.
 """
 
 import functools
@@ -30,11 +30,11 @@ class PackedSamples:
         tokens: unsigned integers [tokens], the documents of this side end to end.
         bounds: int64 [documents + 1], the start of each document, and the end of the last.
         length: positions in a row.
-        chat: a token is stored as 2·id, and 2·id + 1 where it is learnt.
+        weights: float32 [tokens], from 0 to 1, of each token as a target; None: all are 1.
 
     Sample i is a dict of "tokens" and "targets" int32 [length], "segments" int32 [length], and "weights" float32
-    [length]. The pieces in a row have segments 1, 2, … and weight 1; empty positions have segment 0 and weight 0. In a
-    chat the weight is 1 where the target is learnt.
+    [length]. The pieces in a row have segments 1, 2, … and their targets' weights; empty positions have
+    segment 0 and weight 0.
 
     Raises:
         ValueError: a length below 1, or no document of two tokens.
@@ -48,7 +48,7 @@ class PackedSamples:
     tokens: NDArray[Any] | MappedTokens
     bounds: NDArray[np.int64]
     length: int
-    chat: bool = False
+    weights: NDArray[np.float32] | MappedTokens | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -63,31 +63,13 @@ class PackedSamples:
     def _layout(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """The start of each piece and its number of pairs, in order of rows, and the first piece of each row."""
         starts, sizes = cut(self.bounds, self.length)
-        if self.chat:
-            taken = np.array([self._is_learnt(*piece) for piece in zip(starts.tolist(), sizes.tolist(), strict=True)])
-            starts, sizes = starts[taken], sizes[taken]
+        if self.weights is not None:
+            counts = [bool(self.weights[s + 1 : s + n + 1].any()) for s, n in zip(starts, sizes, strict=True)]
+            starts, sizes = starts[counts], sizes[counts]
         rows = place(sizes, self.length)
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
         return starts[order], sizes[order], np.searchsorted(rows, np.arange(rows[-1] + 2))
-
-    def _is_learnt(self, start: int, size: int) -> bool:
-        return bool((self.tokens[start + 1 : start + size + 1] & 1).any())
-
-    @property
-    def too_long(self) -> int:
-        """The number of documents that are longer than a row."""
-        return int((np.diff(self.bounds) - 1 > self.length).sum())
-
-    @functools.cached_property
-    def learnt(self) -> float:
-        """The fraction of the targets, of all but empty positions, that have weight 1."""
-        if not self.chat:
-            return 1.0
-        starts, sizes, _ = self._layout
-        pieces = zip(starts.tolist(), sizes.tolist(), strict=True)
-        counts = [int((self.tokens[start + 1 : start + size + 1] & 1).sum()) for start, size in pieces]
-        return sum(counts) / int(sizes.sum())
 
     @property
     def waste(self) -> float:
@@ -100,33 +82,17 @@ class PackedSamples:
     def __getitem__(self, index: int, /) -> NumpyBatch:
         starts, sizes, firsts = self._layout
         row = range(len(self))[index]
-        filled = np.zeros((4, self.length), np.int32)
-        tokens, targets, segments, weights = filled
+        tokens, targets, segments = np.zeros((3, self.length), np.int32)
+        weights = np.zeros(self.length, np.float32)
         at = 0
         for segment, piece in enumerate(range(firsts[row], firsts[row + 1]), 1):
             start, size = int(starts[piece]), int(sizes[piece])
             piece = self.tokens[start : start + size + 1]
-            weights[at : at + size] = piece[1:] & 1 if self.chat else 1
-            ids = piece >> 1 if self.chat else piece
-            tokens[at : at + size], targets[at : at + size] = ids[:-1], ids[1:]
+            weights[at : at + size] = 1 if self.weights is None else self.weights[start + 1 : start + size + 1]
+            tokens[at : at + size], targets[at : at + size] = piece[:-1], piece[1:]
             segments[at : at + size] = segment
             at += size
-        return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights.astype(np.float32)}
-
-    def places(self, index: int) -> NDArray[np.int64]:
-        """Return where in `tokens` each target of a sample is; -1 where there is none: int64 [length].
-
-        Args:
-            index: of the sample.
-        """
-        starts, sizes, firsts = self._layout
-        row = range(len(self))[index]
-        pieces = slice(firsts[row], firsts[row + 1])
-        places = np.full(self.length, -1, np.int64)
-        found = [start + 1 + np.arange(size) for start, size in zip(starts[pieces], sizes[pieces], strict=True)]
-        filled = np.concatenate(found)
-        places[: len(filled)] = filled
-        return places
+        return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights}
 
 
 def cut(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

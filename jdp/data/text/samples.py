@@ -14,9 +14,8 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,16 +25,15 @@ from jdp.base.formatting import format_bytes, format_percent
 from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import check_fraction
-from jdp.data.text.chat import ChatTokenizer, with_template
-from jdp.data.text.documents import Found, PathLike
-from jdp.data.text.formats import TEMPLATED, Format, Packing, check_format, find, packed_samples, report_cut
+from jdp.data.text.documents import Found, PathLike, find_text
+from jdp.data.text.id_rows import IdColumns, find_ids
 from jdp.data.text.packing import PackedSamples
-from jdp.data.text.preference_samples import PreferenceSamples
 from jdp.data.text.token_array import MappedTokens, TokenArray, smallest_uint
 from jdp.data.text.token_files import VERSION, TokenFiles, can_be_written, once
-from jdp.data.text.tokenizers import BYTES, NONE, Bytes, Tokenizer, open_tokenizer
-from jdp.data.text.tokens import TextSides, sides_in_memory, tokenised_parts
+from jdp.data.text.tokenizers import BYTES, Bytes, Tokenizer, open_tokenizer
+from jdp.data.text.tokens import IdReader, Reader, TextReader, TextSides, sides_in_memory
 
+Packing = Literal["stream", "documents"]
 _BYTES = Bytes()
 IN_FILES_BYTES = 2**26  # of a source: less is read in a second or two
 _HASHED = 2**22  # tokens at a time
@@ -49,9 +47,10 @@ class TextSamples:
         tokens: unsigned integers [tokens], all text of this side.
         length: targets in a sample.
         bounds: int64 [documents + 1], the start of each document, and the end of the last; None: one document.
+        weights: float32 [tokens], from 0 to 1, of each token as a target; None: all are 1.
 
     Sample i is a dict of "tokens" int32 [length], "targets" int32 [length] (the tokens one further on) and "weights"
-    float32 [length] (1). The last sample may be short of text: it is filled with zeros of weight 0.
+    float32 [length] (the targets'). The last sample may be short of text: it is filled with zeros of weight 0.
 
     Raises:
         ValueError: a length below 1, or fewer than two tokens.
@@ -64,6 +63,7 @@ class TextSamples:
     tokens: NDArray[Any] | MappedTokens
     length: int
     bounds: NDArray[np.int64] | None = None
+    weights: NDArray[np.float32] | MappedTokens | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -83,7 +83,9 @@ class TextSamples:
         present = len(text) - 1
         row = np.zeros((2, self.length), np.int32)
         row[0, :present], row[1, :present] = text[:-1], text[1:]
-        return {"tokens": row[0], "targets": row[1], "weights": (np.arange(self.length) < present).astype(np.float32)}
+        weights = np.zeros(self.length, np.float32)
+        weights[:present] = 1 if self.weights is None else self.weights[first + 1 : first + present + 1]
+        return {"tokens": row[0], "targets": row[1], "weights": weights}
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +112,8 @@ class TextData:
 
     name: str
     documents: int
-    train: TextSamples | PackedSamples | PreferenceSamples
-    heldout: TextSamples | PackedSamples | PreferenceSamples
+    train: TextSamples | PackedSamples
+    heldout: TextSamples | PackedSamples
     whole: bool
     vocab_size: int = _BYTES.vocab_size
     tokenizer: Tokenizer | None = _BYTES
@@ -124,13 +126,12 @@ class TextData:
         size, place = train.tokens.nbytes + heldout.tokens.nbytes, "memory" if self.folder is None else "files"
         kept = f" ({format_bytes(size)} in {place})" if unit == "tokens" or self.folder else ""
         by = f" by {self.tokenizer.name}" if unit == "tokens" and self.tokenizer else ""
-        pairs = isinstance(train, PreferenceSamples)
         packed = "" if isinstance(train, TextSamples) else f", {format_percent(train.waste)} of them empty"
-        if pairs or (isinstance(train, PackedSamples) and train.chat):
-            packed += f", {format_percent(train.learnt)} of the others learnt"
+        if train.weights is not None:
+            packed += f", {format_percent(float(np.mean(train.weights[:] > 0)))} of its tokens count"
         return (
             f"{self.name}: {self.documents:,} documents, {len(train.tokens) + len(heldout.tokens):,} {unit}{by}{kept}; "
-            f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {'2 x ' * pairs}{train.length}{packed}, "
+            f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {train.length}{packed}, "
             f"held out {len(heldout.tokens):,} {unit} in {len(heldout):,} ({rule})"
         )
 
@@ -150,6 +151,8 @@ class TextData:
         for side in (self.train, self.heldout):
             for start in range(0, len(side.tokens), _HASHED):
                 digest.update(side.tokens[start : start + _HASHED].data)
+                if side.weights is not None:
+                    digest.update(side.weights[start : start + _HASHED].data)
             if not isinstance(side, TextSamples):
                 digest.update(side.bounds.data)
         return digest.hexdigest()
@@ -165,23 +168,6 @@ class TextData:
         """
         return self._tokenizer().encode(text)
 
-    def prompt(self, text: str) -> NDArray[np.int32]:
-        """Return text that a model goes on from, as tokens: as it is, or in a chat as a user's message: int32 [n].
-
-        Args:
-            text: of any length.
-
-        Raises:
-            ValueError: the source held token ids, so the tokenizer is not known.
-        """
-        tokenizer = self._tokenizer()
-        return tokenizer.prompt(text) if isinstance(tokenizer, ChatTokenizer) else tokenizer.encode(text)
-
-    @property
-    def answer_end(self) -> int | None:
-        """The token that ends an answer of a chat; None of other text."""
-        return self.tokenizer.answer_end if isinstance(self.tokenizer, ChatTokenizer) else None
-
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens as text.
 
@@ -196,8 +182,8 @@ class TextData:
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(
-                f'text and tokens are made of each other by a tokenizer only; given "{NONE}" with {self.name}: '
-                "take jdp.data.open_tokenizer on the file that made the tokens"
+                f"text and tokens are made of each other by a tokenizer only; given {self.name}, rows of ids: name the "
+                "tokenizer that made them"
             )
         return self.tokenizer
 
@@ -207,35 +193,33 @@ def text_data(
     *,
     length: int,
     heldout_fraction: float = 0.05,
-    suffixes: Sequence[str] | None = None,
-    field: str | None = None,
-    tokenizer: str = BYTES,
-    packing: Packing | None = None,
-    format: Format = "text",
-    chat_template: str | None = None,
-    chat_date: date | None = None,
+    field: str = "text",
+    tokenizer: str | None = None,
+    packing: Packing = "stream",
+    ids: str | None = None,
+    weights: str | None = None,
+    labels: str | None = None,
+    attention_mask: str | None = None,
     vocab_size: int | None = None,
     in_files: bool | None = None,
 ) -> TextData:
     """Read text and make samples of it.
 
     Args:
-        source: "stdlib", files, globs, directories, or data sets ("hf:…", "hf-stream:…"). "stdlib" is the source text
-            of Python's own standard library, about 12 MB, different in each version of Python.
+        source: "stdlib", files of text (.txt, .md, .rst, .py), globs or directories. `datasets` reads others, such as
+            "hf:json:PATH", "hf:parquet:PATH", "hf:NAME" and "hf-stream:NAME:train". "stdlib" is the source text of
+            Python's own standard library, about 12 MB, different in each version of Python. With `ids` also .npz files.
         length: targets in a sample.
         heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
-        suffixes: which files of a directory are data.
-        field: the column that is read of rows; "text" by default, "input_ids" where the tokenizer is "none".
-        tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it. "none" is for a
-            source that holds lists of token ids, which are joined end to end without a separator.
+        field: the column of text in rows.
+        tokenizer: "bytes", the default of text; a tokenizer.json of Hugging Face tokenizers, or the folder that holds
+            it. Rows of ids need none; it decodes them.
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
-            "segments" in each sample. None: "stream", and "documents" for a chat, which has no other.
-        format: "preferences" reads rows of "prompt", "chosen" and "rejected", text or messages each: a sample is a pair
-            of answers. "chat" reads rows of messages (lists of role and content, or from and value), by default of the
-            column "messages" or "conversations". The chat template makes text of them, and only the assistant's answers
-            have weight 1. Conversations without an answer are left out.
-        chat_template: a file with the template; None: that of the tokenizer's folder.
-        chat_date: the day that a template's `strftime_now` writes; None: today.
+            "segments" in each sample.
+        ids: the column or array of token ids, in place of text. A row is a document, to which nothing is added.
+        weights: the column of each id's weight as a target, from 0 to 1. Rows of which no target counts are left out.
+        labels: in place of weights, the column of the ids again, or -100 where the weight is 0.
+        attention_mask: the column of 1, and 0 at padding, which is left out.
         vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
         in_files: True keeps the tokens, of 1, 2 or 4 bytes, in files in jdp's cache folder, which the processes of a
             host share. False keeps them in the memory of each process. None: in files from 64 MiB on, and of a stream,
@@ -257,41 +241,34 @@ def text_data(
     """
     if length < 1:
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
-    check_format(format, tokenizer, packing, field)
-    opened = None if tokenizer == NONE else _fitting(open_tokenizer(tokenizer), vocab_size)
-    if opened is not None and format in TEMPLATED:
-        opened = with_template(opened, chat_template, chat_date, kind=TEMPLATED[format])
-    packing = packing or ("documents" if format in TEMPLATED else "stream")
-    sides = _sides(
-        find(source, format, tokenizer, suffixes),
-        opened,
-        field=field or ("input_ids" if opened is None else None if format in TEMPLATED else "text"),
-        vocab_size=vocab_size if opened is None else opened.stored,
-        heldout_fraction=heldout_fraction,
-        in_files=in_files,
-    )
+    if packing not in ("stream", "documents"):
+        raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
+    if ids is None and (weights or labels or attention_mask):
+        raise ValueError('weights, labels and attention_mask are of rows of ids; given none: give ids = "input_ids"')
+    opened = None
+    if tokenizer is not None or ids is None:
+        opened = _fitting(open_tokenizer(tokenizer or BYTES), vocab_size)
+    if ids is not None:
+        limit = vocab_size if opened is None or vocab_size is not None else opened.vocab_size
+        reader, found = IdReader(IdColumns(ids, weights, labels, attention_mask), limit), find_ids(source)
+    else:
+        assert opened is not None
+        reader, found = TextReader(field, opened), find_text(source)
+    sides = _sides(found, reader, heldout_fraction, in_files)
     if packing == "stream":
         _check_fills(sides, length, "bytes" if opened == _BYTES else "tokens")
-    if not sides.whole and format in TEMPLATED:
-        raise ValueError(
-            f"heldout_fraction must leave conversations on both sides; given {heldout_fraction} with "
-            f"{sides.documents:,} in {sides.name}: give a larger one"
-        )
     if not sides.whole:
         notice(f"{sides.name}: too few documents to hold some out whole, so the tail of each is held out")
-    data = TextData(
+    return TextData(
         name=sides.name,
         documents=sides.documents,
-        train=_samples(sides.train, length, packing, format),
-        heldout=_samples(sides.heldout, length, packing, format),
+        train=_samples(sides.train, length, packing),
+        heldout=_samples(sides.heldout, length, packing),
         whole=sides.whole,
-        vocab_size=sides.vocab_size if opened is None else opened.vocab_size,
+        vocab_size=sides.vocab_size,
         tokenizer=opened,
         folder=sides.folder,
     )
-    if format in TEMPLATED:
-        report_cut(data.name, data.documents, (data.train, data.heldout))
-    return data
 
 
 def _fitting(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
@@ -313,34 +290,25 @@ def _check_fills(sides: TextSides, length: int, unit: str) -> None:
         )
 
 
-def _sides(
-    found: Found,
-    tokenizer: Tokenizer | None,
-    *,
-    field: str | None,
-    vocab_size: int | None,
-    heldout_fraction: float,
-    in_files: bool | None,
-) -> TextSides:
+def _sides(found: Found, reader: Reader, heldout_fraction: float, in_files: bool | None) -> TextSides:
     """Return the tokens of both sides, in memory or in files."""
+    vocab_size = reader.limit if isinstance(reader, IdReader) else reader.tokenizer.vocab_size
     if in_files is None:
         in_files = found.size is None or found.size >= IN_FILES_BYTES
     if not in_files or vocab_size is None:
-        return sides_in_memory(found, tokenizer, field=field, vocab_size=vocab_size, heldout_fraction=heldout_fraction)
+        return sides_in_memory(found, reader, heldout_fraction)
     check_fraction(heldout_fraction)
-    by, separator = (NONE, None) if tokenizer is None else (tokenizer.identity, tokenizer.separator)
     files = TokenFiles(
         found.name,
-        Cache.key(f"tokens {VERSION}", found.identity, repr((by, separator, field, vocab_size, heldout_fraction))),
+        Cache.key(f"tokens {VERSION}", found.identity, repr((reader.identity, vocab_size, heldout_fraction))),
         smallest_uint(vocab_size).newbyteorder("<"),
         vocab_size,
     )
     if (written := files.open()) is not None:
         return written
     if not can_be_written():
-        return sides_in_memory(found, tokenizer, field=field, vocab_size=vocab_size, heldout_fraction=heldout_fraction)
-    parts = tokenised_parts(found, tokenizer, field=field, vocab_size=vocab_size)
-    return files.write(parts, separator=separator, heldout_fraction=heldout_fraction)
+        return sides_in_memory(found, reader, heldout_fraction)
+    return files.write(reader.parts(found), separator=reader.separator, heldout_fraction=heldout_fraction)
 
 
 def encode(text: str) -> NDArray[np.int32]:
@@ -373,11 +341,6 @@ def decode(tokens: ArrayLike) -> str:
     return _BYTES.decode(tokens)
 
 
-def _samples(
-    tokens: TokenArray, length: int, packing: Packing, format: Format
-) -> TextSamples | PackedSamples | PreferenceSamples:
-    return (
-        TextSamples(tokens.ids, length, tokens.bounds)
-        if packing == "stream"
-        else packed_samples(tokens, length, format)
-    )
+def _samples(tokens: TokenArray, length: int, packing: Packing) -> TextSamples | PackedSamples:
+    kind = TextSamples if packing == "stream" else PackedSamples
+    return kind(tokens.ids, length=length, bounds=tokens.bounds, weights=tokens.weights)

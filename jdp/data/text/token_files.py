@@ -7,9 +7,9 @@
 3. Samples are copied out of the mapping, and its pages given back now and then. They stay in the kernel's page cache,
    one copy for all processes of the host, so a process' memory does not grow as it reads.
 
-A folder holds index.json, and for each side SIDE.tokens and SIDE.bounds. Tokens are the smallest unsigned integers that
-hold the vocabulary, little-endian, documents end to end. Bounds are int64: the start of each document, and the end of
-the last.
+A folder holds index.json, and for each side SIDE.tokens, SIDE.bounds, and of rows with weights SIDE.weights. Tokens
+are the smallest unsigned integers that hold the vocabulary, little-endian, documents end to end. Bounds are int64: the
+start of each document, and the end of the last. Weights are float32.
 """
 
 import errno
@@ -32,11 +32,12 @@ from jdp.base.disk_cache import default_folder, make_folder
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.data.held_out import document_tails, whole_documents
-from jdp.data.text.token_array import MappedTokens, TokenArray
-from jdp.data.text.tokens import TextSides, TokenisedPart, join_spans
+from jdp.data.text.token_array import MappedTokens, TokenArray, TokenisedPart, join_spans
+from jdp.data.text.tokens import TextSides
 
 _SIDES = ("train", "heldout")
-VERSION = 1  # of the files' meaning
+VERSION = 2  # of the files' meaning
+_WEIGHT = np.dtype("<f4")
 _COPIED = 2**22  # tokens at a time
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
@@ -59,7 +60,7 @@ class TokenFiles:
         """Return the tokens; None if they are not written, or a file is incomplete."""
         try:
             index = json.loads((self.folder / "index.json").read_bytes())
-            train, heldout = (self._side(side, index[side]) for side in _SIDES)
+            train, heldout = (self._side(side, index[side], index["weighted"]) for side in _SIDES)
             documents, whole = index["documents"], index["whole"]
             return TextSides(self.name, documents, train, heldout, whole, self.vocab_size, self.folder)
         except (OSError, ValueError, KeyError, TypeError):
@@ -76,7 +77,7 @@ class TokenFiles:
                 shutil.rmtree(leftover, ignore_errors=True)  # damaged, or of a process of this host that was killed
             own.mkdir()
             try:
-                index = _write(own, parts, self.dtype, separator, heldout_fraction)
+                index = _write(own, parts, self.dtype, separator, heldout_fraction, self.name)
                 Path(own, "index.json").write_text(json.dumps({"source": self.name, "dtype": self.dtype.name, **index}))
                 own.replace(self.folder)
             except OSError as error:
@@ -90,16 +91,18 @@ class TokenFiles:
         notice(f"{self.name}: its tokens are kept in {self.folder} ({size}); delete that folder when no run needs it")
         return sides
 
-    def _side(self, side: str, tokens: int) -> TokenArray:
+    def _side(self, side: str, tokens: int, weighted: bool) -> TokenArray:
         """Return one side. Raises ValueError if a file is incomplete."""
         path = self.folder / f"{side}.tokens"
         if path.stat().st_size != tokens * self.dtype.itemsize:
             raise ValueError(f"{path} is incomplete")
+        if weighted and path.with_suffix(".weights").stat().st_size != tokens * _WEIGHT.itemsize:
+            raise ValueError(f"{path.with_suffix('.weights')} is incomplete")
         ids = MappedTokens(path, self.dtype) if tokens else np.zeros(0, self.dtype)
         bounds = np.asarray(np.memmap(self.folder / f"{side}.bounds", np.dtype("<i8"), mode="r"))
         if bounds[0] != 0 or bounds[-1] != tokens:
             raise ValueError(f"{path.with_suffix('.bounds')} is incomplete")
-        return TokenArray(ids, bounds)
+        return TokenArray(ids, bounds, MappedTokens(path.with_suffix(".weights"), _WEIGHT) if weighted else None)
 
 
 def once(path: Path, compute: Callable[[], str]) -> str:
@@ -149,7 +152,12 @@ def _one_process(folder: Path) -> Generator[None]:
 
 
 def _write(
-    folder: Path, parts: Iterable[TokenisedPart], dtype: np.dtype[Any], separator: int | None, heldout_fraction: float
+    folder: Path,
+    parts: Iterable[TokenisedPart],
+    dtype: np.dtype[Any],
+    separator: int | None,
+    heldout_fraction: float,
+    name: str,
 ) -> dict[str, Any]:
     """Write both sides, and return the facts for index.json."""
     with _both(folder, dtype) as sides:
@@ -158,9 +166,16 @@ def _write(
             for side, chosen in zip(sides, (spans.train, spans.heldout), strict=True):
                 side.append(join_spans(part.tokens, chosen, separator))
     documents, whole = sum(side.documents for side in sides), all(side.tokens for side in sides)
+    weighted = any(side.weighted for side in sides)
+    if not whole and weighted:
+        raise ValueError(
+            f"heldout_fraction must leave rows on both sides; given {heldout_fraction} with {documents:,} in {name}: "
+            "give a larger one"
+        )
     if not whole:
         sides = _tails(next(side for side in sides if side.tokens), separator, heldout_fraction)
-    return {"documents": documents, "whole": whole} | {name: s.tokens for name, s in zip(_SIDES, sides, strict=True)}
+    tokens = {name: side.tokens for name, side in zip(_SIDES, sides, strict=True)}
+    return {"documents": documents, "whole": whole, "weighted": weighted} | tokens
 
 
 @contextmanager
@@ -174,14 +189,17 @@ class _SideWriter:
     """Appends documents to the files of one side."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self.dtype, self.tokens, self.documents = dtype, 0, 0
-        self.paths = [path.with_suffix(f".{kind}") for kind in ("tokens", "bounds")]
+        self.dtype, self.tokens, self.documents, self.weighted = dtype, 0, 0, False
+        self.paths = [path.with_suffix(f".{kind}") for kind in ("tokens", "bounds", "weights")]
         self._files: list[BinaryIO] = [path.open("wb") for path in self.paths]
         self._files[1].write(np.zeros(1, "<i8").tobytes())
 
     def append(self, tokens: TokenArray) -> None:
         self._files[0].write(tokens.ids[:].astype(self.dtype, copy=False).data)
         self._files[1].write((tokens.bounds[1:] + self.tokens).astype("<i8").data)
+        if tokens.weights is not None:
+            self._files[2].write(tokens.weights[:].astype(_WEIGHT, copy=False).data)
+            self.weighted = True
         self.tokens += len(tokens.ids)
         self.documents += len(tokens.bounds) - 1
 

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.base.user_path import address_of
-from jdp.data.sources.in_bucket import local_path
-from jdp.data.sources.optional_packages import optional
+from jdp.base.user_path import user_path
+from jdp.data.sources.hub import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
-BYTES, NONE = "bytes", "none"
+BYTES = "bytes"
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TOKENS = "special_tokens_map.json"
 BESIDE = (SETTINGS, TOKENS, TEMPLATE)
@@ -45,12 +44,7 @@ class Tokenizer(ABC):
     name: str  # for people
     identity: str  # distinguishes it from other tokenizers, for caches
     vocab_size: int  # ids are below it
-    separator: int | None  # the id that closes a document; None: nothing is added
-
-    @property
-    def stored(self) -> int:
-        """The numbers that `tokenize` returns are below it."""
-        return self.vocab_size
+    separator: int  # the id that closes a document
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -103,18 +97,16 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer.
 
     Args:
-        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one. An
-            address in a bucket, such as s3://bucket/gpt, is downloaded.
+        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one.
 
     Raises:
-        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents; or a
-            bucket that cannot be reached.
+        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents.
 
     >>> tokenizer = open_tokenizer("bytes")
     >>> tokenizer.decode(tokenizer.encode("text")), tokenizer.vocab_size
     ('text', 256)
     """
-    return Bytes() if name == BYTES else _open_file(_fetched(name))
+    return Bytes() if name == BYTES else _open_file(user_path(name))
 
 
 @dataclass(frozen=True)
@@ -224,19 +216,11 @@ def byte_tokenizer() -> dict[str, dict[str, Any]]:
     return {FILE: table, SETTINGS: settings}
 
 
-def _fetched(name: str) -> Path:
-    """Return the path of a tokenizer; from an address the settings beside it are fetched, too."""
-    folder, _, file = (address_of(name) or "").rpartition("/")
-    if not file.endswith(".json"):
-        folder, file = name, ""
-    return local_path(folder, only=(file or FILE, *BESIDE).__contains__) / file
-
-
 def _open_file(path: Path) -> FileTokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f'tokenizer must be "{BYTES}", "{NONE}" (token ids, not text), or a tokenizer.json or the folder that '
+            f'tokenizer must be "{BYTES}", or a tokenizer.json or the folder that '
             f"holds one; given {path}, looked for at {file.absolute()}: fix the path"
         )
     tokenizers = optional("tokenizers", str(file))
@@ -274,8 +258,7 @@ def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> 
     special = f", which are {', '.join(added[:10])}{', …' * (len(added) > 10)}," if added else ""
     raise ValueError(
         f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; name one of its "
-        f'added tokens{special} as "eos_token" in tokenizer_config.json beside it: of a chat the one that ends an '
-        "answer; or add one, and to the model"
+        f'added tokens{special} as "eos_token" in tokenizer_config.json beside it; or add one, and to the model'
     )
 
 

@@ -4,10 +4,10 @@ The tokens of large texts are kept on disk, and found again by content: a resume
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,21 +15,11 @@ from numpy.typing import NDArray
 from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.notices import notice
 from jdp.data.held_out import Spans, content_score, split_documents, split_samples
-from jdp.data.text.chat import ChatTokenizer
-from jdp.data.text.documents import (
-    Found,
-    Part,
-    conversation_parts,
-    corpus_of,
-    preference_parts,
-    text_parts,
-    token_id_parts,
-)
-from jdp.data.text.preference_samples import PreferenceTokenizer
-from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
+from jdp.data.text.documents import Found, corpus_of, text_parts
+from jdp.data.text.id_rows import IdColumns, id_parts
+from jdp.data.text.token_array import TokenArray, TokenisedPart, join_spans, joined, smallest_uint
 from jdp.data.text.tokenizers import BYTES, Tokenizer
 
-_MOST_IDS = 2**31  # samples are int32
 WORTHWHILE_BYTES = 2**23  # of text: less is tokenised in a few seconds, so it is not kept on disk
 
 
@@ -46,142 +36,107 @@ class TextSides:
     folder: Path | None = None  # that holds the tokens; None: they are in memory
 
 
-@dataclass(frozen=True, eq=False)
-class TokenisedPart:
-    """Some documents as tokens."""
+@dataclass(frozen=True)
+class TextReader:
+    """Reads rows or files of text, and tokenises them."""
 
-    tokens: TokenArray  # the documents, without separators
-    # float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text
-    scores: NDArray[np.float64]
+    field: str  # of rows
+    tokenizer: Tokenizer
 
+    @property
+    def identity(self) -> str:
+        """What the tokens depend on beside the source."""
+        return f"{self.field} {self.tokenizer.identity} {self.tokenizer.separator}"
 
-def sides_in_memory(
-    found: Found, tokenizer: Tokenizer | None, *, field: str | None, vocab_size: int | None, heldout_fraction: float
-) -> TextSides:
-    """Read and tokenise a source, all of it in memory.
+    @property
+    def separator(self) -> int | None:
+        """The token that closes a document; None: nothing is added."""
+        return self.tokenizer.separator
 
-    A tokenizer of None is for a source that holds token ids, below `vocab_size` (None: in [0, 2³¹)).
-    """
-    if tokenizer is None:
-        ids = corpus_of(found.name, token_id_parts(found, field or "input_ids"))
-        part, highest = _id_part(ids.documents, ids.name_of, vocab_size)
-        size = highest + 1 if vocab_size is None else vocab_size
-        tokens, scores = part.tokens.astype(smallest_uint(size)), part.scores
-    else:
-        corpus, size = corpus_of(found.name, _documents(found, tokenizer, field)), tokenizer.stored
-        entry = None if tokenizer.name == BYTES else _entry_name(tokenizer.identity, corpus.documents)
+    def vocab_size(self, tokens: TokenArray) -> int:
+        """Return a number that every token is below."""
+        return self.tokenizer.vocab_size
+
+    def parts(self, found: Found) -> Iterator[TokenisedPart]:
+        """Read and tokenise a source, some documents at a time."""
+        doubtful = documents = 0
+        for part in text_parts(found, self.field):
+            tokens = self.tokenizer.tokenize(part.documents, part.name_of)
+            doubtful += _with_separator(tokens, self.tokenizer)
+            documents += len(part.documents)
+            yield TokenisedPart(tokens, _scores(part.documents))
+        _report(found.name, doubtful, self.tokenizer)
+
+    def whole(self, found: Found) -> TokenisedPart:
+        """Read and tokenise all of a source."""
+        corpus = corpus_of(found, self.field)
+        entry = None if self.tokenizer.name == BYTES else _entry_name(self.tokenizer.identity, corpus.documents)
         if (tokens := _load(entry)) is None:
-            tokens = tokenizer.tokenize(corpus.documents, corpus.name_of)
+            tokens = self.tokenizer.tokenize(corpus.documents, corpus.name_of)
             _store(entry, tokens)
-        _report(found.name, _doubtful(tokens, tokenizer), len(corpus.documents), tokenizer)
-        scores = _scores(corpus.documents)
-    if isinstance(tokenizer, ChatTokenizer):
-        spans = _split_whole(found.name, scores, tokens.bounds, heldout_fraction)
-    else:
-        spans = split_documents(scores, tokens.bounds, heldout_fraction)
-    separator = None if tokenizer is None else tokenizer.separator
-    train, heldout = (join_spans(tokens, side, separator) for side in (spans.train, spans.heldout))
-    documents = len(spans.train) + len(spans.heldout) if spans.whole else len(scores)
-    return TextSides(found.name, documents, train, heldout, spans.whole, size)
+        _report(found.name, _with_separator(tokens, self.tokenizer), self.tokenizer)
+        return TokenisedPart(tokens, _scores(corpus.documents))
 
 
-def tokenised_parts(
-    found: Found, tokenizer: Tokenizer | None, *, field: str | None, vocab_size: int
-) -> Iterator[TokenisedPart]:
-    """Read and tokenise a source, some documents at a time."""
-    if tokenizer is None:
-        dtype = smallest_uint(vocab_size)
-        for part in token_id_parts(found, field or "input_ids"):
-            ids, _ = _id_part(part.documents, part.name_of, vocab_size)
-            yield TokenisedPart(ids.tokens.astype(dtype), ids.scores)
-        return
-    doubtful = documents = 0
-    for part in _documents(found, tokenizer, field):
-        tokens = tokenizer.tokenize(part.documents, part.name_of)
-        doubtful += _doubtful(tokens, tokenizer)
-        documents += len(part.documents)
-        yield TokenisedPart(tokens, _scores(part.documents))
-    _report(found.name, doubtful, documents, tokenizer)
+@dataclass(frozen=True)
+class IdReader:
+    """Reads rows of ids, with their weights."""
+
+    columns: IdColumns
+    limit: int | None  # ids are below it; None: any
+
+    separator = None
+
+    @property
+    def identity(self) -> str:
+        """What the tokens depend on beside the source."""
+        return f"{self.columns} {self.limit}"
+
+    def vocab_size(self, tokens: TokenArray) -> int:
+        """Return a number that every token is below."""
+        return int(tokens.ids.max()) + 1 if self.limit is None else self.limit
+
+    def parts(self, found: Found) -> Iterator[TokenisedPart]:
+        """Read a source, some rows at a time."""
+        return id_parts(found, self.columns, self.limit)
+
+    def whole(self, found: Found) -> TokenisedPart:
+        """Read all of a source."""
+        parts = list(self.parts(found))
+        return TokenisedPart(joined([part.tokens for part in parts]), np.concatenate([part.scores for part in parts]))
 
 
-def _documents(found: Found, tokenizer: Tokenizer, field: str | None) -> Iterator[Part[bytes]]:
-    if isinstance(tokenizer, PreferenceTokenizer):
-        return preference_parts(found)
-    if isinstance(tokenizer, ChatTokenizer):
-        return conversation_parts(found, field)
-    return text_parts(found, field or "text")
+Reader = TextReader | IdReader
 
 
-def _split_whole(name: str, scores: NDArray[np.float64], bounds: NDArray[np.int64], heldout_fraction: float) -> Spans:
-    """Split conversations that stand end to end; none is cut, and those without tokens are on no side."""
-    kept = np.flatnonzero(np.diff(bounds))
-    train, heldout = split_samples(scores[kept], heldout_fraction, name)
-    spans = np.stack([bounds[:-1], bounds[1:]], axis=1)[kept]
-    return Spans(spans[train], spans[heldout], whole=True)
+def sides_in_memory(found: Found, reader: Reader, heldout_fraction: float) -> TextSides:
+    """Read a source, all of it in memory, and split it."""
+    part = reader.whole(found)
+    size = reader.vocab_size(part.tokens)
+    tokens = part.tokens.astype(smallest_uint(size))
+    if tokens.weights is None:
+        spans = split_documents(part.scores, tokens.bounds, heldout_fraction)
+    else:  # the tail of a row would be held out without what leads to it
+        rows = np.stack([tokens.bounds[:-1], tokens.bounds[1:]], axis=1)
+        train, heldout = split_samples(part.scores, heldout_fraction, found.name)
+        spans = Spans(rows[train], rows[heldout], whole=True)
+    train, heldout = (join_spans(tokens, side, reader.separator) for side in (spans.train, spans.heldout))
+    return TextSides(found.name, len(part.scores), train, heldout, spans.whole, size)
 
 
-def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
-    """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by any separator."""
-    pieces = [tokens.ids[start:end] for start, end in spans.tolist()]
-    sizes = spans[:, 1] - spans[:, 0]
-    if separator is not None:
-        closing = np.array([separator], tokens.ids.dtype)
-        pieces = [piece for document in pieces for piece in (document, closing)]
-        sizes = sizes + 1
-    ids = np.concatenate(pieces) if pieces else tokens.ids[:0]
-    return TokenArray(ids, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
-
-
-def _id_part(
-    documents: Sequence[NDArray[Any]], name_of: Callable[[int], str], vocab_size: int | None
-) -> tuple[TokenisedPart, int]:
-    """Return documents of ids, and the highest id. Raises ValueError for one that is out of range."""
-    # Signed, as signed and unsigned integers of 64 bits would meet in floats.
-    signed = [document.astype(np.int64) if document.dtype == np.uint64 else document for document in documents]
-    tokens = TokenArray(np.concatenate(signed), bounds_of(documents))
-    highest = _check_ids(tokens, name_of, vocab_size)
-    return TokenisedPart(tokens, _scores(document.astype("<u4").tobytes() for document in documents)), highest
-
-
-def _check_ids(tokens: TokenArray, name_of: Callable[[int], str], vocab_size: int | None) -> int:
-    """Return the highest id. Raises ValueError for one that is out of range."""
-    limit = _MOST_IDS if vocab_size is None else vocab_size
-    lowest, highest = int(tokens.ids.min()), int(tokens.ids.max())
-    if lowest < 0 or highest >= limit:
-        at = int(np.argmax((tokens.ids < 0) | (tokens.ids >= limit)))
-        document = int(np.searchsorted(tokens.bounds, at, side="right")) - 1
-        raise ValueError(
-            f"token ids must be 0 to {limit - 1}, below vocab_size {limit}; given {tokens.ids[at]} as token "
-            f"{at - tokens.bounds[document]} of {name_of(document)} (ids from {lowest} to {highest} in all): give the "
-            "vocab_size of the tokenizer that made them, or fix them"
-        )
-    return highest
-
-
-def _doubtful(tokens: TokenArray, tokenizer: Tokenizer) -> int:
-    """Return the number of documents that contain the separator; of conversations, of those that have no answer."""
-    if isinstance(tokenizer, ChatTokenizer):
-        return int((np.diff(tokens.bounds) == 0).sum())
+def _with_separator(tokens: TokenArray, tokenizer: Tokenizer) -> int:
+    """Return the number of documents that contain the separator."""
     separators = np.flatnonzero(tokens.ids == tokenizer.separator)
     return len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
 
 
-def _report(name: str, doubtful: int, documents: int, tokenizer: Tokenizer) -> None:
-    """Report text that contains the separator: it would be read as the end of a document; or what is left out."""
-    if not doubtful:
-        return
-    if isinstance(tokenizer, ChatTokenizer):
-        pairs = isinstance(tokenizer, PreferenceTokenizer)
-        units, why = "pairs" if pairs else "conversations", "there is no answer of the assistant in them"
-        if doubtful == documents:
-            raise ValueError(
-                f"{tokenizer.format} must have answers to learn; given {name}, {documents:,} {units}: {why}, as "
-                f"{tokenizer.template.name} writes them; give others, or another template in data.chat_template"
-            )
-        notice(f"{name}: {doubtful:,} of {documents:,} {units} are left out: {why}")
-        return
-    unit = "byte" if tokenizer.name == BYTES else "token"
-    notice(f"{name}: {unit} {tokenizer.separator}, which closes a document, is in {doubtful} of them; are they text?")
+def _report(name: str, doubtful: int, tokenizer: Tokenizer) -> None:
+    """Report text that contains the separator: it would be read as the end of a document."""
+    if doubtful:
+        unit = "byte" if tokenizer.name == BYTES else "token"
+        notice(
+            f"{name}: {unit} {tokenizer.separator}, which closes a document, is in {doubtful} of them; are they text?"
+        )
 
 
 def _scores(documents: Iterable[bytes]) -> NDArray[np.float64]:

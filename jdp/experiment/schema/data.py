@@ -1,27 +1,12 @@
 """The tables [data], [data.mixture.NAME] and [eval.NAME]: the data to train and to evaluate on."""
 
-import math
-from collections.abc import Iterator, Mapping
-from datetime import date
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from jdp.base.by_step import ByStep, together
-from jdp.experiment.schema.by_step import Lengths, Weights
 from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
-from jdp.experiment.schema.registered import Table
-
-
-def _data_name(name: str | None) -> str | None:
-    return None if name is None else DATASETS.check(name)
-
-
-def _day(text: str | None) -> str | None:
-    try:
-        return None if text is None else str(date.fromisoformat(text))
-    except ValueError:
-        raise ValueError('must be a day, such as "2026-11-26"') from None
+from jdp.experiment.schema.made import Made
 
 
 class Ingredient(Section):
@@ -30,52 +15,49 @@ class Ingredient(Section):
 
     source: Source
     """As data.source."""
-    weight: Weights = 1.0
-    """Share of the samples, relative to the other ingredients. [[0, 3], [1000, 0]]: 3, and nothing after 1000 steps."""
+    weight: Annotated[float, Field(gt=0), Single] = 1.0
+    """Share of the samples, relative to the other ingredients."""
     field: str | None = None
     """As data.field; none = the same."""
 
 
-class Data(Section):
-    """[data]: what to learn from; the model decides whether that is text, images or tables of numbers."""
+class Data(Made):
+    """[data]: what to learn from; the model decides whether that is text, images or tables of numbers. Or `make`, a
+    function of keywords that returns samples with len and [index], dicts of arrays; a pair is the training side and the
+    held-out side."""
 
-    name: Annotated[str | None, AfterValidator(_data_name)] = None
-    """A data set that the plug-in registers, whose fields may be given beside it, in place of source; none = source."""
+    _shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
+
     source: MaybeSource = "stdlib"
-    """Text: "stdlib" (Python's own library source), files, globs or directories (text, JSONL, parquet, Arrow; gzip or
-    zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
-    parquet, Arrow, .tar files as WebDataset writes them. Features of an MLP: an .npz, or images. "hf:NAME" or "hf:PATH"
-    is a data set of Hugging Face; "hf-stream:NAME:train[:100000]" is text that is fetched as it is tokenised, here its
-    first rows. Data in a bucket, such as s3://bucket/corpus, is downloaded once to a folder of the host, below
-    JDP_CACHE_DIR (~/.cache/jdp); tokens of 64 MiB of text or more are kept in files there. Paths are relative to the
-    experiment file, or when given on the command line to the working directory; "none" with [data.mixture.NAME]."""
+    """Text: "stdlib" (Python's own library source), files of text (.txt, .md, .rst, .py), globs or directories, or an
+    .npz of tokens. Images: "digits" (scikit-learn's), or an .npz. Features of an MLP: an .npz, or images. Everything
+    else is read by `datasets`: "hf:json:PATH", and parquet, csv, arrow, imagefolder, webdataset in its place; "hf:NAME"
+    of the hub; a split of it, "hf:imagefolder:PATH:train". "hf-stream:NAME:train[:100000]" is text that is fetched as
+    it is tokenised, here its first rows. Tokens of 64 MiB of text or more are kept in files below JDP_CACHE_DIR
+    (~/.cache/jdp). Paths are relative to the experiment file, or when given on the command line to the working
+    directory; "none" with [data.mixture.NAME]."""
     mixture: dict[str, Ingredient] = Field(default={})
     """Several texts, or sets of images of the same classes, mixed by weight, in place of source."""
     field: str | None = None
-    """Field, column or array that is learnt from, of a row of JSONL, parquet, Arrow or Hugging Face, or of an .npz, or
-    the ending of images in .tar files; none = the usual: "text" or "input_ids", the only images, "features"."""
+    """Column or array that is learnt from; none = the usual: "text", the only images, "features"."""
     label: str | None = None
-    """Column or array of the classes (images, features), or in .tar files their ending or their key in .json; none =
-    the usual: the only classes, "labels", .cls."""
+    """Column or array of the classes (images, features); none = the usual: the only classes, "labels"."""
+    ids: str | None = None
+    """Column or array of token ids, in place of text, such as "input_ids": of "hf:parquet:PATH" and its like, or of an
+    .npz. experiments/prepare/ makes them of text and of chats."""
+    weights: str | None = None
+    """Of rows of ids, the column of each token's weight as a target, 0 to 1, such as "loss_mask"; none = all count."""
+    labels: str | None = None
+    """Of rows of ids, in place of weights: the column of the ids again, and -100 where a token does not count."""
+    attention_mask: str | None = None
+    """Of rows of ids, the column that is 0 at padding, which is left out."""
     tokenizer: PathText = "bytes"
-    """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source, or an
-    address of these; or "none" where the rows of the source are lists of token ids. Not given: that of the folder of a
-    model "hf:FOLDER", else bytes."""
-    format: Literal["text", "chat", "preferences"] = "text"
-    """Text; or conversations, rows of messages ({role, content}, or {from, value}), in the column "messages" or
-    "conversations" unless field names another. The tokenizer's chat template makes text of them, and the loss is that
-    of the assistant's answers alone. preferences: rows of prompt, chosen and rejected, for loss.name = "dpo"."""
-    chat_template: PathText | None = None
-    """File with the chat template (jinja2), relative as in source; none = the tokenizer's own: chat_template.jinja, or
-    in tokenizer_config.json."""
-    chat_date: Annotated[str | None, AfterValidator(_day)] = None
-    """The day, as 2026-11-26, that a chat template writes which asks for today's (strftime_now); none = today."""
+    """"bytes", or a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source. Not
+    given: that of the folder of a model "hf:FOLDER", else bytes. Rows of ids were made by it."""
     packing: Literal["stream", "documents"] = "stream"
-    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only. Of a
-    chat always "documents"."""
-    length: Lengths = 0
-    """Tokens a sample; 0 = the model's context. [[0, 256], [1000, 1024]]: samples of 1024 tokens, each cut into four,
-    and whole after 1000 steps; evaluations read whole ones."""
+    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
+    length: Count = 0
+    """Tokens a sample; 0 = the model's context."""
     size: Count = 0
     """Height and width in pixels to which images of an MLP are fitted, 0 = as they are; for a ResNet or ViT that is
     model.image_size."""
@@ -85,30 +67,18 @@ class Data(Section):
     """Share of the data kept for evaluation, by content."""
     shuffle: bool = True
     """Shuffle the training samples anew each epoch."""
-    crop_padding: Count = 0
-    """Black pixels added on each side of a training image before a window of its own size is cropped at random, anew
-    each epoch; 0 = none. Evaluations use the original images."""
-    resized_crop: Annotated[float, Field(ge=0, lt=1), Single] = 0.0
-    """Least share of a training image's area that a random crop shows, anew each epoch; sides from 3:4 to 4:3, resized
-    to model.image_size. 0.08 is usual for photographs; 0 = none."""
-    flip: bool = False
-    """Flip half of the training images from left to right, drawn anew each epoch."""
+    augment: Literal["crop", "resized_crop"] | None = None
+    """Crop training images at random and flip half of them from left to right, anew each epoch. "crop", for small
+    images: a window of the image's size, of the image with an eighth of black pixels on each side. "resized_crop", for
+    photographs: 8 % of the area or more, sides from 3:4 to 4:3, resized to model.image_size. none = neither."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_of_three(cls, table: Any) -> Any:
-        """Leave out the default source where a mixture or a data set's name replaces it."""
-        replaced = isinstance(table, Mapping) and (table.get("mixture") or table.get("name") not in (None, NONE))
+        """Leave out the default source where a mixture or a function replaces it."""
+        replaced = isinstance(table, Mapping) and (table.get("mixture") or table.get("make") not in (None, NONE))
         if replaced and "source" not in table:
             return {**table, "source": None}
-        return table
-
-    @model_validator(mode="before")
-    @classmethod
-    def _packed(cls, table: Any) -> Any:
-        """Pack conversations, unless the table says otherwise, which is refused."""
-        if isinstance(table, Mapping) and table.get("format") in TEMPLATED and "packing" not in table:
-            return {**table, "packing": "documents"}
         return table
 
     @field_validator("mixture")
@@ -117,100 +87,26 @@ class Data(Section):
         named("text", mixture)
         return mixture
 
-    @model_validator(mode="after")
-    def _one_crop(self) -> Self:
-        if self.crop_padding and self.resized_crop:
-            given = f"{self.crop_padding} and {self.resized_crop:g}"
-            raise ValueError(f"crop_padding and resized_crop both crop; given {given}: remove one")
-        return self
-
     @property
-    def lengths(self) -> ByStep[int]:
-        """The tokens of a sample by step."""
-        return ByStep[int].of(self.length)
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the longest samples, which shorter ones are cut from."""
-        return max(self.lengths.values)
+    def knows_text(self) -> bool:
+        """Whether the tokens are those of the tokenizer: not of an .npz, nor of ids where none is named."""
+        return self.tokenizer != BYTES if self.ids else not any(source.endswith(ARRAYS) for source in self.sources)
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Every source that is named, those of the mixture too."""
         given = [self.source, *(text.source for text in self.mixture.values())]
-        return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
+        return tuple(word for source in given for word in words_of(source))
 
 
-TEMPLATED = ("chat", "preferences")
-"""The formats of messages."""
+def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the sources that a key names."""
+    return (source,) if isinstance(source, str) else source or ()
 
 
-def length_problems(data: Data, context: float) -> Iterator[str]:
-    """Yield what is wrong between the lengths of a text, and the model's context."""
-    longest, lengths = data.longest, data.lengths
-    if longest > context:
-        rule = f"data.length must be at most model.context = {context}"
-        yield f"{rule}; given {longest}: lower it, or raise model.context"
-    for length in sorted({length for length in lengths.values if longest % max(length, 1)}):
-        yield (
-            f"data.length must change between lengths that divide the longest, {longest}, as samples are cut; given "
-            f"{length}: take {math.gcd(length, longest)}"
-        )
-    if lengths.changes and data.format in TEMPLATED:
-        yield (
-            f'data.length must be one number for data.format = "{data.format}", as a cut parts answers from their '
-            f"questions; given {len(lengths.values)}: give {longest}"
-        )
-
-
-def mixture_problems(data: Data) -> Iterator[str]:
-    """Yield what is wrong with weights of a mixture that change by step."""
-    weights = together([ByStep[float].of(part.weight) for part in data.mixture.values()])
-    if not weights.changes:
-        return
-    if none := [step for step, now in zip(weights.starts, weights.values, strict=True) if not any(now)]:
-        yield f"data.mixture must have a weight above 0 at every step; given none after {none[0]} steps: give one"
-    if not data.shuffle:
-        yield (
-            "data.shuffle = false reads every epoch as the first, and the weights of data.mixture change by step: "
-            "remove the key, or give one weight each"
-        )
-
-
-def chat_problems(data: Data, model: str, loss: str | None, kind: str) -> Iterator[str]:
-    """Yield what is wrong between the keys of a chat, or of preferences and their loss."""
-    if kind != "text":
-        if loss == "dpo":
-            data_set = f" and data.name = {data.name!r}" if data.name else ""
-            yield f'loss.name = "dpo" learns text by a GPT; given model.name = {model!r}{data_set}: remove [loss]'
-        return
-    if (data.format == "preferences") != (loss == "dpo"):
-        given = f'data.format = "{data.format}" and {"no loss.name" if loss is None else f"loss.name = {loss!r}"}'
-        yield f'data.format = "preferences" and loss.name = "dpo" need each other; given {given}: change one of them'
-    if data.format == "preferences" and data.field is not None:
-        yield 'data.field is not read, as preferences are the columns "prompt", "chosen" and "rejected": remove it'
-    if data.format not in TEMPLATED:
-        for key in ("chat_template", "chat_date"):
-            if getattr(data, key) is not None:
-                yield f'data.{key} is of data.format = "chat"; given "{data.format}": give that, or remove the key'
-        return
-    if data.tokenizer == NONE or (data.tokenizer == "bytes" and not model.startswith("hf:")):
-        yield (
-            f'data.format = "{data.format}" needs a tokenizer with a chat template; given data.tokenizer = '
-            f'"{data.tokenizer}": name the folder of a model of Hugging Face, or its tokenizer.json'
-        )
-    if arrays := next((source for source in data.sources if source.endswith(".npz")), None):
-        yield f'data.format = "{data.format}" is of rows of messages; given data.source = "{arrays}": name a table'
-    if data.packing != "documents":
-        given = f'data.packing = "{data.packing}"'
-        yield f'data.format = "{data.format}" keeps conversations apart; given {given}: remove that key'
-
-
-OF_EVERY = ("name", "heldout_fraction", "shuffle")
-"""The keys that a plug-in's data set has too."""
-OF_TEXT = ("tokenizer", "format", "chat_template", "chat_date", "packing", "length")
+BYTES, ARRAYS = "bytes", ".npz"
+OF_TEXT = ("ids", "weights", "labels", "attention_mask", "tokenizer", "packing", "length")
 """The keys that text alone has."""
-DATASETS = Table("data", reserved=(*OF_EVERY, "source", "mixture"))
 
 
 class EvalSet(Section):

@@ -1,18 +1,19 @@
-"""The table [evaluate], and the names of an evaluation's metrics, which [train] may go by."""
+"""The metrics of evaluations: `train.eval_metrics`, and all names by which [train] may go.
+
+`experiment` is an `Experiment`, whose module imports this one.
+"""
+
+from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import cut
-from jdp.experiment.schema.data import Data, EvalSet
-from jdp.experiment.schema.fields import ALL, NONE, Section
-from jdp.experiment.schema.model import Model
-from jdp.experiment.schema.optimizer import LOSSES, LossTable
-from jdp.experiment.schema.train import Train
+from jdp.base.toml import cut
+from jdp.base.words import nearest
+from jdp.experiment.schema.data import ARRAYS, words_of
 from jdp.models.configs.gpt import GPTConfig
 
 PERPLEXITY, BITS_PER_BYTE, ACCURACY = "perplexity", "bits_per_byte", "accuracy"
@@ -33,66 +34,32 @@ def _metrics(given: Any) -> Any:
     return tuple(names)
 
 
-class Evaluate(Section):
-    """[evaluate]: what every evaluation measures of each data set, beside the loss."""
-
-    metrics: Annotated[tuple[str, ...], PlainValidator(_metrics)] = ()
-    """More metrics. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token. Text and classes:
-    "top5_accuracy", or another number: how often the label is among so many likeliest."""
-    documents: bool = False
-    """Text: write the loss of each document to evaluations/STEP/NAME-documents.jsonl; needs
-    train.eval_batches = "all"."""
-    confusion: bool = False
-    """Classes: count which are taken for which, in evaluations/STEP/NAME-confusion.json."""
-
-    @property
-    def tops(self) -> dict[str, int]:
-        """The accuracies that are measured by rank: name -> how many likeliest."""
-        found = {name: _TOP.fullmatch(name) for name in self.metrics}
-        accuracy = {ACCURACY: 1} if ACCURACY in self.metrics else {}
-        return accuracy | {name: int(match[1]) for name, match in found.items() if match}
+EvalMetrics = Annotated[tuple[str, ...], PlainValidator(_metrics)]
 
 
-class File(Protocol):
-    """What the names of metrics, and the rules about them, are read from: an experiment."""
-
-    @property
-    def evaluate(self) -> Evaluate: ...
-    @property
-    def train(self) -> Train: ...
-    @property
-    def data(self) -> Data: ...
-    @property
-    def eval(self) -> Mapping[str, EvalSet]: ...
-    @property
-    def loss(self) -> LossTable: ...
-    @property
-    def model(self) -> Model: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def in_bits(self) -> bool: ...
+def tops(metrics: Sequence[str]) -> dict[str, int]:
+    """Return the accuracies among some metrics: name -> among how many of the likeliest the label is."""
+    matches = {name: _TOP.fullmatch(name) for name in metrics}
+    accuracy = {ACCURACY: 1} if ACCURACY in metrics else {}
+    return accuracy | {name: int(match[1]) for name, match in matches.items() if match}
 
 
-def eval_metrics(experiment: File) -> tuple[str, ...]:
+def eval_metrics(experiment: Any) -> tuple[str, ...]:
     """Return the names of an evaluation's metrics: "eval_…" of the held-out data, "eval_NAME_…" of the held-out side of
     [data.mixture.NAME] and of [eval.NAME]."""
-    entry = LOSSES.entries.get(experiment.loss.name or "")
-    own = ("bits_per_token",) if experiment.in_bits else (ACCURACY,)
-    names = dict.fromkeys(("loss", *(own if entry is None else entry.metrics), *experiment.evaluate.metrics))
+    usual, own = ("bits_per_token",) if experiment.in_bits else (ACCURACY,), experiment.loss.measured
+    names = dict.fromkeys(("loss", *(usual if own is None else own), *experiment.train.eval_metrics))
     sets = ("eval", *(f"eval_{name}" for name in _named_sets(experiment)))
     return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
 
 
-def metric_problems(experiment: File) -> Iterator[str]:
-    """Yield what is wrong with [evaluate], and with requested metrics that no evaluation has."""
-    yield from _evaluate(experiment)
+def metric_problems(experiment: Any) -> Iterator[str]:
+    """Yield what is wrong with the metrics of [train]."""
+    yield from _eval_metrics_problems(experiment)
     train, known = experiment.train, eval_metrics(experiment)
-    asked = {"stop_metric": train.stop_metric, "keep_best": train.keep_best if train.keep_best is not True else None}
-    for key, metric in asked.items():
-        if metric and metric not in known:
-            given = f"{cut(repr(metric))}{nearest(str(metric), known)}"
-            yield f"train.{key} must be a metric of the evaluations, {', '.join(known)}; given {given}"
+    if train.best_metric not in known:
+        given = f"{cut(repr(train.best_metric))}{nearest(train.best_metric, known)}"
+        yield f"train.keep_best must be a metric of the evaluations, {', '.join(known)}; given {given}"
     if train.stop_after and not train.eval_every:
         yield (
             f"train.stop_after = {train.stop_after} counts evaluations, but there is one at the end only: "
@@ -100,58 +67,36 @@ def metric_problems(experiment: File) -> Iterator[str]:
         )
 
 
-def _evaluate(experiment: File) -> Iterator[str]:
-    given, kind = experiment.evaluate, experiment.kind
-    if given == Evaluate():
+def _eval_metrics_problems(experiment: Any) -> Iterator[str]:
+    metrics, kind, config = experiment.train.eval_metrics, experiment.kind, experiment.model.config
+    if not metrics:
         return
-    if kind == "own" or experiment.loss.name is not None:
-        of = "a plug-in's data" if kind == "own" else f"loss.name = {experiment.loss.name!r}"
-        yield f"[evaluate] is measured beside jdp's cross-entropies; given {of}, which has its own metrics: remove it"
+    if kind == "own" or experiment.loss.make:
+        own = f"data.make = {experiment.data.make!r}" if kind == "own" else experiment.loss.chosen
+        yield f"train.eval_metrics are of jdp's cross-entropies; given {own}, which has its own metrics: remove the key"
         return
-    name, is_text = experiment.model.name, kind == "text"
-    for metric in (PERPLEXITY, BITS_PER_BYTE):
-        if metric in given.metrics and not is_text:
-            yield f'evaluate.metrics has "{metric}", which is of text; model.name = {name!r} learns classes: remove it'
-    for metric in given.tops:
-        if (other := metric.removesuffix(f"_{ACCURACY}")) in _named_sets(experiment):
-            yield f'evaluate.metrics has "{metric}", and a data set is named {other}: both are eval_{metric}; rename it'
-    outputs = _outputs(experiment)
-    for metric, count in given.tops.items():
+    name, known = experiment.model.chosen, tops(metrics)
+    of_text = [metric for metric in (PERPLEXITY, BITS_PER_BYTE) if metric in metrics]
+    if of_text and kind != "text":
+        yield f'train.eval_metrics has "{of_text[0]}", which is of text; {name} learns classes: remove it'
+    outputs = next(getattr(config, key) for key in ("vocab_size", "classes", "features_out") if hasattr(config, key))
+    for metric, count in known.items():
+        if metric.removesuffix(f"_{ACCURACY}") in _named_sets(experiment):
+            yield f'train.eval_metrics has "{metric}", and eval_{metric} is of a data set too: rename that'
         if count > outputs:
-            yield f'evaluate.metrics has "{metric}", and the model tells {outputs} apart: lower the number'
-    if given.documents and not is_text:
-        yield f"evaluate.documents is of text; model.name = {name!r} learns classes: remove it"
-    if given.confusion and is_text:
-        yield f"evaluate.confusion is of classes; model.name = {name!r} learns text: remove it"
-    if given.documents and experiment.train.eval_batches != ALL:
-        yield (
-            f'evaluate.documents reads every document, train.eval_batches = "{ALL}"; given '
-            f"{experiment.train.eval_batches}: set that"
-        )
-    if not is_text:
-        return
-    if (given.tops or given.documents) and not isinstance(experiment.model.config, GPTConfig):
-        key = "documents" if given.documents else "metrics"
-        yield f"evaluate.{key} looks at single tokens, which a plug-in's model, {name!r}, does not give: remove it"
-    sources = (*experiment.data.sources, *(word for table in experiment.eval.values() for word in _several(table)))
-    if BITS_PER_BYTE in given.metrics and (experiment.data.tokenizer == NONE or any(map(_is_array, sources))):
-        yield f'evaluate.metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
-    if given.documents and any(map(_is_array, sources)):
-        yield "evaluate.documents reads text or parquet; given an .npz of tokens, which has no documents: remove it"
+            yield f'train.eval_metrics has "{metric}", and the model tells {outputs} apart: lower the number'
+    if kind == "text" and known and not isinstance(config, GPTConfig):
+        yield f"train.eval_metrics has accuracies, and {name} gives no logits: remove them"
+    if kind == "text" and BITS_PER_BYTE in metrics and not _all_text(experiment):
+        yield f'train.eval_metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
 
 
-def _named_sets(experiment: File) -> tuple[str, ...]:
+def _named_sets(experiment: Any) -> tuple[str, ...]:
     return (*experiment.data.mixture, *experiment.eval)
 
 
-def _outputs(experiment: File) -> int:
-    config: Any = experiment.model.config
-    return next(getattr(config, key) for key in ("vocab_size", "classes", "features_out") if hasattr(config, key))
-
-
-def _several(table: EvalSet) -> tuple[str, ...]:
-    return (table.source,) if isinstance(table.source, str) else table.source
-
-
-def _is_array(source: str) -> bool:
-    return source.endswith(".npz")
+def _all_text(experiment: Any) -> bool:
+    """Return True if the tokens of all data sets are those of the tokenizer, so that their text is known."""
+    words = [word for table in experiment.eval.values() for word in words_of(table.source)]
+    has_arrays = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
+    return experiment.data.knows_text and not has_arrays

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from jdp.base.bucket import Remote, place_of
-from jdp.base.shorten import cut
-from jdp.base.user_path import address_of, user_path
+from jdp.base.hub_source import HubSource
+from jdp.base.toml import cut
+from jdp.base.user_path import bucket_address, user_path
 from jdp.base.words import CompilerPreset
 from jdp.core.compiling.options import Compiler
 
@@ -22,14 +22,13 @@ NONE = "none"
 ALL = "all"
 """Means no limit: `eval_batches = "all"`."""
 
-HUB, STREAM = "hf:", "hf-stream:"
 _MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
 _MOST_INT = 2**31 - 1
 """Largest int32: counters and sizes on devices are int32."""
 
 
 LONGEST_NAME = 200
-"""Most characters of a run's name: file systems take 255 bytes, and a sweep appends its values."""
+"""Most characters of a run's name: file systems take 255 bytes."""
 
 
 def run_name(name: str) -> str:
@@ -37,7 +36,7 @@ def run_name(name: str) -> str:
         raise ValueError(
             f"must have at most {LONGEST_NAME} characters, as it names the run's folder, and has {len(name):,}"
         )
-    if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):  # NAME-seed=1: a run of a sweep
+    if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):
         raise ValueError(
             "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
         )
@@ -53,8 +52,8 @@ def package_name(name: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Return a possible path (a word such as "stdlib" too) or address. Raises PathError."""
-    place_of(path)
+    """Return a possible path (a word such as "stdlib" too). Raises PathError."""
+    user_path(path)
     return path
 
 
@@ -87,10 +86,11 @@ def _words(value: Any, rule: str) -> Any:
 def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
     for word in (source,) if isinstance(source, str) else source or ():
-        if address_of(word) is None:
-            user_path(word.removeprefix(STREAM).removeprefix(HUB))
-        else:
-            Remote.at(word)
+        hub = HubSource.of(word)
+        if hub is not None and (why := hub.no_builder):
+            raise ValueError(why)
+        if hub is None or hub.is_path:
+            user_path(word if hub is None else hub.path)
     return source
 
 
@@ -150,6 +150,7 @@ Fraction = Annotated[float, Field(ge=0, le=1), Single]
 Part = Annotated[float, Field(gt=0, lt=1), Single]
 Decay = Annotated[float, Field(ge=0, lt=1), Single]
 PathText = Annotated[str, AfterValidator(_path)]
+Address = Annotated[str, AfterValidator(bucket_address)]
 PackageName = Annotated[str, AfterValidator(package_name)]
 RunName = Annotated[str, AfterValidator(run_name)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]

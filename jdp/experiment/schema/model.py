@@ -1,14 +1,22 @@
 """The table [model]: a size by name, or the config.json in a folder of Hugging Face's, with any field of it changed."""
 
+import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Annotated, Any, cast
+import operator
+import types
+import typing
+from types import SimpleNamespace
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, ConfigDict
+from pydantic import AfterValidator, ConfigDict, Field, create_model, model_validator
+from pydantic_core import PydanticKnownError
 
 from jdp.base.notices import notice_anywhere
-from jdp.experiment.schema.fields import NONE, Section
-from jdp.experiment.schema.registered import Entry, Table, section
+from jdp.base.user_path import user_path
+from jdp.experiment.keys import described_fields
+from jdp.experiment.make import with_defaults
+from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
+from jdp.experiment.schema.made import Made
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.mlp import MLPConfig
 from jdp.models.configs.sizes import SIZES, ModelConfig
@@ -16,61 +24,90 @@ from jdp.models.configs.sizes import SIZES, ModelConfig
 HF = "hf:"
 """Prefix of a folder with the config.json of a model of Hugging Face's, in place of the name of a size."""
 TOKENIZER = "tokenizer.json"
+Learns = Literal["text", "images", "features"]
+NEEDED: dict[Learns, tuple[str, ...]] = {
+    "text": ("vocab_size", "context"),
+    "images": ("image_size", "channels", "classes"),
+    "features": ("features_in", "features_out"),
+}
+"""What a model of the user's learns -> the keywords that jdp's data is compared with."""
 
 
-def _build(config: ModelConfig, rngs: Any) -> Any:
-    from jdp.models.sizes import build  # late: it imports JAX
-
-    return build(config, rngs=rngs)
-
-
-@functools.cache
-def _own(name: str, config: ModelConfig) -> Entry:
-    """Return the entry of a model of jdp's own."""
-    learns = "text" if isinstance(config, GPTConfig) else "features" if isinstance(config, MLPConfig) else "images"
-    return Entry(name, config, _build, learns=learns)
-
-
-_FROM_HF = Entry(HF, GPTConfig, _build, learns="text")
-MODELS = Table("model", entries={name: _own(name, config) for name, config in SIZES.items()})
-
-
-def model_entry(name: str) -> Entry:
-    """Return the entry of a name: a size, a plug-in's model, or "hf:FOLDER". Raises KeyError or ValueError."""
+def _config(name: str) -> ModelConfig:
+    """Return the configuration of a name: a size, or "hf:FOLDER". Raises KeyError or ValueError."""
     if not name.startswith(HF):
-        return MODELS.entries[name]
+        return SIZES[name]
     from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf  # late: Orbax takes a second
-    from jdp.data.sources.in_bucket import local_path
 
-    return _own(HF, gpt_config_from_hf(local_path(name.removeprefix(HF), only=lambda file: file == "config.json")))
+    return gpt_config_from_hf(user_path(name.removeprefix(HF)))
 
 
 def _model_name(name: str) -> str:
-    if not name.startswith(HF):
-        return MODELS.check(name, f"{HF}…")
+    if not name.startswith(HF) and name not in SIZES:
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{known}'" for known in (*SIZES, f"{HF}…"))})
     try:
-        model_entry(name)
+        _config(name)
     except ValueError as error:
         raise ValueError(f"must lead to the config.json of a model that jdp builds: {error}".rstrip(".")) from None
     return name
 
 
-class Model(Section):
-    """[model]: what to train. The size named, with any of its fields changed."""
+class Model(Made):
+    """[model]: what to train. The size named, with any of its fields changed; or `make`, a function of (rng, keywords)
+    that returns an nnx.Module or a pytree of arrays."""
 
     name: Annotated[str, AfterValidator(_model_name)]
     """Which size to start from, or "hf:FOLDER" for what the config.json of a model of Hugging Face's
-    there says, or a model that the plug-in registers; any of its fields may be given beside it."""
+    there says; any of its fields may be given beside it."""
+
+    _arguments: ClassVar[tuple[str, ...]] = ("rng",)
 
     @property
-    def entry(self) -> Entry:
-        """The entry of the name. The folder of an "hf:" may be gone: all its fields are here."""
-        return _FROM_HF if self.name.startswith(HF) else MODELS.entries[self.name]
+    def _config_type(self) -> type[ModelConfig]:
+        return type(SIZES[self.name]) if self.name in SIZES else GPTConfig
 
     @property
     def config(self) -> Any:
-        """The resolved configuration: a `ModelConfig`, or the dataclass of a plug-in's model."""
-        return self.entry.values(self)
+        """The resolved configuration, a `ModelConfig`. The folder of an "hf:" may be gone: all its fields are here."""
+        names = (each.name for each in dataclasses.fields(self._config_type) if each.init)
+        return self._config_type(**{name: getattr(self, name) for name in names})
+
+    @property
+    def kind(self) -> Learns | None:
+        """The kind of jdp's own data and loss that it learns; None: the user's own."""
+        if self._config_type is GPTConfig:
+            return "text"
+        return "features" if self._config_type is MLPConfig else "images"
+
+    @property
+    def chosen(self) -> str:
+        """The key that chooses the model, and its value, for messages."""
+        return f"model.name = {self.name!r}"
+
+
+class MadeModel(Model):
+    """[model] with `make`."""
+
+    name: str = ""
+    learns: Learns | None = None
+
+    _shared: ClassVar[tuple[str, ...]] = ("learns",)
+
+    @property
+    def config(self) -> Any:
+        """The keywords, with the function's defaults, as attributes."""
+        assert self.make is not None
+        return SimpleNamespace(**with_defaults(self.make, self._arguments, self.keywords))
+
+    @property
+    def kind(self) -> Learns | None:
+        """What `learns` says."""
+        return self.learns
+
+    @property
+    def chosen(self) -> str:
+        """The key that chooses the model, and its value, for messages."""
+        return f"model.make = {self.make!r}"
 
 
 class AnyModel(Model):
@@ -85,16 +122,54 @@ class RecordedModel(Model):
     name: str
 
 
-def model_table(table: Mapping[str, Any]) -> type[Model] | None:
-    """Return the schema of [model] for its name: its configuration's fields, with the size's values as the defaults."""
-    name = table.get("name")
+def model_table(table: object) -> type[Model] | None:
+    """Return the schema of a [model]: its configuration's fields, with the size's values as the defaults."""
+    if not isinstance(table, typing.Mapping):
+        return None
+    given = cast("typing.Mapping[str, Any]", table)
+    if given.get("make", NONE) not in (None, NONE):
+        return MadeModel
+    name = given.get("name")
     if not isinstance(name, str):
         return None
     try:
-        return cast("type[Model]", section(model_entry(name), Model))
+        return _section(name, _config(name))
     except (KeyError, ValueError):
-        recorded = name.startswith(HF) and table.keys() >= {*_FROM_HF.keys}
-        return cast("type[Model]", section(_FROM_HF, RecordedModel)) if recorded else None
+        if not name.startswith(HF):
+            return None
+        recorded = _section(HF, SIZES["gpt-nano"], RecordedModel)
+        return recorded if given.keys() >= recorded.model_fields.keys() - Made.model_fields.keys() else None
+
+
+@functools.cache
+def _section(name: str, config: ModelConfig, base: type[Model] = Model) -> type[Model]:
+    """Return the schema of a table whose keys are the fields of a configuration, with its values as the defaults."""
+    kind = type(config)
+    hints, described = typing.get_type_hints(kind, include_extras=True), described_fields(kind)
+    fields: dict[str, Any] = {
+        each.name: (_limited(hints[each.name]), Field(getattr(config, each.name), description=described.get(each.name)))
+        for each in dataclasses.fields(kind)
+        if each.init
+    }
+
+    def obey_its_own_rules(table: Model) -> Model:
+        _ = table.config  # the dataclass checks; its ValueError is the message
+        return table
+
+    rules: Any = {"obey_its_own_rules": model_validator(mode="after")(obey_its_own_rules)}
+    return create_model(f"Model {name}", __base__=base, __validators__=rules, **fields)
+
+
+def _limited(hint: Any) -> Any:
+    """Return a field's type as the schema has it: its numbers limited to the 32 bits of devices."""
+    if hint in (int, float):
+        return Annotated[hint, Whole if hint is int else Single]
+    if hint == bool | Literal["auto"]:
+        return BoolOrAuto  # with one message for both
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return functools.reduce(operator.or_, map(_limited, inner))
+    return tuple[_limited(inner[0]), ...] if typing.get_origin(hint) is tuple else hint
 
 
 def take_tokenizer(table: dict[str, Any]) -> None:
@@ -103,7 +178,7 @@ def take_tokenizer(table: dict[str, Any]) -> None:
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str) or not name.startswith(HF) or not isinstance(data, dict) or "tokenizer" in data:
         return
-    if data.get("name", NONE) != NONE:  # a plug-in's data set
+    if data.get("make", NONE) != NONE:
         return
     folder = name.removeprefix(HF).rstrip("/")
     if _has_tokenizer(folder):
@@ -117,9 +192,7 @@ def take_tokenizer(table: dict[str, Any]) -> None:
 
 
 def _has_tokenizer(folder: str) -> bool:
-    from jdp.data.sources.in_bucket import local_path  # late: `--help` needs none of it
-
     try:
-        return (local_path(folder, only=lambda file: file == TOKENIZER) / TOKENIZER).is_file()
+        return (user_path(folder) / TOKENIZER).is_file()
     except (ValueError, OSError):  # what is wrong with the folder is reported where the model is read
         return False

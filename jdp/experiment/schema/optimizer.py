@@ -1,13 +1,12 @@
 """The tables [loss] and [optimizer]: what is minimised, and the update rule with its learning rate over the run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field
 
-from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Section, Single
-from jdp.experiment.schema.registered import Entry, Table
+from jdp.experiment.schema.fields import Count, Decay, Fraction, Single
+from jdp.experiment.schema.made import Made
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -16,10 +15,10 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum", "weight_decay"),
     "adafactor": ("momentum", "weight_decay"),
     "lamb": ("b1", "b2", "eps", "weight_decay"),
-    "lars": ("momentum", "weight_decay", "trust_coefficient"),
+    "lars": ("momentum", "weight_decay"),
     "rmsprop": ("b2", "eps", "momentum"),
     "adagrad": ("eps",),
-    "muon": ("beta", "ns_steps", "adam_lr", "b1", "b2", "eps", "weight_decay"),
+    "muon": ("beta", "adam_lr", "b1", "b2", "eps", "weight_decay"),
 }
 """Optimizer -> the keys that it reads. Others are refused: the file would not describe the run."""
 
@@ -28,28 +27,19 @@ READ_BY_SOME = {key for keys in USED_BY.values() for key in keys}
 """Keys that some optimizers read; the others are for every one: jdp makes the rate, averages and clips."""
 
 
-def _registered_or(name: Any, its_own: ValidatorFunctionWrapHandler) -> Any:
-    """Return a name that a plug-in registered unchanged; raise as `Table.check` for an unknown one."""
-    if isinstance(name, str) and name not in USED_BY:
-        return OPTIMIZERS.check(name)
-    return its_own(name)
+class Optimizer(Made):
+    """[optimizer]: the update rule and its learning rate over the run. Or `make`, a function of (schedule, keywords)
+    that returns an optax.GradientTransformation; schedule is the learning rate by step."""
 
+    _shared: ClassVar[tuple[str, ...]] = (
+        *("lr", "warmup_steps", "schedule", "final_lr_fraction", "ema_decay", "clip_norm"),
+    )
+    _arguments: ClassVar[tuple[str, ...]] = ("schedule",)
 
-class Optimizer(Section):
-    """[optimizer]: the update rule and its learning rate over the run."""
-
-    name: Annotated[
-        Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"],
-        WrapValidator(_registered_or),
-    ] = "adamw"
-    """The update rule; or one that the plug-in registers, whose fields may be given beside it."""
+    name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad", "muon"] = "adamw"
+    """The update rule."""
     lr: Annotated[float, Field(gt=0), Single] = 3e-4
-    """Peak learning rate; with lr_scaling, that of a batch of base_batch_size."""
-    base_batch_size: Positive | None = None
-    """Batch size that lr was found for; read by lr_scaling."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How lr grows with train.batch_size / base_batch_size: not at all, linearly (Goyal et al. 2017), or with its
-    square root (Krizhevsky 2014)."""
+    """Peak learning rate."""
     warmup_steps: Count = 0
     """Steps over which the rate rises in equal parts to its peak."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -67,12 +57,8 @@ class Optimizer(Section):
     """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad, muon)."""
     momentum: Decay = 0.0
     """Momentum (sgd, adafactor, lars, rmsprop); muon's is beta."""
-    trust_coefficient: Annotated[float, Field(gt=0), Single] = 0.001
-    """Length of a layer's update as a share of the length of its weights (lars)."""
     beta: Decay = 0.95
     """Decay of the momentum that is orthogonalized, a Nesterov momentum (muon)."""
-    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
-    """Newton-Schulz iterations that orthogonalize it (muon)."""
     adam_lr: Annotated[float, Field(gt=0), Single] | None = None
     """Peak rate of what is no hidden matrix, by AdamW (muon); none = lr, as its updates have AdamW's size."""
     ema_decay: Decay | None = None
@@ -81,15 +67,9 @@ class Optimizer(Section):
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
 
-OPTIMIZERS = Table(
-    "optimizer", own=USED_BY, reserved=tuple(key for key in Optimizer.model_fields if key not in READ_BY_SOME)
-)
-
-
 def unused(optimizer: Optimizer) -> Iterator[str]:
-    """Yield a line for each key that is set although this optimizer, schedule or scaling does not read it."""
-    entry = OPTIMIZERS.entries.get(optimizer.name)
-    for key in sorted(READ_BY_SOME.difference(USED_BY[optimizer.name] if entry is None else entry.keys)):
+    """Yield a line for each key that is set although this optimizer or schedule does not read it."""
+    for key in sorted(READ_BY_SOME.difference(USED_BY[optimizer.name])):
         value, default = getattr(optimizer, key), Optimizer.model_fields[key].default
         if value != default:
             users = ", ".join(name for name, keys in USED_BY.items() if key in keys)
@@ -102,52 +82,25 @@ def unused(optimizer: Optimizer) -> Iterator[str]:
             f"optimizer.final_lr_fraction is not used by the constant schedule; given {optimizer.final_lr_fraction}: "
             "remove it (or final_lr_fraction = 0.0), or choose cosine or linear"
         )
-    if optimizer.lr_scaling != "none" and optimizer.base_batch_size is None:
-        yield (
-            f"optimizer.lr_scaling = {optimizer.lr_scaling!r} needs optimizer.base_batch_size, the batch size that lr "
-            'was found for: add it, or lr_scaling = "none"'
-        )
-    if optimizer.lr_scaling == "none" and optimizer.base_batch_size is not None:
-        yield (
-            f"optimizer.base_batch_size is used by lr_scaling only; given {optimizer.base_batch_size}: remove it (or "
-            'base_batch_size = "none"), or set lr_scaling to linear or sqrt'
-        )
 
 
-def _loss_name(name: str | None) -> str | None:
-    return None if name is None else LOSSES.check(name)
+class LossTable(Made):
+    """[loss]: what is minimised: the cross-entropy of the model's next token or class. Or `make`, a function of (model,
+    batch, rng, keywords) that returns a jdp.Loss."""
 
+    _shared: ClassVar[tuple[str, ...]] = ("metrics",)
+    _arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
 
-class LossTable(Section):
-    """[loss]: what is minimised."""
+    metrics: tuple[str, ...] = ()
+    """With make: names in jdp.Loss.metrics, by which a run may stop early and keep its best checkpoint. One that ends
+    in "accuracy" is better when it is larger."""
 
-    name: Annotated[str | None, AfterValidator(_loss_name)] = None
-    """"dpo" learns preferences; or a loss that the plug-in registers. Its fields may be given beside it. none = the
-    cross-entropy of the model's next token or class."""
+    @property
+    def measured(self) -> tuple[str, ...] | None:
+        """Names of its own metrics; None: the loss is the model's usual one."""
+        return self.metrics if self.make else None
 
-
-@dataclass(frozen=True)
-class DPO:
-    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
-
-    Fields:
-        beta: how dear it is to leave the initial weights: the larger, the nearer the model stays to them.
-        label_smoothing: share of the pairs that are taken to be labelled the wrong way round (conservative DPO).
-    """
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-
-
-def _dpo(given: DPO, model: Any, batch: Any, rng: Any) -> Any:
-    from jdp.experiment.losses import dpo_loss  # late: it imports JAX
-
-    del rng
-    return dpo_loss(model, batch, beta=given.beta, smoothing=given.label_smoothing)
-
-
-_DPO_METRICS = (
-    *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
-    *("logps/chosen", "logps/rejected"),
-)
-LOSSES = Table("loss", entries={"dpo": Entry("dpo", DPO, _dpo, metrics=_DPO_METRICS)})
+    @property
+    def chosen(self) -> str:
+        """The key that chooses the loss, and its value, for messages."""
+        return f"loss.make = {self.make!r}"

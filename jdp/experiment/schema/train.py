@@ -1,13 +1,13 @@
-"""The tables [train], [sample], [track] and [guard]: the course of a run, its outputs, and its checks."""
+"""The tables [train], [sample] and [guard]: the course of a run, its outputs, and its checks."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jdp.base.by_step import ByStep
-from jdp.experiment.schema.by_step import Sizes
+from jdp.experiment.schema.evaluate import EvalMetrics
 from jdp.experiment.schema.fields import (
+    Address,
     Batches,
     Best,
     Count,
@@ -16,8 +16,6 @@ from jdp.experiment.schema.fields import (
     Positive,
     Prompts,
     Section,
-    Single,
-    Whole,
 )
 from jdp.experiment.schema.model import Model
 from jdp.models.configs.gpt import GPTConfig
@@ -28,48 +26,44 @@ class Train(Section):
 
     steps: Positive
     """Optimizer steps in the whole run."""
-    batch_size: Sizes
-    """Samples a step, over all devices and microbatches. [[0, 64], [1000, 128]]: 64, and 128 after 1000 steps;
-    optimizer.lr_scaling says whether the rate follows."""
+    batch_size: Positive
+    """Samples a step, over all devices and microbatches. A resumed run may have another: samples, steps and the
+    learning rate go on where they were."""
     accumulate: Positive = 1
     """Microbatches a step."""
-    noise_scale: bool = False
-    """Measure the gradient noise scale: the batch size up to which more samples a step pay (metric noise_scale, in
-    samples; of text in tokens)."""
     wrt: Patterns = None
     """Which parameters are trained: a path pattern such as "*/lora_*" (`*` matches slashes too), or an array of them;
     the others are frozen, without gradients and optimizer state. none = all."""
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
-    folder with model.safetensors; or an address of these. LoRA parameters that it lacks start fresh. Relative as
-    data.source; none = random."""
-    init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
-    """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
-    ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2, Qwen3 and Gemma too)."""
-    init_adapter: PathText | None = None
-    """The folder of a LoRA adapter in PEFT's format, or its address, read after init_from; model.lora_rank, lora_alpha
-    and lora_targets are the adapter's. Relative as data.source; none = no adapter."""
+    folder with model.safetensors, under jdp's names or Hugging Face's. LoRA parameters that it lacks start fresh.
+    Relative as data.source; none = random."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Weights & Biases project, or ENTITY/PROJECT, beside the run's metrics.jsonl and TensorBoard events;
+    WANDB_MODE=offline keeps it in the run's folder."""
     eval_every: Count = 0
     """Steps between evaluations; 0 = only at the end."""
     eval_batches: Batches = 10
     """Most batches an evaluation reads of each data set, always the same, drawn from all of it; "all" = every example
     once."""
+    eval_metrics: EvalMetrics = ()
+    """More metrics than the loss. Text: "perplexity", "bits_per_byte" (of UTF-8), and "accuracy" of the next token.
+    Text and classes: "top5_accuracy", or another number: how often the label is among the five likeliest."""
     stop_after: Count = 0
-    """Stop early after so many evaluations in a row without improvement; 0 = never."""
-    stop_metric: Annotated[str, Field(min_length=1)] = "eval_loss"
-    """What must improve: a metric of the evaluations. An accuracy grows, any other falls."""
-    min_delta: Annotated[float, Field(ge=0), Single] = 0.0
-    """How much better counts as an improvement, for stop_after."""
+    """Stop early after this number of evaluations in a row without a better eval_loss, or metric of keep_best; 0 =
+    never."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 = only at the end."""
+    mirror: Address | None = None
+    """Where committed checkpoints are copied in the background: s3://bucket/run, gs://bucket/run, or another storage
+    that fsspec has. A start whose newest checkpoint is older fetches the mirror's; none = no mirror."""
     keep_checkpoints: Positive = 3
     """How many of the newest checkpoints stay."""
-    keep_every: Positive | None = None
-    """Checkpoints of steps that this divides stay too; none = no others."""
     keep_best: Best = False
-    """Keep the checkpoint of the best evaluation as well: true (by stop_metric), or the metric to go by."""
+    """Keep the checkpoint of the best evaluation as well: true (by eval_loss), or the metric to go by. An accuracy
+    grows, any other metric falls."""
     export: Literal["hf"] | None = None
     """"hf" writes the model to the run's folder export/ at the end of training, as Hugging Face's libraries read it:
     the best checkpoint with keep_best, else the last; averaged weights if there are, LoRA's updates added. none = no
@@ -78,21 +72,16 @@ class Train(Section):
     """Stop after so many consecutive steps skipped because gradients or updates were not finite."""
 
     @property
-    def sizes(self) -> ByStep[int]:
-        """The batch size by step."""
-        return ByStep[int].of(self.batch_size)
-
-    @property
-    def best_metric(self) -> str | None:
-        """The metric that chooses the best checkpoint; None: none is kept."""
-        return self.stop_metric if self.keep_best is True else self.keep_best or None
+    def best_metric(self) -> str:
+        """The metric that the best checkpoint and early stopping go by."""
+        return self.keep_best if isinstance(self.keep_best, str) else "eval_loss"
 
     def export_problems(self, model: Model) -> Iterator[str]:
         """Yield why the model cannot be exported."""
         if self.export is None:
             return
         if not isinstance(config := model.config, GPTConfig):
-            yield f"train.export is for a GPT, and model.name = {model.name!r} is none: remove the key"
+            yield f"train.export is for a GPT, and {model.chosen} is none: remove the key"
             return
         from jdp.checkpoint.safetensors.hugging_face_config import check_written  # late: Orbax takes a second
 
@@ -112,10 +101,6 @@ class Sample(Section):
     """Steps between samples; 0 = only at the end."""
     length: Positive = 200
     """Tokens to add."""
-    temperature: Annotated[float, Field(ge=0), Single] = 1.0
-    """Divides the logits; 0 = always the likeliest."""
-    top_k: Positive | None = None
-    """Draw only from the k likeliest tokens; "none" = from all."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -123,50 +108,22 @@ class Sample(Section):
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 
-Name = Annotated[str, Field(min_length=1)]
-
-
-class Track(Section):
-    """[track]: where metrics go besides the run's folder, which always has metrics.jsonl and TensorBoard events."""
-
-    wandb: Name | None = None
-    """Weights & Biases project, or ENTITY/PROJECT; WANDB_MODE=offline keeps it in the run's folder."""
-    mlflow: Name | None = None
-    """MLflow experiment; MLFLOW_TRACKING_URI names its server."""
-
-
 class Guard(Section):
     """[guard]: what watches over a run. It may differ between the visits of a run."""
 
     deadline_seconds: Count = 300
     """Seconds within which a step must end, or ten times the median step if that is longer; else all processes say
-    where they are, and exit with code 75 (run again); 0 = no deadline."""
-    first_deadline_seconds: Count = 3600
-    """The same for what happens once: the first step and the first batch of an evaluation, which compile, a restore
-    and a save; 0 = no deadline."""
+    where they are, and exit with code 75 (run again); 0 = no deadline. The first step and the first batch of an
+    evaluation, which compile, a restore and a save have twelve times as long."""
     keep_in_memory: Count = 0
     """Steps between copies of the state in the hosts' memory (/dev/shm, or $JDP_MEMORY_DIR), each part on two hosts. A
     restart goes on from them, also on fewer hosts; 0 = none."""
     check_replicas_every: Count = 100
     """Steps between comparisons, bit for bit, of what several devices should hold alike; also made before each
-    checkpoint. For a device that differs the run goes back to the checkpoint before; at its second time it ends with
-    exit code 78, and with 70 where no majority says which device is wrong. 0 = never."""
-    replay_every: Count = 0
-    """Steps between those that are taken twice, and must give equal bits; it takes memory for another state,
-    and on GPUs --xla_gpu_deterministic_ops=true in XLA_FLAGS. 0 = never."""
-    inspect_bad_steps: bool = True
-    """After a step without a finite gradient: compute it once more, say where it broke, and keep the batch in the run's
-    folder flight/; for three at most, until the run is resumed or goes back. It compiles another program."""
-    spike_deviations: Annotated[float, Field(ge=0), Single] = 0.0
-    """A loss so many standard deviations above its running mean is a spike, and its step a bad one; OLMo 2 counts from
-    7 on. 0 = none is."""
-    spike_window: Annotated[int, Field(ge=2), Whole] = 1000
-    """Steps that the running mean reaches back."""
-    roll_back_after: Annotated[int, Field(ge=0, le=50)] = 0
-    """After so many bad steps in a row (no finite gradient, or a spike) go back to the checkpoint before them, and
-    leave their batches out; 0 = never."""
-    leave_out_before: Count = 1
-    """How many steps before the first bad one are left out too: one of them may have spoilt the weights."""
-    check_hosts_every: Count = 20
-    """Steps between comparisons of how late each process' host is; one that costs more than 5 % of a step is named.
-    0 = never."""
+    checkpoint, so that none holds a wrong copy. A device that differs ends the run with exit code 78 and its host's
+    name. 0 = never."""
+
+    @property
+    def first_deadline_seconds(self) -> int:
+        """The deadline of what happens once: a compilation, a restore, a save."""
+        return 12 * self.deadline_seconds

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jdp.base.formatting import format_bytes
-from jdp.base.hints import nearest
-from jdp.base.numbers import is_integer
 from jdp.base.tree_paths import matches
+from jdp.base.words import is_integer, nearest
 from jdp.core.sharding.placement import axes_of, bytes_per_device
 from jdp.core.sharding.strategy import strategy
 from jdp.foresight.any_step.relocate import Relocated
 from jdp.foresight.any_step.traced import Argument
-from jdp.foresight.traffic.reductions import ring_bytes
+from jdp.foresight.traffic.theory import ring_bytes
 
 
 @dataclass(frozen=True)

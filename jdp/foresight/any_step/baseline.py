@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from jdp.base.shorten import brief, cut
+from jdp.base.toml import brief, cut
 from jdp.foresight.any_step.forecast import StepForecast
 from jdp.foresight.any_step.read import Sent, StepMemory
 

@@ -14,17 +14,14 @@ from typing import Any
 
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds, listed
-from jdp.base.shorten import described
-from jdp.core.gradients.fp8 import has_fp8
+from jdp.base.toml import described
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, reading_of, sent_by, signs
 from jdp.foresight.any_step.relocate import move
-from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, no_float8
-from jdp.foresight.targets.resolve import Target
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
+from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.targets.resolve import target as named
-from jdp.foresight.targets.this_machine import check_target, target_of
 from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.foresight.traffic.contract import TOLERANCE
 
@@ -69,11 +66,10 @@ def forecast(
         batch_axes=moved.batch_axes,
         memory=memory_of(compiled, moved, devices),
         sent=sent,
-        timeline=timeline(compiled.program, devices) if devices.is_timed else None,
+        timeline=timeline(compiled.program, devices) if devices.chip is not None else None,
         bound=limit,
         symptoms=signs(reading, moved, sent),
-        float8=reading.float8,
-        notes=tuple(dict.fromkeys((*moved.notes, *_notes(sent, devices, limit, compiled)))),
+        notes=tuple(dict.fromkeys((*moved.notes, *_notes(sent, devices, limit)))),
     )
 
 
@@ -88,15 +84,13 @@ def _breaches(sent: Iterable[Sent], excess: float) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _notes(sent: Iterable[Sent], target: Target, limit: Bound | None, compiled: Compiled) -> Iterable[str]:
+def _notes(sent: Iterable[Sent], target: Target, limit: Bound | None) -> Iterable[str]:
     """Yield what the numbers rest on."""
     yield from caveats_on([(each.kind, each.caveats) for each in sent])
     if limit is not None and limit.over_batch:
         yield "a strategy's row is for one microbatch, gradients and gathered weights in the parameters' own dtype"
     if target.devices[0].platform == "cpu":
         yield CPU_PROGRAM
-    if any(each.float8 for each in compiled.requests) and not has_fp8(target.devices[0]):
-        yield no_float8(target.devices[0])
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -129,14 +123,12 @@ class StepForecast(StepReport):
             "memory": asdict(self.memory),
             "sent": [asdict(each) for each in self.sent],
             "schedule": None if self.timeline is None else {name: getattr(self.timeline, name) for name in seconds},
-            **self._float8_json(),
             **self._as_json("breaches symptoms notes"),
         }
 
     def paragraphs(self) -> list[list[str]]:
         """Return the verdict, and tables of what is held and sent."""
-        largest = [f"  {each}" for each in self.memory.largest[:3]]
-        paragraphs = [[self.heading, self.verdict, *self.schedule], [*align_columns(self.held_table()), *largest]]
+        paragraphs = [[self.heading, self.verdict, *self.schedule], align_columns(self.held_table())]
         return [*paragraphs, align_columns(self.sent_table())] if self.sent else paragraphs
 
     @property
@@ -175,8 +167,8 @@ class StepForecast(StepReport):
         rows = [(each.path, format_bytes(each.bytes), _given_up(each)) for each in largest[:_LISTED]]
         rows += [(f"{len(largest) - _LISTED} other arguments", format_bytes(rest), "")] if rest else []
         rows += [("results in memory of their own", format_bytes(memory.results), "")]
-        peak = f"most of them at {memory.at}" if memory.at else ""
-        rows += [("temporaries", format_bytes(memory.temporaries), peak)]
+        rows += [("temporaries", format_bytes(memory.temporaries), "")]
+        rows += [("compiled code", format_bytes(memory.code), "")]
         rows += [("in the host's memory", format_bytes(memory.host), "")] if memory.host else []
         fits = memory.headroom.words if memory.headroom is not None else ""
         rows += [("total a device", format_bytes(memory.total), fits)]

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from jdp.base.hints import nearest
-from jdp.base.shorten import brief, cut
+from jdp.base.toml import brief, cut
+from jdp.base.words import nearest
 from jdp.core.types import Device
 from jdp.foresight.traffic.origin import is_own_line
 
@@ -169,7 +169,9 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
         yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if _is_own(frames[-1]) and not (isinstance(error, TypeError) and _is_call(frames[-1])):
+        # A TypeError of jdp's call of a user's function is the user's: it may not take what it was given.
+        is_call = isinstance(error, TypeError) and "function(*" in (frames[-1].line or "")
+        if _is_own(frames[-1]) and not is_call:
             raise
         own = [frame for frame in frames if not _INSTALLED.search(frame.filename) and not _is_own(frame)]
         lines = [f"  {_near(frame.filename)}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in own[-_SHOWN:]]
@@ -178,11 +180,6 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
     else:
         return
     raise ProgramError(message)
-
-
-def _is_call(frame: traceback.FrameSummary) -> bool:
-    """Return True where jdp calls a user's function, which may not take what the user gave for it."""
-    return "function(*" in (frame.line or "")
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:

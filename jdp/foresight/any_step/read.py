@@ -1,6 +1,6 @@
 """Read any compiled step: what it holds by argument, what it sends by source line, and its symptoms.
 
-1. `memory_of`: arguments are exact, by path; temporaries are those held at the peak, with their lines.
+1. `memory_of`: arguments by path, results, temporaries and code as XLA allocates them.
 2. `sent_by`: every tensor of a collective, with the mesh axes, the user's line, and the arguments that have its shape.
    A shape is evidence, not proof.
 3. `signs`: those of `traffic/symptoms.py`, activations that are sent, and arguments that should be donated.
@@ -19,14 +19,11 @@ from jdp.base.formatting import format_bytes, format_percent, listed
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.foresight.any_step.relocate import Relocated
 from jdp.foresight.any_step.traced import Argument
-from jdp.foresight.memory.liveness import Liveness
-from jdp.foresight.memory.peak import Headroom, Held, at_peak, headroom
+from jdp.foresight.memory import Headroom, headroom
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.program.module import HOST_MEMORY
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.traffic.contract import TINY, collectives_on
-from jdp.foresight.traffic.origin import Parameters
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.symptoms import symptoms
 
 # Memory.
@@ -49,32 +46,25 @@ class StepMemory:
     arguments: tuple[HeldArgument, ...]  # in the order of the call
     results: int  # those that are not written into an argument
     temporaries: int  # what else XLA allocates while the step runs
-    total: int  # the three together
-    largest: tuple[Held, ...]  # temporaries held at the peak, largest first, equal ones together
-    at: str | None  # "file:line" of what runs at the peak, or its jax name; None where the program has neither
+    code: int  # the program itself
+    total: int  # the four together
     headroom: Headroom | None  # whether a device holds it; None where its memory is not known
     host: int = 0  # of arguments, results and temporaries that are in the host's memory; in none of the others
 
 
 def memory_of(compiled: Compiled, moved: Relocated, target: Target) -> StepMemory:
     """Return what a compiled step holds on a device."""
-    arguments, program = moved.traced.arguments, compiled.program
-    in_place, sizes = {number for _, number, _ in program.written_into}, dict[int, int]()
-    for step in program[program.entry]:
-        if (number := step.parameter_number) is not None:
-            sizes[number] = 0 if HOST_MEMORY in step.type else step.result_bytes
-    at, largest = at_peak(Liveness(program), {})
-    needed = compiled.total_bytes
+    program, needed = compiled.program, compiled.total_bytes
+    in_place, sizes = {number for _, number, _ in program.written_into}, program.argument_bytes
     return StepMemory(
         tuple(
-            HeldArgument(each.path, sizes.get(number, 0), each.donated, number in in_place)
-            for number, each in enumerate(arguments)
+            HeldArgument(each.path, sizes.get(number, ("", 0))[1], each.donated, number in in_place)
+            for number, each in enumerate(moved.traced.arguments)
         ),
         compiled.output_bytes - compiled.alias_bytes,
         compiled.temp_bytes,
+        compiled.code_bytes,
         needed,
-        largest,
-        at,
         None if target.memory_bytes is None else headroom(needed, target.memory_bytes),
         compiled.host_bytes,
     )

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -27,7 +27,6 @@ from jdp.base.notices import notice
 from jdp.core.compiling.persistent_cache import without_kept_programs
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import Program, parse
-from jdp.foresight.program.requested import Request, requests
 
 
 class CompileError(ValueError):
@@ -43,12 +42,11 @@ class Compiled:
     output_bytes: int  # its results
     alias_bytes: int  # the part of the results that is written into donated inputs
     temp_bytes: int  # what else it allocates while it runs
-    peak_bytes: int  # XLA's own estimate of the most that is live at once, host memory included
+    code_bytes: int  # the program itself
     warnings: tuple[str, ...]  # lines about resharding and memory that XLA wrote while it compiled
     seconds: float  # how long compiling took
     cached: bool = False  # whether it was read from the cache
-    host_bytes: int = 0  # in host memory, for this device; of the others only `peak_bytes` counts it
-    requests: tuple[Request, ...] = ()  # its products, of source lines that ask for some in float8
+    host_bytes: int = 0  # in host memory, for this device; in none of the others
 
     @cached_property
     def program(self) -> Program:
@@ -62,30 +60,24 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        """What a device must hold: arguments, temporaries, and results that are not written into an argument."""
-        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+        """What a device must hold: arguments, results that are not written into an argument, temporaries, code."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
 
-def compile_step(
-    lowered: jax.stages.Lowered,
-    *,
-    cache: Cache | None = None,
-    described: str = "",
-    options: Mapping[str, Any] | None = None,
-) -> Compiled:
-    """Compile a lowered step, with `options` besides its own, or find the result in `cache`."""
+def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, described: str = "") -> Compiled:
+    """Compile a lowered step, or find the result in `cache`."""
     if cache is None:
-        return _compile(lowered, options or {})
+        return _compile(lowered)
     name = f"{_key(lowered, described)}.json.z"
     if (stored := cache.load(name, _read_entry)) is not None:
         return stored
-    compiled = _compile(lowered, options or {})
+    compiled = _compile(lowered)
     content = zlib.compress(json.dumps(asdict(compiled)).encode(), level=1)
     cache.store(name, lambda file: file.write(content))
     return compiled
 
 
-_VERSION = "3"  # of an entry's fields
+_VERSION = "4"  # of an entry's fields
 
 
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
@@ -107,16 +99,15 @@ def _read_entry(file: BinaryIO) -> Compiled:
     entry = json.loads(zlib.decompress(file.read()))
     if not isinstance(entry, dict) or set(entry) != {f.name for f in fields(Compiled)}:
         raise ValueError("an entry of another version")
-    asked = tuple(Request(**each) for each in entry["requests"])
-    values: dict[str, Any] = {**entry, "warnings": tuple(entry["warnings"]), "requests": asked, "cached": True}
+    values: dict[str, Any] = {**entry, "warnings": tuple(entry["warnings"]), "cached": True}
     return Compiled(**values)
 
 
-def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Compiled:
+def _compile(lowered: jax.stages.Lowered) -> Compiled:
     begin = time.perf_counter()
     with _LOCK, without_kept_programs(), _standard_error() as lines:
         try:
-            compiled = _with_or_without_triton(lowered, options)
+            compiled = _with_or_without_triton(lowered)
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(_explained(error)) from error
     sizes: Any = compiled.memory_analysis()  # jaxlib's CompiledMemoryStats
@@ -126,30 +117,29 @@ def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> Compile
         output_bytes=sizes.output_size_in_bytes,
         alias_bytes=sizes.alias_size_in_bytes,
         temp_bytes=sizes.temp_size_in_bytes,
-        peak_bytes=sizes.peak_memory_in_bytes,
+        code_bytes=sizes.generated_code_size_in_bytes,
         host_bytes=sizes.host_argument_size_in_bytes
         + sizes.host_temp_size_in_bytes
         + sizes.host_output_size_in_bytes
         - sizes.host_alias_size_in_bytes,
         warnings=tuple(lines),
         seconds=time.perf_counter() - begin,
-        requests=requests(lowered),
     )
 
 
-def _with_or_without_triton(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> jax.stages.Compiled:
+def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compile, and once more with cuBLAS' kernels where XLA finds no tiles for a matrix product.
 
     Without a device to try kernels on, XLA may choose tiles that the product's sizes do not have (lengths such as a
     ViT's 197), and give up. What is sent stays the same.
     """
     try:
-        return lowered.compile(compiler_options={**options}) if options else lowered.compile()
+        return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "output tile sizes" not in str(error):
             raise
         notice("XLA found no tiles for a matrix product without a GPU to try them on: compiled for cuBLAS instead")
-        return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def _explained(error: Exception) -> str:

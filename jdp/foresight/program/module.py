@@ -129,6 +129,16 @@ class Program:
         return next(iter(self.source_lines(step)), None)
 
     @cached_property
+    def argument_bytes(self) -> dict[int, tuple[str, int]]:
+        """Number of each parameter -> (jax's name of it, its bytes in device memory)."""
+        steps = ((step.parameter_number, step) for step in self[self.entry])
+        return {
+            number: (step.op_name or "", 0 if HOST_MEMORY in step.type else step.result_bytes)
+            for number, step in steps
+            if number is not None
+        }
+
+    @cached_property
     def written_into(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
         """(path in the result, parameter's number, path in it) of each result that is written into an argument."""
         table = self.header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jdp.base.chips import GPUS, Gpu
-from jdp.base.hints import nearest
-from jdp.base.read_toml import parse
+from jdp.base.toml import parse
 from jdp.base.user_path import check_regular, user_path
+from jdp.base.words import nearest
 from jdp.foresight.targets.gpu_config import with_config, written
 
 

@@ -2,8 +2,7 @@
 
 `written(gpu)` makes it from published numbers (openxla/xla, xla/stream_executor/device_description.proto). On a machine
 with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file `*gpu_target_config.pbtxt`), from which `with_config` takes
-the chip's numbers. The version of CUDA is that of XLA's own descriptions (xla/backends/gpu/target_config/specs):
-without one, XLA makes no float8 call of cuBLASLt.
+the chip's numbers. The version of CUDA is that of XLA's own descriptions (xla/backends/gpu/target_config/specs).
 """
 
 import re

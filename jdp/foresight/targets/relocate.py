@@ -1,59 +1,41 @@
 """A step on other devices: what was written for this machine, as abstract values on a target's mesh.
 
-1. The mesh keeps its axes, or takes others (`hybrid_axes`); `data` takes the devices that are left.
+1. The mesh keeps its axes; `data` takes the devices that are left.
 2. The state's leaves become shapes, dtypes and the shardings that the plan gives them there.
 3. The batch's leaves likewise; rows that the new mesh cannot split are rounded up (`round_up_rows`).
+4. Before jax traces fused attention it looks at the GPU and the cuDNN of this machine, which need not have either
+   (`jax._src.cudnn.fused_attention_stablehlo`): it is answered for GPUs that are described. XLA's compiler does not
+   need cuDNN: the program holds calls of `__cudnn$fmha...`, which are resolved where it runs.
 """
 
+import threading
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo as attention
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
 from jdp.core.batch import batch_rows
-from jdp.core.sharding.axes import DATA, REPLICA, BatchUnit
+from jdp.core.sharding.axes import DATA, BatchUnit
 from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device
 from jdp.core.update.optimized import flattened
 from jdp.foresight.program.compiled import Compiled, compile_step
-from jdp.foresight.program.requested import has_float8
-from jdp.foresight.targets.cudnn import answered_for, version_in
+from jdp.foresight.targets.gpu_config import fields
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
 
 
-def candidate_name(strategy: str, accumulate: int, remat: str | None, mesh: Mapping[str, int] | None = None) -> str:
-    """Return "zero1", or "zero3 replica=8 data=8 K=4 remat=full": what is not the default is named."""
-    axes = "".join(f" {axis}={size}" for axis, size in (mesh or {}).items())
-    return f"{strategy}{axes}{f' K={accumulate}' * (accumulate > 1)}{f' remat={remat}' if remat else ''}"
-
-
-def state_bytes(state: TrainState) -> int:
-    """Return the bytes of a whole state, real or abstract, each array counted once."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-
-def hybrid_axes(target: Target, state: TrainState) -> dict[str, int] | None:
-    """Return a mesh for HSDP on a target of several hosts of GPUs: replicas of as few hosts as hold the state.
-
-    Weights are then gathered and gradients scattered within a replica; what crosses replicas is one shard of the
-    gradients. A replica is whole hosts, as many as leave half of a device's memory beside the state and float32
-    gradients.
-    """
-    if target.hosts == 1 or target.memory_bytes is None or target.devices[0].platform != "gpu":
-        return None
-    held = state_bytes(state) + 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    divisors = (hosts for hosts in range(1, target.hosts // 2 + 1) if target.hosts % hosts == 0)
-    enough = (hosts for hosts in divisors if held <= hosts * target.per_host * target.memory_bytes / 2)
-    hosts = next(enough, None)
-    return None if hosts is None else {REPLICA: target.hosts // hosts, DATA: hosts * target.per_host}
+def candidate_name(strategy: str, accumulate: int) -> str:
+    """Return "zero1", or "zero3 K=4"."""
+    return f"{strategy}{f' K={accumulate}' * (accumulate > 1)}"
 
 
 @dataclass(frozen=True)
@@ -64,28 +46,12 @@ class Candidate:
     state: TrainState  # `jax.ShapeDtypeStruct` leaves with their shardings, as in the batch
     batch: Batch
     notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
-    remat: str | None = None  # the policy that distinguishes it from other candidates; None: the model's own
-    axes: Mapping[str, int] | None = None  # the mesh that distinguishes it; None: as it was given
     cudnn: int | None = None  # the version that described devices are taken to have; None: they are at hand
 
     @property
     def name(self) -> str:
-        """Strategy, mesh, microbatches and rematerialisation policy: `candidate_name`."""
-        return candidate_name(self.step.plan.strategy, self.step.accumulate, self.remat, self.axes)
-
-    @property
-    def compiler(self) -> str:
-        """What XLA's compiler is set to: "default", "overlap" or "own"; "none" on devices that no preset is for."""
-        mesh = self.step.plan.mesh
-        return (self.step.compiler.on(mesh).preset or "own") if mesh.devices.flat[0].platform == "gpu" else "none"
-
-    def with_rows(self, rows: int) -> "Candidate":
-        """Return the same step on a global batch of `rows` rows."""
-
-        def resize(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
-
-        return replace(self, batch=jax.tree.map(resize, self.batch))
+        """Strategy and microbatches: `candidate_name`."""
+        return candidate_name(self.step.plan.strategy, self.step.accumulate)
 
     def lower(self) -> jax.stages.Lowered:
         """Return `step.lower(state, batch)` for devices that are only described."""
@@ -101,14 +67,9 @@ class Candidate:
 def compile_for(
     target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any], cache: Cache | None
 ) -> Compiled:
-    """Compile a step that was lowered with compiler options for a target, or find the result in `cache`.
-
-    For a described GPU, float8 products are compiled for cuBLASLt. A GPU at hand times its kernels against Triton's;
-    without one, XLA takes Triton's with the smallest tiles, which multiply in float16.
-    """
-    more = {"xla_gpu_enable_triton_gemm": False} if target.config and has_float8(lowered) else {}
-    words = [f"{name}={value!r}" for name, value in sorted({**options, **more}.items())]
-    return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]), options=more)
+    """Compile a step that was lowered with compiler options for a target, or find the result in `cache`."""
+    words = [f"{name}={value!r}" for name, value in sorted(options.items())]
+    return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]))
 
 
 MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
@@ -150,11 +111,10 @@ def abstract_on(
     target: str | Target | None = None,
     *,
     microbatches: int | None = None,
-    axes: Mapping[str, int] | None = None,
 ) -> Candidate:
     """Put a step, a state and a batch on a target's devices, as abstract values."""
     target = named(target) if isinstance(target, str) else target
-    plan = step.plan.on(_mesh(step, state, target, axes))
+    plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
         relocated = step.changed(plan=plan, accumulate=microbatches or step.accumulate)
@@ -166,9 +126,9 @@ def abstract_on(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
-    step = step.on(plan.home)
+    step = step.on(plan.mesh)
     cudnn = None if target is None else cudnn_of(target)
-    return Candidate(step, step.complete(abstract_state), abstract_batch, notes, axes=axes, cudnn=cudnn)
+    return Candidate(step, abstract_state, abstract_batch, notes, cudnn=cudnn)
 
 
 def cudnn_of(target: Target) -> int | None:
@@ -190,12 +150,12 @@ def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
     return raised, (f"{rule}: {raised} are taken",)
 
 
-def _mesh(step: Step, state: TrainState, on: Target | None, axes: Mapping[str, int] | None) -> Mesh:
-    """Return the target's mesh: `axes`, else the plan's, of which `data` takes all devices that the others leave."""
+def _mesh(step: Step, state: TrainState, on: Target | None) -> Mesh:
+    """Return the plan's axes on the target, of which `data` takes all devices that the others leave."""
     if on is None:
         return mesh_of(state) or step.plan.mesh
     try:
-        return make_mesh(devices=on.devices, **(axes or {**step.plan.mesh.shape, DATA: -1}))
+        return make_mesh(devices=on.devices, **{**step.plan.mesh.shape, DATA: -1})
     except ValueError as error:
         raise ValueError(f"{on}: {error}") from None
 
@@ -210,3 +170,42 @@ def dtype_on_device(dtype: Any) -> Any:
     """Return the dtype that jax gives an array of this one: float32 of NumPy's float64; a key's own."""
     is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
     return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
+
+
+ASSUMED = 91_000
+"""cuDNN 9.10, as `gpu_config.written` has it, for a description that names none."""
+_LOCK = threading.RLock()
+
+
+def version_in(config: str) -> int:
+    """Return the version of cuDNN that a GPU's description names, as cuDNN itself counts: 91000 is 9.10.0."""
+    scalars = fields(config)
+    major, minor, patch = (int(scalars.get(f"dnn_version_info.{part}", "0")) for part in ("major", "minor", "patch"))
+    return 10_000 * major + 100 * minor + patch or ASSUMED
+
+
+@contextmanager
+def answered_for(device: Device, version: int) -> Generator[None]:
+    """Answer jax's questions for a described GPU while the context lasts, in which a program for it is traced."""
+    if device.platform != "gpu":
+        yield
+        return
+    capability = _parts(device.compute_capability)
+    answers = {
+        "check_cudnn_version": lambda: version,
+        "check_compute_capability": lambda least: capability >= _parts(least),
+        "is_cuda_compute_capability_equal": lambda other: capability == _parts(other),
+    }
+    with _LOCK:
+        asked = {name: getattr(attention, name) for name in answers if hasattr(attention, name)}
+        for name in asked:
+            setattr(attention, name, answers[name])
+        try:
+            yield
+        finally:
+            for name, function in asked.items():
+                setattr(attention, name, function)
+
+
+def _parts(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split("."))

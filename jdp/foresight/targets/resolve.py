@@ -6,6 +6,7 @@ ones. A step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles 
 run. No GPU, driver or CUDA library is needed, only the compiler: `pip install 'jdp[aot]'`; for TPUs (`tpu-v5e:4x4`)
 `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
 `target("cluster.toml:64x8")` GPUs that a file describes (`cluster_file.py`).
+`target_of(None)` is the devices of this machine or cluster.
 
 Nothing happens on import: jax's plugins are looked for when a target that needs one is first asked for.
 """
@@ -23,9 +24,11 @@ from pathlib import Path
 import jax
 
 from jdp.base.chips import CHIPS, GPUS, TPUS, Chip
-from jdp.base.hints import nearest
+from jdp.base.toml import described
 from jdp.base.user_path import user_path
-from jdp.core.types import Device
+from jdp.base.words import nearest
+from jdp.core.sharding.mesh import mesh_of
+from jdp.core.types import Device, PyTree
 from jdp.foresight.targets.cluster_file import read
 from jdp.foresight.targets.gpu_config import written
 
@@ -68,11 +71,6 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.shape or f'{self.hosts}x{self.per_host}'}"
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether its rates are known: published, or measured on this machine's processor."""
-        return self.chip is not None or self.kind == "cpu"
 
     @property
     def fingerprint(self) -> str:
@@ -240,3 +238,36 @@ def _tpu_target(name: str, kind: str, shape: str) -> Target:
     return Target(
         kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, devices[0].device_kind, chip, shape=shape
     )
+
+
+def check_target(named: object) -> None:
+    """Check that a target is a name or a `Target`. Raises ValueError."""
+    if named is not None and not isinstance(named, str | Target):
+        raise ValueError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Name devices so.')
+
+
+def target_of(named: str | Target | None, state: PyTree = None) -> Target:
+    """Return the target that was named; else the devices that `state` is placed on; else all of this cluster.
+
+    A GPU of a kind that `base.chips` knows has that chip's published rates; of another GPU only its memory is known.
+    """
+    if named is not None:
+        return target(named) if isinstance(named, str) else named
+    mesh = mesh_of(state)
+    devices: list[Device] = jax.devices() if mesh is None else list(mesh.devices.flat)
+    first = devices[0]
+    if first.platform == "cpu":
+        return Target("cpu", 1, len(devices), tuple(devices), None, "cpu", shape=str(len(devices)))
+    known = ((kind, chip) for kind, chip in GPUS.items() if chip.name == first.device_kind)
+    kind, chip = next(known, (first.device_kind, None))
+    memory = chip.memory_bytes if chip is not None else allocatable_bytes(first)
+    hosts = len({device.process_index for device in devices})
+    return Target(kind, hosts, len(devices) // hosts, tuple(devices), memory, first.device_kind, chip)
+
+
+def allocatable_bytes(device: Device) -> int | None:
+    """Return what the device's allocator may take; None for a device that is only described, or does not report it."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (AttributeError, jax.errors.JaxRuntimeError, NotImplementedError):
+        return None

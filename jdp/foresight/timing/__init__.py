@@ -1,6 +1,6 @@
 """Time of a step.
 
 `timeline.py` simulates the schedule of `operations.py`. `kernels.py`, `matmuls.py` and `collectives.py` compute how
-long one operation takes, from published rates or those that `cpu_rates.py` measures. `model_flops.py` and `mfu.py`
-compute the share of the devices' peak that a step uses. `chrome_trace.py` writes a timeline for trace viewers.
+long one operation takes, from published rates. `model_flops.py` computes the share of the devices' peak that a step
+uses.
 """

@@ -1,14 +1,20 @@
-"""Model FLOPs of a step: what its mathematics needs, whatever the compiler makes of it.
+"""Model FLOPs of a step, and model FLOPs utilisation (MFU): the share of the devices' peak that they make use of.
 
 The loss is traced forward, abstractly, and the multiplications and additions of its matrix products and convolutions
 are counted, loops included. The backward pass costs twice the forward pass (one product for each operand's gradient),
-so a step is three times that. Recomputation is not counted: model FLOPs utilisation (MFU, Chowdhery et al. 2022,
-arXiv:2204.02311, appendix B) leaves it out by definition. Frozen parameters have no gradient, one of the three products
-that each takes part in: their share of the parameters is left out of that third.
+so a step is three times that. Recomputation is not counted: MFU leaves it out by definition. Frozen parameters have no
+gradient, one of the three products that each takes part in: their share of the parameters is left out of that third.
+
+MFU = FLOPs of a step / (seconds × devices × peak FLOP/s of one), Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
+appendix B. Where the peak is not known there is no MFU.
 """
 
-import jax
+from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+
+from jdp.base.chips import CHIPS
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_trace import trace_loss
 from jdp.core.state import TrainState
@@ -26,3 +32,34 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
     sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
     share = sum(size for size, is_trained in zip(sizes, trained, strict=True) if is_trained) / sum(sizes)
     return (2 + share) * forward
+
+
+# How a device is matched to a chip: by its whole `device_kind`. Part of a name would not do: "NVIDIA H100 PCIe" and
+# "NVIDIA H100 NVL" have other peaks than the "NVIDIA H100 80GB HBM3" that `CHIPS` describes. The kinds below are those
+# with the same matrix units at the same rate: the A100 datasheet has one column of peaks for all four cards, and TPUs
+# go by two names, depending on libtpu's version.
+_SAME_PEAK = {
+    "NVIDIA A100-SXM4-40GB": "a100",
+    "NVIDIA A100-PCIE-40GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "TPU v5e": "tpu-v5e",
+    "TPU v5p": "tpu-v5p",
+    "TPU v6e": "tpu-v6e",
+}
+_ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Return the dense peak of one device's matrix units in FLOP/s; None where it is not known."""
+    named = {chip.name: chip for chip in CHIPS.values()} | {kind: CHIPS[name] for kind, name in _SAME_PEAK.items()}
+    chip = named.get(device_kind)
+    return None if chip is None else chip.matmul_flops.get(_ELEMENT.get(dtype, dtype))
+
+
+def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None:
+    """Return the seconds of a training step at every device's peak; divided by its time, that is the MFU."""
+    devices = step.plan.mesh.devices
+    peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.precision.compute_dtype).name)
+    if peak is None:
+        return None
+    return model_flops(step, state, batch) / (peak * devices.size)

@@ -2,7 +2,7 @@
 
 `Schedule(program, target)` reads a computation once, when it is needed: `operations(name)` in schedule order, which is
 the order of launch, and `total(name)`, the sums over one execution, loops included. Kernels are timed by `kernels.py`
-with the chip's published rates, collectives by `collectives.py`; on CPUs both by rates measured here (`cpu_rates.py`).
+with the chip's published rates, collectives by `collectives.py`.
 What the text does not have, or the model leaves out, is listed in `caveats`.
 """
 
@@ -16,7 +16,6 @@ from jdp.base.chips import Gpu
 from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
 from jdp.foresight.program.module import Instruction, Program, is_host_copy
 from jdp.foresight.targets.resolve import Target
-from jdp.foresight.timing import cpu_rates
 from jdp.foresight.timing.collectives import collective_seconds
 from jdp.foresight.timing.kernels import CostModel, KernelCost, Rates, cost, seconds, unknown_work
 
@@ -168,12 +167,9 @@ class _Devices:
 
 
 def _devices(target: Target, model: CostModel | None) -> _Devices:
-    if target.kind == "cpu":
-        measured = cpu_rates.measure(target.devices)
-        return _Devices(measured.rates, model or measured.model, measured.collective_seconds, (cpu_rates.CAVEAT,))
     if (chip := target.chip) is None:
         raise ValueError(
-            f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target, or cpu:N"
+            f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target"
         )
     cores, lanes = (chip.cores, chip.lanes) if isinstance(chip, Gpu) else (1, 128)
     rates = Rates(chip.matmul_flops, chip.vector_flops, chip.memory_bandwidth, cores)

@@ -8,18 +8,20 @@ the others do too.
 
 The time that compute waits is exposed communication, or waiting for the host: compute + both = step. Assumed is that
 the lanes do not slow each other, that the host launches in time, and that no kernel finds in the cache what the one
-before it wrote.
+before it wrote. `parts` adds up the seconds of computing by what they are spent on.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jdp.foresight.program.module import Program
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing.kernels import CostModel
 from jdp.foresight.timing.operations import Schedule, TimedOp, Total
-from jdp.foresight.timing.parts import Part, parts
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 MOST_EVENTS = 5000
@@ -60,19 +62,14 @@ class Timeline:
     attention_seconds: float = 0.0  # of fused attention
     host_seconds: float = 0.0
     host_wait_seconds: float = 0.0  # that compute waits for copies from and to host memory
-    # what the computing time is spent on (`parts.py`), the costliest first
-    parts: Mapping[str, Part] = field(default_factory=dict[str, Part], repr=False)
+    # seconds of computing by what they are spent on (`parts`), the costliest first
+    parts: Mapping[str, float] = field(default_factory=dict[str, float], repr=False)
     error: float | None = None  # the chip's `time_error`, of these seconds; None where it is not known
 
     @property
     def exposed_fraction(self) -> float:
         """Share of the communication that overlaps with no computation; 0 when nothing is sent."""
         return min(self.exposed_seconds / self.communication_seconds, 1.0) if self.communication_seconds else 0.0
-
-    @property
-    def recomputed_seconds(self) -> float:
-        """Of `compute_seconds`: of kernels that rematerialisation computes again."""
-        return sum(part.recomputed for part in self.parts.values())
 
 
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:
@@ -219,3 +216,57 @@ def _median(durations: Counter[float]) -> float:
         if passed >= half:
             return each
     return 0.0
+
+
+ATTENTION, PRODUCTS, LOSS = "attention", "matrix products", "loss"
+COPIES, OPTIMIZER, ELEMENTWISE = "copies", "optimizer", "element-wise"
+_LENGTH = 256
+"""A dimension this long that an array of four or more has twice is a sequence's length."""
+_COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeeze", "reshape", "broadcast_in_dim")
+_LOSSES = re.compile(r"losses[^/\\]*(?:[/\\][^/\\]+)?$")
+"""Of "file:line": the file or its folder is named so; the folders that a checkout is in say nothing."""
+
+
+def parts(schedule: Schedule) -> dict[str, float]:
+    """Return the seconds of a step's kernels by part, the costliest part first."""
+    kernels = list(_kernels(schedule, schedule.program.entry, 1))
+    square = {_line(schedule, op) for op, _ in kernels if not op.cost.flops and _has_length_twice(op)} - {None}
+    seconds = defaultdict[str, float](float)
+    for op, times in kernels:
+        seconds[_part(schedule, op, _line(schedule, op) in square)] += op.seconds * times
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _kernels(schedule: Schedule, computation: str, times: int) -> Iterator[tuple[TimedOp, int]]:
+    """Yield each kernel that a computation runs, and how often."""
+    for op in schedule.operations(computation):
+        if op.kind == "kernel":
+            yield op, times
+        else:
+            for name in (schedule.longest_branch(op),) if op.kind == "branch" else op.inner:
+                yield from _kernels(schedule, name, times * op.trips)
+
+
+def _part(schedule: Schedule, op: TimedOp, beside_attention: bool) -> str:
+    name, last = op.step.op_name or "", (op.step.op_name or op.step.kind).rpartition("/")[2]
+    if op.cost.attention or (not op.cost.flops and _has_length_twice(op)):
+        return ATTENTION
+    if op.cost.flops:
+        batches = beside_attention and any(product.batch > 1 for product in op.cost.products)
+        return ATTENTION if batches else PRODUCTS
+    if any(_LOSSES.search(line) for line in schedule.program.source_lines(op.step)[:2]):
+        return LOSS
+    if last in _COPIES or (not name and re.search("copy|transpose|slice", op.step.name)):
+        return COPIES
+    return OPTIMIZER if name and "jvp(" not in name else ELEMENTWISE
+
+
+def _line(schedule: Schedule, op: TimedOp) -> str | None:
+    return schedule.program.source_line(op.step)
+
+
+def _has_length_twice(op: TimedOp) -> bool:
+    return any(
+        len(dims) > 3 and max((size for size, count in Counter(dims).items() if count > 1), default=0) >= _LENGTH
+        for _, dims in op.step.shapes
+    )

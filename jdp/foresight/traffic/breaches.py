@@ -21,8 +21,7 @@ from jdp.core.step import Step
 from jdp.core.tracing.collectives import UPDATE, Issued
 from jdp.foresight.program.module import bits
 from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
-from jdp.foresight.traffic.origin import Parameters, Piece, is_own_line, users_line
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import Parameters, Piece, Reading, is_own_line, users_line
 from jdp.foresight.traffic.theory import Promise, Theory
 
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more

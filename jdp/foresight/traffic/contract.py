@@ -2,7 +2,7 @@
 
 1. `collectives_on` places each collective of the program: the mesh axes it runs along, in or out of the loop over the
    microbatches. Collectives along the model's own axes only are counted apart. So are the statistics of batch norms and
-   metrics (`batch_statistics.py`), up to what they take.
+   metrics (`origin.BatchStatistics`), up to what they take.
 2. `compare` decides. It is kept when a device sends at most 1.02 times the theory's bytes along the batch axes. Each
    kind of collective that the row does not name may send at most 1% of them, and so may what belongs to no parameter
    (`breaches.strays`). zero3's gathers by themselves may send at most 1.02 times those of the trace. Gradients of
@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
 from jdp.foresight.program.collectives import Collective
-from jdp.foresight.traffic.batch_statistics import BatchStatistics
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import BatchStatistics, Reading
 from jdp.foresight.traffic.theory import Theory
 
 TOLERANCE = 1.02
@@ -111,10 +110,9 @@ class Row:
     wire_bytes: float  # what each device sends a step
     theory_wire_bytes: float  # what is promised of that
     # this kind alone stays in bounds: promised ones within the tolerance, others within the slack, where an all-reduce
-    # may have the gradients that are all-reduced by plan; and there are not more of them than promised
+    # may have the gradients that are all-reduced by plan
     kept: bool
     count: int = 0  # how many collectives of more than a few bytes a step has
-    most: int | None = None  # how many it may have; None: any number
 
     @property
     def ratio(self) -> float | None:
@@ -192,8 +190,6 @@ def _row(kind: str, collectives: Iterable[MeshCollective], promised: Theory | No
     count = sum(each.collective.count for each in same if each.collective.payload_bytes > TINY)
     if not promises:
         return Row(kind, 0.0, payload, looped, wire, 0.0, wire <= SLACK * promised.wire_bytes + planned, count)
-    limits = [promise.most for promise in promises]
-    most = None if None in limits else sum(filter(None, limits)) + (planned > 0)
     expected = sum(promise.wire_bytes for promise in promises)
-    kept = wire <= TOLERANCE * (expected + planned) and (most is None or count <= most)
-    return Row(kind, promised.payload_bytes[kind], payload, looped, wire, expected, kept, count, most)
+    kept = wire <= TOLERANCE * (expected + planned)
+    return Row(kind, promised.payload_bytes[kind], payload, looped, wire, expected, kept, count)

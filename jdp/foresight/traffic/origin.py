@@ -5,23 +5,27 @@
 3. The source line: of those that jax kept, innermost first, the first that the user wrote.
 4. The parameters: those that have a tensor's shape, whole or one device's shard, stacked or one layer's slice. A shape
    is evidence, not proof.
+
+`Reading` is a compiled step beside what is known of its arguments: every report of one is read from this.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import jax
+from jax.sharding import Mesh
 
 from jdp.base.tree_paths import PACKAGE
 from jdp.core.plan import Plan
 from jdp.core.sharding.placement import Placement, axes_of, spec_entry
 from jdp.core.state import TrainState
 from jdp.foresight.program.collectives import Collective
+from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import Instruction, Program, array_bytes
 
 Names = dict[str, Instruction]
@@ -283,3 +287,53 @@ class Parameters:
 
 def _key(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(size for size in dims if size != 1))
+
+
+ITEMSIZE = 4
+"""Bytes: statistics are summed in float32, whatever is computed in."""
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """The statistics that a step takes over all devices."""
+
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the running averages, two for each BatchNorm, layers stacked
+    rounds: int = 1  # microbatches a step
+    metrics: tuple[tuple[int, ...], ...] = ()  # shapes of metrics that are arrays, and of no parameter's shape
+
+    @property
+    def elements(self) -> int:
+        """What is summed in one direction of one microbatch: 2C + 1 for each norm."""
+        counts = sum(math.prod(shape[:-1]) for shape in self.shapes) // 2
+        return sum(map(math.prod, self.shapes)) + counts
+
+    @property
+    def payload_bytes(self) -> int:
+        """A step: forward and backward, and of metrics the sum and the weight, over all microbatches."""
+        return 2 * self.rounds * ITEMSIZE * (self.elements + sum(map(math.prod, self.metrics)))
+
+    def fits(self, piece: Piece) -> bool:
+        """Return True if a tensor may be statistics: C or 2C float32 channels, with or without the count; a metric."""
+        if math.prod(piece.dims) in map(math.prod, self.metrics):
+            return True
+        channels = {shape[-1] for shape in self.shapes}
+        sizes = {size for c in channels for size in (c, c + 1, 2 * c, 2 * c + 1)}
+        return piece.dtype == "f32" and math.prod(piece.dims) in sizes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One compiled step."""
+
+    compiled: Compiled
+    mesh: Mesh  # of the devices that it was compiled for
+    batch_axes: tuple[str, ...]  # the axes that rows of a batch are split over
+    parameters: Parameters  # the arguments that a tensor is recognised as
+    donated: Mapping[int, str] = field(repr=False)  # number -> path of the arguments that a result should replace
+    offloads: bool = False  # copies to the host's memory were asked for
+    accumulate: int = 1  # its microbatches, K
+
+    @cached_property
+    def sites(self) -> Sites:
+        """The program's call graph."""
+        return Sites(self.compiled.program, self.accumulate)

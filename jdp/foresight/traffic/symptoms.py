@@ -4,22 +4,18 @@
 2. Random numbers: keys or random bits travel between devices, although each could draw its own.
 3. The host: the step waits for it (debug prints, callbacks, memory on the host).
 4. Donation: a leaf of the state is not updated in place, so that it is held twice.
-5. Float8: a product was asked for in float8 and runs in a wider type.
 
 Each is a sentence that names a parameter or an operation, and a source line where the program has it.
 """
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from jdp.base.formatting import format_bytes, listed
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
-from jdp.foresight.timing.float8 import Float8Products
-from jdp.foresight.traffic.origin import Parameters, line_of
-from jdp.foresight.traffic.reading import Reading
+from jdp.foresight.traffic.origin import Parameters, Reading, line_of
 
 AS_PLANNED = "it is not placed where the plan has it. Place the state as the plan does (jdp.init_state, jdp.restore)."
 """Why a leaf of a training step's state is not updated in place, and what to do."""
@@ -33,7 +29,6 @@ def symptoms(reading: Reading, placing: str = AS_PLANNED) -> tuple[str, ...]:
         *_random(reading),
         *_host(program, offloads=reading.offloads),
         *_held_twice(program, reading.donated, placing),
-        *wider_products(reading.float8),
     ]
     return tuple(dict.fromkeys(sentences))
 
@@ -185,23 +180,3 @@ def path_of_name(name: str) -> str:
     """Return the path of an argument's name: `state.params['layers']['kernel']` -> params/layers/kernel."""
     keys = re.findall(r"\['?(.*?)'?\]|\.(\w+)", name.removeprefix("state"))
     return "/".join(key or attribute for key, attribute in keys)
-
-
-# Float8.
-
-_NO_PATTERN = (
-    "XLA knows no float8 kernel for what is written there. Multiply the float8 arrays themselves, not both e5m2, and "
-    "the result by one scale; or leave out the casts."
-)
-_SMALL_TILES = "XLA chose a Triton kernel with small tiles. Set xla_gpu_enable_triton_gemm to False (compiler_options)."
-
-
-def wider_products(found: Float8Products | None) -> Iterator[str]:
-    """Yield a sentence for each source line whose products were asked for in float8 and run in a wider type."""
-    if found is None:
-        return
-    places = Counter((each.dtype, line_of(each.source_lines), each.is_triton) for each in found.wider)
-    for (dtype, line, is_triton), count in places.items():
-        runs = "runs" if count == 1 else "run"
-        why = _SMALL_TILES if is_triton else _NO_PATTERN
-        yield f"fp8: {count} of {found.asked} products {runs} in {dtype}{_at(line)}: {why}"

@@ -10,15 +10,13 @@ N devices are along `data`, R along `replica` (over which nothing is sent where 
     zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
 
 Which gathers zero3 makes is read from its own trace (`core/tracing/collectives.py`). Two things are sent beside the
-row, by plan: statistics of batch norms, and metrics (`batch_statistics.py`), and gradients of parameters too small to
-shard (`Unsharded`).
+row, by plan: statistics of batch norms, and metrics (`origin.BatchStatistics`), and gradients of parameters too small
+to shard (`Unsharded`).
 
-Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
+Encoded gradients (`wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
 
-    ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves of fewer elements than devices × block as above
+    ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves of fewer elements than devices × 256 as above
     zero1-3    (K·)b·Ψ all-to-all over data; over replica b·Ψ/N all-to-all and b·Ψ/N all-gather
-    powersgd   all-reduce of (rows + columns) · rank · 4 bytes for each matrix; other leaves as above
-    weights    all-gathers of b bytes an element
 
 An optimizer that mixes the elements of matrices (Muon) has an update that takes each matrix whole on one device
 (`core/update/whole_matrices.py`). S are the bytes of what enters and leaves it, of stacks padded to a multiple of N:
@@ -27,22 +25,21 @@ An optimizer that mixes the elements of matrices (Muon) has an update that takes
     zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, of Ψ elements with the padding, and nothing
                where a rule shards the stacks
 
-Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica. Over
-replica it sends Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3). H plain steps send H gradients there.
-
-In buckets, and encoded, several parameters share a collective; then the row names the most that there may be.
-
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
 
+from __future__ import annotations
+
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
+from jdp.base.words import Encoding
+from jdp.core.gradients.wire import encodes, row_bytes
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
@@ -50,9 +47,77 @@ from jdp.core.state import Static
 from jdp.core.step_settings import StepSettings
 from jdp.core.tracing.collectives import Gathered
 from jdp.core.types import PyTree
-from jdp.core.wire.settings import Wire
-from jdp.foresight.traffic.batch_statistics import BatchStatistics
-from jdp.foresight.traffic.reductions import Promise, Reductions, ring_bytes
+from jdp.foresight.traffic.origin import BatchStatistics
+
+
+def ring_bytes(kind: str, payload: float, devices: int) -> float:
+    """Return the bytes that each of `devices` sends: 2(N-1)/N of the payload for an all-reduce, else (N-1)/N."""
+    return (2 if kind == "all-reduce" else 1) * payload * (devices - 1) / devices
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One cell of the contract's row."""
+
+    kind: str  # of collective
+    payload_bytes: float  # a step, over all microbatches
+    axes: tuple[str, ...]  # the mesh axes it runs along
+    devices: int  # how many take part in one
+    rounds: int  # how often a step it runs: K where it runs for every microbatch, else 1
+    itemsize: int  # bytes an element
+    parameters: int  # elements it covers: of what is gathered all, of what is reduced those that are trained
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step."""
+        return ring_bytes(self.kind, self.payload_bytes, self.devices)
+
+
+def encoded_reductions(
+    plan: Plan, settings: StepSettings, leaves: Sequence[tuple[int, Placement]], rounds: int
+) -> list[Promise]:
+    """Return what reducing encoded gradients promises to send: rows of the contract of their own.
+
+    `leaves` are (elements of a device, placement) of each trained parameter; a gradient that is reduced for every
+    microbatch is so `rounds` times a step.
+    """
+    sizes, r, wire = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize, settings.wire
+    assert wire is not None
+    n, replicas, everyone = sizes[DATA], sizes.get(REPLICA, 1), plan.batch_shards
+    whole = [count for count, leaf in leaves if leaf.dim is None]
+    if plan.row.shard_state:  # parameters too small to shard, as if they were sharded (`Unsharded`)
+        whole = [count for count in whole if count >= plan.min_shard_size]
+    sharded = [count for count, leaf in leaves if leaf.dim is not None]
+    return [
+        *_scattered(wire, sharded, n, rounds, r),
+        *_summed(wire, [count // n for count in sharded], (REPLICA,), replicas, r),
+        *_summed(wire, whole, plan.batch_axes, everyone, r),
+    ]
+
+
+def _scattered(wire: Encoding, counts: Sequence[int], devices: int, rounds: int, r: int) -> Iterator[Promise]:
+    codes, plain = _by_encoding(wire, counts, devices)
+    if codes and devices > 1:
+        payload = rounds * devices * sum(row_bytes(wire, count // devices) for count in codes)
+        yield Promise("all-to-all", payload, (DATA,), devices, rounds, 1, sum(codes))
+    if plain and devices > 1:
+        yield Promise("reduce-scatter", rounds * r * sum(plain), (DATA,), devices, rounds, r, sum(plain))
+
+
+def _summed(wire: Encoding, counts: Sequence[int], axes: tuple[str, ...], devices: int, r: int) -> Iterator[Promise]:
+    codes, plain = _by_encoding(wire, counts, devices)
+    if devices == 1:
+        return
+    for kind in ("all-to-all", "all-gather") if codes else ():
+        payload = devices * sum(row_bytes(wire, -(-count // devices)) for count in codes)
+        yield Promise(kind, payload, axes, devices, 1, 1, sum(codes))
+    if plain:
+        yield Promise("all-reduce", r * sum(plain), axes, devices, 1, r, sum(plain))
+
+
+def _by_encoding(wire: Encoding, counts: Sequence[int], devices: int) -> tuple[list[int], list[int]]:
+    encoded = [c for c in counts if encodes(wire, c, devices)]
+    return encoded, [c for c in counts if not encodes(wire, c, devices)]
 
 
 @dataclass(frozen=True)
@@ -84,7 +149,7 @@ class Theory:
     unsharded: Unsharded = field(default_factory=Unsharded)  # whose gradients are all-reduced by plan
     gathered: tuple[Gathered, ...] | None = None  # under zero3, by the step's own trace; None: not known
     most_gathered_bytes: float = 0.0  # that upper bound, 2·K·c·Ψ; for another strategy what its row gathers
-    # kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape
+    # kind -> payload a step of collectives that carry codes, or parts of matrices: of no parameter's shape
     packed: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -126,32 +191,25 @@ def theory(
     Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. `exchanged` is what one
     update sends that takes matrices whole (`core/update/optimized.exchanged`).
     """
-    sizes, wire, r = dict(plan.mesh.shape), settings.wire, settings.precision.reduce_dtype.itemsize
+    sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
     leaves = [(math.prod(leaf.own_shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
     trained = [(count, leaf) for count, leaf in leaves if leaf.trained]
-    inner = settings.local_steps.steps if settings.local_steps else 1
-    rounds = inner * (settings.accumulate if plan.row.reduce_each_microbatch else 1)
+    rounds = settings.accumulate if plan.row.reduce_each_microbatch else 1
     gathered = gathered if plan.row.gather == "use" else None
-    gathers, most = _gathers(plan, settings, leaves, inner, gathered)
+    gathers, most = _gathers(plan, settings, leaves, gathered)
     first, *others = _reductions(plan, rounds, r, sum(count for count, _ in trained))
     promises, packed = (first, *gathers, *others), defaultdict[str, float](float)
     unsharded = _unsharded(plan, trained, rounds * r)
-    if settings.local_steps is not None:
-        unsharded = replace(unsharded, devices=sizes[DATA])
-        promises = _of_a_round(promises, plan, rounds, first.parameters, unsharded.payload_bytes / (rounds * r))
-    if (wire.gradients is not None or settings.buckets is not None) and plan.batch_shards > 1:
-        reductions = Reductions(plan, settings, trained).promises(rounds)
+    if settings.wire is not None and plan.batch_shards > 1:
+        reductions = encoded_reductions(plan, settings, trained, rounds)
         promises = (*reductions, *gathers)
         for each in reductions:
-            packed[each.kind] += each.payload_bytes
-        if unsharded.payload_bytes:
-            packed["all-reduce"] += unsharded.payload_bytes
-    for each in gathers if wire.weights is not None else ():
-        packed["all-gather"] += each.payload_bytes
+            if each.itemsize == 1:
+                packed[each.kind] += each.payload_bytes
     for (kind, devices), payload in (exchanged or {}).items():
-        promises = (*promises, Promise(kind, inner * payload, (DATA,), devices, inner, 4, first.parameters))
-        packed[kind] += inner * payload
+        promises = (*promises, Promise(kind, payload, (DATA,), devices, 1, 4, first.parameters))
+        packed[kind] += payload
     adapter = static.adapter if static is not None and settings.sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
@@ -170,36 +228,20 @@ def _reductions(plan: Plan, rounds: int, r: int, trained: int) -> Sequence[Promi
 
 
 def _gathers(
-    plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], inner: int, gathered: Sequence[Gathered] | None
+    plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], gathered: Sequence[Gathered] | None
 ) -> tuple[list[Promise], float]:
     """Return (the promise of gathering weights, if the row has one; the bytes that it is at most)."""
-    n, c, wire = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize, settings.wire
-    times = inner * {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
-    rounds = inner * (settings.accumulate if plan.row.gather == "use" else 1)
-    working = [(times * _gathered_bytes(count, leaf, c, n, wire), leaf) for count, leaf in leaves]
+    n, c = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize
+    times = {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
+    rounds = settings.accumulate if plan.row.gather == "use" else 1
+    working = [(times * _gathered_bytes(count, leaf, c), leaf) for count, leaf in leaves]
     most = exact = sum(size for size, _ in working)
     if gathered is not None:
         small = sum(size for size, leaf in working if leaf.dim is None)
         exact = min(most, small + sum(each.payload_bytes for each in gathered))
     psi = sum(count for count, _ in leaves)
-    promise = Promise("all-gather", exact, (DATA,), n, rounds, 1 if wire.weights else c, psi)
+    promise = Promise("all-gather", exact, (DATA,), n, rounds, c, psi)
     return [promise] if plan.row.shard_state else [], most
-
-
-def _of_a_round(
-    promises: Sequence[Promise], plan: Plan, rounds: int, trained: int, whole_by_plan: float
-) -> tuple[Promise, ...]:
-    """Replace what is sent over `replica` in each step by what a round of local steps sends once.
-
-    Of the `trained` elements a device sends its shard, and all of those that are `whole_by_plan`.
-    """
-    n, replicas = plan.mesh.shape[DATA], plan.mesh.shape[REPLICA]
-    inside = [promise for promise in promises if REPLICA not in promise.axes]
-    if not plan.row.shard_state:
-        (whole,) = promises
-        inside = [replace(whole, payload_bytes=rounds * whole.payload_bytes, axes=(DATA,), devices=n, rounds=rounds)]
-    held = whole_by_plan + (trained - whole_by_plan) / n if plan.row.shard_state else trained
-    return (*inside, Promise("all-reduce", 4 * held, (REPLICA,), replicas, 1, 4, trained))
 
 
 def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharded:
@@ -212,13 +254,8 @@ def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharde
     return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
 
 
-def _gathered_bytes(elements: int, placement: Placement, itemsize: int, devices: int, wire: Wire) -> int:
+def _gathered_bytes(elements: int, placement: Placement, itemsize: int) -> int:
     """Bytes that one gather of a parameter's `elements` has as its result."""
-    narrow = wire.weights is not None and placement.dim is not None and elements >= devices * wire.block
-    floating = jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating)
-    if narrow and floating:
-        padded = -(-elements // devices // wire.block) * wire.block
-        return devices * (padded + padded // wire.block * 4)
-    if placement.trained and floating:
+    if placement.trained and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
         return elements * itemsize
     return elements * min(itemsize, jnp.dtype(placement.dtype).itemsize)  # a frozen one in its dtype at rest

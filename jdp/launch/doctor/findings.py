@@ -1,8 +1,15 @@
-"""Findings of `jdp doctor`, and the table of those of all processes."""
+"""Findings of `jdp doctor`, of all processes, and their table.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+They are exchanged through the coordination service, which answers while devices hang."""
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Literal
+
+from jdp.base.formatting import listed
+from jdp.core.cluster.barrier import from_every_process
 
 Status = Literal["ok", "note", "wrong"]
 """A note is for the reader to judge, such as a limit that hurts large runs only. `wrong` makes the exit code 1."""
@@ -88,3 +95,20 @@ def _named(processes: Sequence[int], hosts: dict[int, str]) -> str:
         return f"process {processes[0]} on {hosts[processes[0]]}"
     first = ", ".join(map(str, processes[:4]))
     return f"processes {first}{f' and {len(processes) - 4} more' if len(processes) > 4 else ''}"
+
+
+def gather(findings: list[Finding], seconds: float) -> tuple[dict[int, list[Finding]], dict[int, str]]:
+    """Return the findings and the host of every process, by its index; every process calls this."""
+    text = json.dumps([socket.gethostname(), [astuple(each) for each in findings]])
+    said = [json.loads(each) for each in from_every_process("what was found", text, seconds=seconds)]
+    hosts = {process: host for process, (host, _) in enumerate(said)}
+    return {process: [Finding(*each) for each in found] for process, (_, found) in enumerate(said)}, hosts
+
+
+def described(hosts: Mapping[int, str]) -> str:
+    """Return "2 processes on node1", or "8 processes on 2 hosts: node1, node2"."""
+    different = list(dict.fromkeys(hosts.values()))
+    processes = "1 process" if len(hosts) == 1 else f"{len(hosts)} processes"
+    if len(different) == 1:
+        return f"{processes} on {different[0]}"
+    return f"{processes} on {len(different)} hosts: {listed(different, 8)}"

@@ -4,8 +4,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
-from jdp.models.configs.choices import REMATS, SCANS, Activation, Attend, NormKind, Remat, Scan
+from jdp.models.checks import (
+    REMATS,
+    SCANS,
+    Activation,
+    Attend,
+    NormKind,
+    Remat,
+    Scan,
+    require,
+    require_choice,
+    require_heads,
+    require_positive,
+    require_rates,
+)
 
 Positions = Literal["rotary", "learned"]
 LoRATarget = Literal["query", "key", "value", "output", "gate", "up", "down"]
@@ -20,25 +32,20 @@ class GPTConfig:
         layers, width, heads: depth; size of the residual stream; query heads.
         head_dim: size of a head; None: width / heads, which must divide.
         kv_heads: key and value heads, each shared by `heads / kv_heads` query heads (arXiv:2305.13245); None: heads.
-        mlp_width: hidden size of the feed-forward. None is 4 * width for gelu. For swiglu and geglu it is 8/3 * width,
+        mlp_width: hidden size of the feed-forward. None is 4 * width for gelu. For swiglu it is 8/3 * width,
             rounded up to a multiple of 64, which keeps the parameter count (arXiv:2002.05202).
         positions: "rotary" (arXiv:2104.09864) or "learned".
         position_std: standard deviation of learned positions at the start: 0.01 in openai/gpt-2, 0.02 in nanoGPT.
-        activation: "swiglu"; "gelu" in its tanh form, as GPT-2 has it, or "gelu_exact", with the error function;
-            "geglu", gated by the tanh form.
-        norm: "rms", "rms_plus_one" or "layer". The scale of the second is one plus its parameter, as Gemma has it.
+        activation: "swiglu"; "gelu" in its tanh form, as GPT-2 has it, or "gelu_exact", with the error function.
+        norm: "rms" or "layer".
         tied: logits by the embedding table instead of a matrix of their own (arXiv:1608.05859).
         bias: biases in linear maps and in layer norms.
         qkv_bias: biases in the maps to queries, keys and values alone, as Qwen2 has them.
         qk_norm: an RMS norm of each head of queries and keys, as Qwen3 has it (arXiv:2010.04245).
-        post_norm: norms of the outputs of attention and feed-forward too, before they are added, as Gemma 3 has them.
-        scale_embedding: multiply the embedding by sqrt(width), as Gemma does (arXiv:1706.03762, section 3.4).
         window: a position attends to itself and the window - 1 before it (arXiv:2310.06825); None: to all before it.
-        global_every: with window, layers whose number, from 1, it divides attend to all before; None: no layer does.
         dropout: rate on the embedding and on both residual branches (attention weights are not dropped: fused attention
             never holds them).
         rope_theta: base of the rotary wavelengths.
-        rope_local_theta: that of layers with the window, whose frequencies rope_factor leaves; None: rope_theta.
         rope_factor: divides the low rotary frequencies for a longer context, as Llama 3.1 has it (8; Llama 3.2: 32);
             None: they stay.
         rope_low_freq_factor, rope_high_freq_factor: with rope_factor, frequencies of fewer rotations than the first in
@@ -48,8 +55,7 @@ class GPTConfig:
         scan: true: layers are stacked and compiled once, as a loop. false: each is stored and compiled by itself.
             "auto": they are stacked, and up to 48 on GPUs and 8 on CPUs are compiled one by one.
         remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
-            "dots_except_mlp", those of attention; "full", only its input. "auto", in experiment files: the first of the
-            last three that fits the devices' memory.
+            "dots_except_mlp", those of attention; "full", only its input.
         attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype. "auto" is the
             first where devices, dtype and shapes allow it, else the second. Long packed rows are then attended block by
             block.
@@ -84,13 +90,9 @@ class GPTConfig:
     bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    post_norm: bool = False
-    scale_embedding: bool = False
     window: int | None = None
-    global_every: int | None = None
     dropout: float = 0.0
     rope_theta: float = 10_000.0
-    rope_local_theta: float | None = None
     rope_factor: float | None = None
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
@@ -114,16 +116,13 @@ class GPTConfig:
             scan=SCANS,
         )
         sizes = ("vocab_size", "context", "layers", "width", "heads", "rope_original_context")
-        require_positive(
-            self, *sizes, optional=("head_dim", "kv_heads", "mlp_width", "window", "global_every", "lora_rank")
-        )
+        require_positive(self, *sizes, optional=("head_dim", "kv_heads", "mlp_width", "window", "lora_rank"))
         require_rates(self)
         require(self.rope_theta > 0, "rope_theta is positive", f"{self.rope_theta}", "10000 is usual")
         require(self.position_std >= 0, "position_std is not negative", f"{self.position_std}", "0.01 is usual")
         require(self.lora_alpha > 0, "lora_alpha is positive", f"{self.lora_alpha}", "16 is usual")
         self._check_lora_targets()
         self._check_heads()
-        self._check_window()
         self._check_rope_scaling()
 
     def _check_heads(self) -> None:
@@ -151,15 +150,6 @@ class GPTConfig:
         require(fits, "lora_targets are kernels of a layer", f"{self.lora_targets}", f"Choose among {among}")
         require(self.lora_rank is not None, "lora_targets is for updates", "no rank", "Set lora_rank, or remove it")
 
-    def _check_window(self) -> None:
-        theta = self.rope_local_theta
-        require(theta is None or theta > 0, "rope_local_theta is positive", f"{theta}", "Gemma 3 has 10000")
-        for name, value in (("global_every", self.global_every), ("rope_local_theta", theta)):
-            rule = f"{name} is for layers with a window"
-            require(value is None or self.window is not None, rule, f"{value} without one", "Set window, or remove it")
-        rotary = theta is None or self.positions == "rotary"
-        require(rotary, "rope_local_theta is for rotary positions", f'"{self.positions}"', "Remove one")
-
     def _check_rope_scaling(self) -> None:
         if self.rope_factor is None:
             return
@@ -182,7 +172,7 @@ class GPTConfig:
     @property
     def gated(self) -> bool:
         """Whether the feed-forward has a gate beside its way up."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation == "swiglu"
 
     @property
     def key_value_heads(self) -> int:

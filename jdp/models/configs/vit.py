@@ -3,8 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
-from jdp.models.configs.choices import REMATS, SCANS, Attend, Remat, Scan
+from jdp.models.checks import (
+    REMATS,
+    SCANS,
+    Attend,
+    Remat,
+    Scan,
+    require,
+    require_choice,
+    require_heads,
+    require_positive,
+    require_rates,
+)
 
 Pool = Literal["token", "mean"]
 

@@ -8,8 +8,6 @@ One JSON object a line, each with "time" (Unix seconds), "event" and "step" (bat
 |                  |                              | changed, if it was: key of the experiment: [before, now] |
 | finished         | all steps are done           | stopped_early                                            |
 | stopped          | a signal, after saving       | signal                                                   |
-| rolled back      | too many bad steps in a row, | why; wrong_devices, if any: device, host, number there;  |
-|                  | or a device that differs     | "resumed" or "started" follows                           |
 | failed           | an error, or a second Ctrl-C | error                                                    |
 
 A visit that was killed, or whose machine was lost, has no last line: the next one's "resumed" follows at once. Metrics
@@ -30,17 +28,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.experiment.schema.experiment import Experiment
-from jdp.guard.bad_steps import GoBack
 from jdp.run.progress import Progress
 from jdp.run.signals import Stopped
 
 HISTORY = "history.jsonl"
-BEGINNINGS = ("started", "resumed")
-"""Events that begin a visit."""
-ROLLED_BACK = "rolled back"
-"""The event of a return to an earlier checkpoint."""
 _LONGEST_ERROR = 1000
 
 
@@ -65,9 +58,6 @@ def recorded(
         yield
     except Stopped as request:
         _append(folder, "stopped", progress.done, signal=request.summary["stopped"])
-        raise
-    except GoBack as back:
-        _append(folder, ROLLED_BACK, progress.done, why=str(back), **back.recorded)
         raise
     except BaseException as error:
         with contextlib.suppress(OSError):  # the error may be that the disk is full

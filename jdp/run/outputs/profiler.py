@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 
 from jdp.base.formatting import format_bytes
-from jdp.base.shorten import cut
+from jdp.base.toml import cut
 from jdp.run.outputs.terminal import Display
 
 FOLDER = "profile"

@@ -12,8 +12,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
 from jdp.base.formatting import format_rate
-from jdp.base.notices import shown
-from jdp.base.terminal_text import escaped, wrapped
+from jdp.base.terminal import escaped, wrapped
 
 _BETWEEN = "  "
 _SHORTEST_BAR, _LONGEST_BAR = 8, 40
@@ -62,7 +61,6 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line, or several, above the bar."""
-        text = shown(text)
         self._print(text if self._bar is None else wrapped(escaped(text), self._console.width))
 
     def show_text(self, title: str, text: str) -> None:

@@ -1,9 +1,9 @@
-"""Weights & Biases and MLflow, for those who use them: a copy of the metrics in the run's own folder.
+"""Weights & Biases, for those who use it: a copy of the metrics in the run's own folder.
 
 The folder's trackers.json has the tracker's name for this run, so a run that resumes continues the same curves. A
 tracker starts before the first step, and a failure then is an error. Later it only gets rows, on a thread of its own,
-so a slow network delays no step. A failure is reported once, and the run goes on with its local files. Both packages
-are imported only if they are asked for.
+so a slow network delays no step. A failure is reported once, and the run goes on with its local files. The package
+is imported only if it is asked for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import json
 import queue
 import secrets
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +26,6 @@ WAITING_ROWS = 10_000
 """Rows that may wait for a slow tracker; with more it has failed."""
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits for rows that are still to be sent."""
-_MLFLOW_STATUS = {0: "FINISHED", 75: "KILLED", 130: "KILLED"}  # 75 and 130: stopped by a signal, to be resumed
-_MLFLOW_BATCH, _MLFLOW_LENGTH = 100, 6000  # parameters a request, characters a value: limits of MLflow's servers
 
 
 class Tracker(Protocol):
@@ -36,8 +33,8 @@ class Tracker(Protocol):
 
     id: str
 
-    def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
-        """Take one row: steps done, Unix time in seconds, name -> value."""
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take one row: steps done, name -> value."""
         ...
 
     def close(self, exit_code: int) -> None:
@@ -45,44 +42,36 @@ class Tracker(Protocol):
         ...
 
 
-def check_installed(**wanted: str | None) -> None:
-    """Check that the trackers' packages are installed; only process 0 needs them."""
-    for name in [name for name, project in wanted.items() if project is not None and jax.process_index() == 0]:
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
-            raise ValueError(
-                f"track.{name} needs the package {name}, which is not installed: pip install 'jdp[{name}]'"
-            )
+def check_installed(wandb: str | None) -> None:
+    """Check that the package of a wanted tracker is installed; only process 0 needs it."""
+    if wandb is None or jax.process_index() != 0:
+        return
+    spec = find_spec("wandb")
+    if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
+        raise ValueError("train.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
 
 
 def start(
-    folder: Path, config: Mapping[str, Any], *, resumed_step: int = 0, **wanted: str | None
+    folder: Path, config: Mapping[str, Any], *, wandb: str | None, resumed_step: int = 0
 ) -> list[BackgroundTracker]:
-    """Start the trackers, or continue their runs. On processes other than 0 there are none."""
-    started: list[BackgroundTracker] = []
-    if jax.process_index() != 0:
-        return started
-    known = _read_ids(folder)
-    for name, project in wanted.items():
-        key = f"{name}:{project}"
-        try:
-            if project is not None:
-                tracker = _KINDS[name](folder, project, config, known.get(key))
-                known[key] = tracker.id
-                fresh = folder / f"{FILE}.new"
-                fresh.write_text(json.dumps(known) + "\n", encoding="utf-8")
-                fresh.replace(folder / FILE)
-                started.append(BackgroundTracker(name, tracker, folder))
-        except Exception as error:
-            if key in known and resumed_step:
-                warn(f"{name} did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
-                continue
-            for tracker in started:
-                tracker.close(1)
-            raise ValueError(
-                f"track.{name} = {project!r} did not start: {_first_line(error)} ({_HELP[name]})"
-            ) from error
-    return started
+    """Start the tracker, or continue its run. On processes other than 0 there is none."""
+    if wandb is None or jax.process_index() != 0:
+        return []
+    known, key = _read_ids(folder), f"wandb:{wandb}"
+    try:
+        tracker = WandB(folder, wandb, config, known.get(key))
+    except Exception as error:
+        if key in known and resumed_step:
+            warn(f"wandb did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
+            return []
+        raise ValueError(
+            f"train.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
+            "WANDB_MODE=offline, or leave train.wandb out)"
+        ) from error
+    fresh = folder / f"{FILE}.new"
+    fresh.write_text(json.dumps({**known, key: tracker.id}) + "\n", encoding="utf-8")
+    fresh.replace(folder / FILE)
+    return [BackgroundTracker("wandb", tracker, folder)]
 
 
 class BackgroundTracker:
@@ -90,7 +79,7 @@ class BackgroundTracker:
 
     def __init__(self, name: str, tracker: Tracker, folder: Path) -> None:
         self._name, self._tracker, self._folder = name, tracker, folder
-        self._rows: queue.Queue[tuple[int, float, Mapping[str, float]] | None] = queue.Queue(WAITING_ROWS)
+        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(WAITING_ROWS)
         self._failed, self._exit_code = False, 0
         self._thread = threading.Thread(target=self._work, name=f"{name} tracker", daemon=True)
         self._thread.start()
@@ -99,7 +88,7 @@ class BackgroundTracker:
         """Queue a row; returns at once."""
         try:
             if not self._failed:
-                self._rows.put_nowait((step, time.time(), dict(values)))
+                self._rows.put_nowait((step, dict(values)))
         except queue.Full:
             self._fail(f"{WAITING_ROWS} rows behind")
 
@@ -155,67 +144,11 @@ class WandB:
             settings=wandb.Settings(console="off"),  # stdout is the command's: W&B would put itself in its place
         )
 
-    def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
-
-
-class MLflow:
-    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names.
-
-    MLflow keeps both rows of a step that comes twice, so after a resume each metric continues after its last step.
-    """
-
-    def __init__(self, folder: Path, experiment: str, config: Mapping[str, Any], known: str | None) -> None:
-        from mlflow.tracking import MlflowClient
-
-        self._client: Any = MlflowClient()
-        self._last: dict[str, int] = {}
-        if known is not None:
-            self.id = known
-            self._client.update_run(known, status="RUNNING")
-            for name in self._client.get_run(known).data.metrics:
-                self._last[name] = max(point.step for point in self._client.get_metric_history(known, name))
-            return
-        existing = self._client.get_experiment_by_name(experiment)
-        group = existing.experiment_id if existing else self._client.create_experiment(experiment)
-        self.id = self._client.create_run(group, run_name=folder.name).info.run_id
-        self._log_config(config)
-
-    def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
-        new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
-        self._client.log_batch(self.id, metrics=[Metric(n, float(v), round(1000 * now), step) for n, v in new.items()])
-
-    def close(self, exit_code: int) -> None:
-        self._client.set_terminated(self.id, status=_MLFLOW_STATUS.get(exit_code, "FAILED"))
-
-    def _log_config(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(key, str(value)[:_MLFLOW_LENGTH]) for key, value in _flat(config)]
-        for first in range(0, len(params), _MLFLOW_BATCH):
-            self._client.log_batch(self.id, params=params[first : first + _MLFLOW_BATCH])
-
-
-_KINDS = {"wandb": WandB, "mlflow": MLflow}
-_HELP = {
-    "wandb": "run `wandb login`, or set WANDB_MODE=offline, or leave track.wandb out",
-    "mlflow": "set MLFLOW_TRACKING_URI to the address of a server, or leave track.mlflow out",
-}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values. MLflow's names take letters, digits and _-./: only; a pattern's `*` becomes `_`."""
-    for key, value in table.items():
-        name = prefix + "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in str(key))
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def _read_ids(folder: Path) -> dict[str, str]:

@@ -47,7 +47,7 @@ def _quotient(trace: LossTrace, program: ClosedJaxpr) -> Quotient | None:
     return quotient_of(program, params, batch, program.jaxpr.outvars[0])
 
 
-def prove(first: LossTrace, second: LossTrace, group: int) -> Proof:
+def prove(first: LossTrace, second: LossTrace, group: int = 1) -> Proof:
     """Read a loss' program, traced for two numbers of rows."""
     programs = [each.closed if each.is_sum else each.written_out for each in (first, second)]
     try:

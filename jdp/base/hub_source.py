@@ -1,0 +1,84 @@
+"""Sources that `datasets` reads, as they are written in an experiment file: "hf:parquet:rows/*.parquet:train".
+
+A builder reads files: "hf:BUILDER:PATH". Without one it is a data set of the hub ("hf:NAME", "hf:OWNER/NAME",
+"hf:OWNER/NAME/CONFIG"), or a folder that has one ("hf:/local/path"). "hf-stream:" reads the same as it arrives. A split
+may follow: ":train", ":train[:1000]".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+HF, STREAM = "hf:", "hf-stream:"
+BUILDERS = {
+    "json": (".json", ".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "csv": (".csv", ".tsv"),
+    "arrow": (".arrow", ".feather"),
+    "imagefolder": (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
+    "webdataset": (".tar",),
+}
+"""The builders that read files, and the suffixes of theirs."""
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_SOURCE = re.compile(
+    rf"(?P<prefix>{HF}|{STREAM})(?:(?P<builder>{'|'.join(BUILDERS)}):)?"
+    r"(?P<path>.*?)(?::(?P<split>\w[\w.-]*(?:\[[^\]]*\])?))?",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A source with its parts."""
+
+    prefix: str  # HF or STREAM
+    builder: str | None
+    path: str  # of files or a folder; or the name of a data set
+    split: str | None
+
+    @staticmethod
+    def of(source: str | os.PathLike[str]) -> HubSource | None:
+        """Return the parts of a source; None for one that does not begin as these do."""
+        found = _SOURCE.fullmatch(str(source))
+        if found is None:
+            return None
+        parts = HubSource(found["prefix"], found["builder"], found["path"], found["split"])
+        whole = f"{parts.path}:{parts.split}"
+        if parts.split is not None and "\0" not in whole and Path(whole).expanduser().exists():
+            return replace(parts, path=whole, split=None)  # a path that exists is a path, whatever is in its name
+        return parts
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it leads to files of this machine, rather than to a name on the hub or an address."""
+        if "://" in self.path:
+            return False
+        return self.builder is not None or self.path.startswith((".", "~", "/"))
+
+    @property
+    def no_builder(self) -> str | None:
+        """What is wrong with a source such as "hf:jsonl:rows.jsonl", whose first word is no builder; None: nothing."""
+        word, colon, rest = self.path.partition(":")
+        file = rest if colon else self.split or ""
+        if self.builder is not None or "://" in self.path or word[:1] in ("", ".", "~", "/"):
+            return None
+        if not colon and builder_of(file) is None:
+            return None
+        return f'must name one of the builders {", ".join(BUILDERS)}, as in "{HF}{builder_of(file) or "json"}:{file}"'
+
+    def at(self, change: Callable[[str], str]) -> str:
+        """Return the source with another path."""
+        builder = "" if self.builder is None else f"{self.builder}:"
+        return f"{self.prefix}{builder}{change(self.path)}" + ("" if self.split is None else f":{self.split}")
+
+
+def builder_of(name: str) -> str | None:
+    """Return the builder that reads a file, by its suffix, with or without one of `COMPRESSED`; None: there is none."""
+    plain = name.lower()
+    for suffix in COMPRESSED:
+        plain = plain.removesuffix(suffix)
+    return next((builder for builder, suffixes in BUILDERS.items() if plain.endswith(suffixes)), None)

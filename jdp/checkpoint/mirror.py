@@ -1,0 +1,150 @@
+"""A mirror of a directory of checkpoints in object storage: s3://bucket/run, gs://…, anything that fsspec has.
+
+A thread of process 0 sends what is committed here, and deletes there what the directory's policy does not keep. A
+commit file is sent last and deleted first: a half copy never counts. A start fetches the newest copy if it is newer.
+"""
+
+import contextlib
+import itertools
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from jdp.base.notices import notice
+from jdp.base.retrying import retried
+from jdp.base.user_path import bucket_address
+from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.format import checksums
+from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.upkeep.ownership import committed_steps, set_damaged_aside
+from jdp.core.cluster.barrier import from_first_process
+
+LOOK_SECONDS, LAST_SECONDS = 1.0, 600.0  # between looks at the directory; at most, for the last copies
+_METRICS = "metrics/metrics"
+
+
+class Mirror:
+    """The copies of a directory's checkpoints. Trouble of the storage is reported, and never ends a run."""
+
+    def __init__(self, address: str, directory: Path, policy: Any) -> None:
+        self._address, self._directory, self._policy = bucket_address(address), directory, policy
+        self._say: Callable[[str], None] = lambda message: notice(f"mirror {self._address}: {message}")
+        self.sending: int | None = None  # the step that must stay here until it is sent
+        self._known = {*committed_steps(directory)}  # steps that are or were here
+        self._ended, self._given_up = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="jdp mirror", daemon=True)
+        problem = self._start() if jax.process_index() == 0 else ""
+        if problem := from_first_process("what it fetched from the mirror", problem, seconds=4 * 3600):
+            raise CheckpointError(problem)
+
+    def close(self) -> None:
+        """Wait for the last copies, at most `LAST_SECONDS`."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(LAST_SECONDS)
+        if self._thread.is_alive():
+            self._given_up.set()
+            self._say(f"the last checkpoints are not there, but in {self._directory}")
+
+    def _start(self) -> str:
+        """Open the storage and fetch; return the problem with which a run cannot start."""
+        import fsspec  # late: it is for mirrors alone
+
+        final = FileNotFoundError, PermissionError, ImportError, ValueError
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self._address, use_listings_cache=False)
+            retried(self._fetch, passes=lambda error: not self._known and not isinstance(error, final), say=self._say)
+        except Exception as error:
+            if not self._known or not hasattr(self, "_fs"):
+                fix = "fix that (pip install 'jdp[s3]' or 'jdp[gcs]'?), or leave the mirror out"
+                return f"a mirror must be readable; {self._address} is not: {error!r}; {fix}"
+            self._say(f"it cannot be read ({error!r}); the checkpoints in {self._directory} are taken")
+        self._thread.start()
+        return ""
+
+    def _fetch(self, _: bool) -> None:
+        """Fetch the newest complete checkpoint that is newer than those here, whole or not at all."""
+        files, fresh, newest = self._files(), self._directory / ".fetched", max(self._known, default=-1)
+        for step in sorted((step for step in files if step > newest and COMMITTED in files[step]), reverse=True):
+            shutil.rmtree(fresh, ignore_errors=True)
+            self._fs.get(self._paths(step, files[step]), [str(fresh / name) for name in files[step]])
+            if problem := checksums.verify(fresh):
+                self._say(f"checkpoint {step} is damaged ({problem}), and is left out")
+                continue
+            if (self._directory / str(step)).exists():  # a part, or a damaged one
+                set_damaged_aside(self._directory, step)
+            fresh.rename(self._directory / str(step))
+            self._say(f"checkpoint {step} is fetched")
+            break
+        shutil.rmtree(fresh, ignore_errors=True)
+
+    def _follow(self) -> None:
+        """Copy what is committed, until `close` is called and nothing is left to do."""
+        done = dict[int, bytes]()
+        while not self._given_up.is_set():
+            ended = self._ended.wait(LOOK_SECONDS)
+            with contextlib.suppress(Exception):  # of any kind: it was reported, and the run goes on
+                if self._here() != done:
+                    done = retried(self._update, passes=lambda _: not self._given_up.is_set(), say=self._say)
+                elif ended:
+                    return
+
+    def _here(self) -> dict[int, bytes]:
+        steps = committed_steps(self._directory)
+        return {step: (self._directory / str(step) / COMMITTED).read_bytes() for step in steps}
+
+    def _update(self, _: bool) -> dict[int, bytes]:
+        """Send what is not there, the newest first; delete what the policy does not keep. Return what is here."""
+        here = self._here()
+        self._known |= here.keys()
+        files, newest = self._files(), max(here, default=-1)
+        there = {step: self._fs.cat_file(*self._paths(step, [COMMITTED])) for step in files if COMMITTED in files[step]}
+        steps = sorted({*here, *(step for step in there if step < newest)})
+        infos = [SimpleNamespace(step=step, metrics=self._metrics(step, files.get(step, ()))) for step in steps]
+        kept = set(itertools.compress(steps, self._policy.should_preserve(infos, context=None)))
+        for step in sorted((step for step in kept & here.keys() if there.get(step) != here[step]), reverse=True):
+            self._send(step, files.get(step, ()))
+        self.sending = None
+        for step in files.keys() - kept:
+            if step < newest or step in self._known:  # else it is of another machine
+                self._remove(step, files[step])
+        return here
+
+    def _send(self, step: int, old: Iterable[str]) -> None:
+        """Send a checkpoint in place of `old` files; its commit file when all others have arrived."""
+        folder, self.sending = self._directory / str(step), step
+        self._remove(step, old)
+        files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+        commit = files.pop(COMMITTED)
+        self._fs.put([*map(str, files.values())], self._paths(step, files))
+        there = self._files().get(step, {})
+        if lacking := [name for name, file in files.items() if there.get(name) != file.stat().st_size]:
+            raise OSError(f"{lacking[0]} of checkpoint {step} did not arrive complete")
+        self._fs.put([str(commit)], self._paths(step, [COMMITTED]))
+
+    def _remove(self, step: int, names: Iterable[str]) -> None:
+        for some in filter(None, ({COMMITTED} & {*names}, {*names} - {COMMITTED})):
+            self._fs.rm(self._paths(step, some))
+
+    def _files(self) -> dict[int, dict[str, int]]:
+        """Return the files of all copies: step -> name -> bytes. A name that leads out of its folder is left out."""
+        files: dict[int, dict[str, int]] = {}
+        for path, found in self._fs.find(self._root, detail=True).items():
+            step, *parts = path.removeprefix(f"{self._root}/").split("/")
+            if parts and step.isdecimal() and step == str(int(step)) and not {"", ".", ".."} & {*parts}:
+                files.setdefault(int(step), {})["/".join(parts)] = found["size"]
+        return files
+
+    def _metrics(self, step: int, there: Iterable[str]) -> Any:
+        if (file := self._directory / str(step) / _METRICS).exists():
+            return json.loads(file.read_bytes())
+        return json.loads(self._fs.cat_file(*self._paths(step, [_METRICS]))) if _METRICS in there else None
+
+    def _paths(self, step: int, names: Iterable[str]) -> list[str]:
+        return [f"{self._root}/{step}/{name}" for name in names]

@@ -1,0 +1,108 @@
+"""Pictures that `datasets` reads: rows with a column of pictures, still encoded, and one of labels.
+
+A picture is in its row, or in a file that the row names. Both are read by random access, when a sample is.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jdp.base.user_path import check_regular
+from jdp.data.held_out import ends_score
+from jdp.data.images.decode import Pictures
+from jdp.data.labels import labels_of
+from jdp.data.sources.files import unreadable
+from jdp.data.sources.hub import hub_data, optional
+
+LABEL_NAMES = ("label", "labels", "fine_label", "class", "cls")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HubPictures(Pictures):
+    """Pictures in rows."""
+
+    contents: Any  # a `pyarrow.ChunkedArray` of bytes; nothing (null) where the picture is in a file
+    paths: Any  # one of the files' paths
+
+    def name_of(self, index: int, /) -> str:
+        return self.paths[index].as_py() or f"row {index}"
+
+    def content(self, index: int, /) -> bytes:
+        value = self.contents[index].as_py()
+        if value is not None:
+            return value
+        path = self.paths[index].as_py()
+        if path is None:
+            raise OSError("the picture is missing (null)")
+        return Path(path).read_bytes()
+
+    def score(self, index: int, /) -> float:
+        scalar = self.contents[index]
+        if scalar.is_valid:
+            buffer = memoryview(scalar.as_buffer())
+            return ends_score(len(buffer), lambda start, stop: bytes(buffer[start:stop]))
+        path = self.paths[index].as_py()
+        if path is None:
+            raise ValueError(f"every row must have a picture; given none in row {index} of {self.name}: leave it out")
+        try:
+            check_regular(path)
+            with Path(path).open("rb") as file:
+
+                def read(start: int, stop: int) -> bytes:
+                    file.seek(start)
+                    return file.read(stop - start)
+
+                return ends_score(file.seek(0, 2), read)
+        except OSError as error:
+            raise ValueError(unreadable(error, Path(path))) from error
+
+
+def hub_pictures(
+    source: str, image: str | None, label: str | None, *, classes: tuple[str, ...] | None = None
+) -> HubPictures:
+    """Return the pictures of a split.
+
+    Args:
+        source: "hf:…".
+        image: the column of pictures; None: the only one.
+        label: the column of labels; None: the only one of classes, or one with a usual name.
+        classes: the names by which labels are numbered; None: those of the data set.
+    """
+    datasets, pc = optional("datasets", source), optional("pyarrow.compute", source)
+    optional("PIL", source)  # missing, it is reported now, not by a reading thread
+    split, data = hub_data(source)
+    name, kinds = f"{source} (split {split})", data.features
+    images = [column for column, kind in kinds.items() if isinstance(kind, datasets.Image)]
+    labels = [column for column, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = labels or [column for column in LABEL_NAMES if column in kinds]
+    image = _chosen("image", "data.field", image, images, list(kinds), name)
+    label = _chosen("label", "data.label", label, labels, list(kinds), name)
+    if not len(data):
+        raise ValueError(f"a data set must have rows; given none in {name}: give some data")
+    encoded = data.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+    pictures = encoded.data.table.column(image) if encoded._indices is None else encoded.flatten_indices().data[image]
+    values = data.select_columns([label])[label][:]
+    if None in values:
+        raise ValueError(f"every row must have a label; given none in row {values.index(None)} of {name}: leave it out")
+    names = kinds[label].names if isinstance(kinds[label], datasets.ClassLabel) else None
+    if names is not None and classes not in (None, tuple(names)):  # numbered by other classes
+        values, names = [names[value] for value in values], classes
+    return HubPictures(
+        name=name,
+        labels=labels_of(values, name, names=names or classes),
+        contents=pc.struct_field(pictures, "bytes"),
+        paths=pc.struct_field(pictures, "path"),
+    )
+
+
+def _chosen(what: str, key: str, given: str | None, found: list[str], columns: list[str], name: str) -> str:
+    """Return the column that is read. Raises ValueError if it is not there, or not known."""
+    if given in columns:
+        return given
+    if given is None and len(found) == 1:
+        return found[0]
+    problem = f'no column "{given}"' if given else f"several: {', '.join(found)}" if found else "none that is known"
+    raise ValueError(
+        f"a column of {what}s must be named, or be the only one; given {problem}, in {name} with {', '.join(columns)}: "
+        f'name it, {what} = "…" (in an experiment file {key})'
+    )

@@ -1,0 +1,127 @@
+"""Functions of the user's own that an experiment file names: `make = "package.module:function"`, with keywords.
+
+A file alone imports nothing: the package must be named on the command line, `--plugin package`. The keywords are
+compared with the function's signature before anything runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdp.base.machine import jax_has_started
+from jdp.base.toml import cut
+from jdp.base.words import nearest
+
+_MOST_LINES, _MOST_FRAMES = 14, 3
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class MakeError(ValueError):
+    """A function that a file names cannot be imported, or does not take the keywords given."""
+
+
+def function_of(make: str) -> Callable[..., Any]:
+    """Import the function of "package.module:function". Call it only for a package that the user named.
+
+    Raises:
+        MakeError: the package is not there or does not import, or has no such function.
+    """
+    name, _, attribute = make.partition(":")
+    started = jax_has_started()
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # whatever it is, it is the package's
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise MakeError(
+                f"make names a package that Python finds; given {make}, and there is no {error.name}. Install it "
+                "(pip install -e FOLDER), or name the folder that holds it in PYTHONPATH"
+            ) from None
+        raise MakeError(f"{name} does not import; its own error:\n{_own_traceback(error)}") from None
+    if jax_has_started() and not started:
+        raise MakeError(
+            f"{name} starts JAX when it is imported, before processes and devices are chosen. Move that into its "
+            "functions, or use NumPy"
+        )
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise MakeError(f"{name} has no function {cut(attribute)}{nearest(attribute, public)}")
+    return function
+
+
+def check_keywords(make: str, arguments: Sequence[str], keywords: Mapping[str, Any], plugin: str | None) -> None:
+    """Check that a function may be imported, and takes these keywords after the arguments that jdp passes.
+
+    Args:
+        make: "package.module:function".
+        arguments: names of what jdp passes by position, for messages.
+        keywords: those of the file.
+        plugin: the package that --plugin names.
+
+    Raises:
+        MakeError: another package, no such function, an unknown keyword, or a required one that is missing.
+    """
+    package = make.partition(":")[0].partition(".")[0]
+    if package != plugin:
+        raise MakeError(
+            f"make = {cut(repr(make))} is code, which an experiment file alone does not run. Add --plugin {package} if "
+            "you trust it"
+        )
+    parameters = _parameters(make, arguments)
+    known = [name for name, each in parameters.items() if each.kind in _NAMED]
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    for key in keywords:
+        if key not in known and not takes_all:
+            hint = nearest(key, known) or f"; its keywords are {', '.join(known) or 'none'}"
+            raise MakeError(f"{make} has no keyword {cut(key)}{hint}")
+    missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in keywords]
+    if missing:
+        raise MakeError(f"{make} needs {', '.join(missing)}: add {missing[0]} = … beside make")
+
+
+def with_defaults(make: str, arguments: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords, with the function's defaults for those that are not given."""
+    parameters = _parameters(make, arguments).items()
+    defaults = {name: each.default for name, each in parameters if each.default is not inspect.Parameter.empty}
+    return {**defaults, **keywords}
+
+
+def folder_of(plugin: str | None) -> Path | None:
+    """Return the folder, or the file, of a package that was imported; None where there is none."""
+    file = getattr(sys.modules.get(plugin or ""), "__file__", None)
+    if file is None:
+        return None
+    return Path(file).parent if Path(file).name == "__init__.py" else Path(file)
+
+
+def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parameter]:
+    """Return a function's parameters after the arguments that jdp passes. Raises MakeError if it takes fewer."""
+    function = function_of(make)
+    try:
+        every = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        raise MakeError(f"{make} has no signature that Python can read. Wrap it in a function") from None
+    positional = [name for name, each in every.items() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    if len(positional) < len(arguments) and not any(
+        each.kind is inspect.Parameter.VAR_POSITIONAL for each in every.values()
+    ):
+        raise MakeError(f"{make} must take {', '.join(arguments)} first; it takes {', '.join(every) or 'nothing'}")
+    return {name: each for name, each in every.items() if name not in positional[: len(arguments)]}
+
+
+def _own_traceback(error: BaseException) -> str:
+    """Return the last lines of a traceback, without the frames of this file and of Python's import system."""
+    own = error.__traceback__
+    while own is not None:
+        file = own.tb_frame.f_code.co_filename
+        if not file.startswith("<frozen importlib") and file not in (importlib.__file__, __file__):
+            break
+        own = own.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, own, limit=-_MOST_FRAMES)).splitlines()
+    return "\n".join(f"  {line}" for line in lines[-_MOST_LINES:])

@@ -1,0 +1,63 @@
+"""A table of an experiment file that may name a function of the user's own: `make`, and its keywords beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
+
+from jdp.experiment.make import check_keywords, function_of
+from jdp.experiment.schema.fields import NONE, Section, package_name
+
+
+def _make_name(make: str) -> str:
+    module, _, function = make.partition(":")
+    if not re.fullmatch(r"[A-Za-z_]\w{0,99}", function):
+        raise ValueError('must be "package.module:function"')
+    package_name(module)
+    return make
+
+
+class Made(Section):
+    """A table with jdp's own keys; or with `make`, the keys of `_shared`, and keywords of the function."""
+
+    make: Annotated[str, AfterValidator(_make_name)] | None = None
+    """"package.module:function", a function of yours in place of jdp's own; other keys of the table are its keywords.
+    It is code: the package is imported if --plugin names it on the command line."""
+
+    _shared: ClassVar[tuple[str, ...]] = ()
+    """Keys of jdp's own that the table has beside `make`."""
+    _arguments: ClassVar[tuple[str, ...]] = ()
+    """What jdp passes to the function by position."""
+    _keywords: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_keywords(cls, table: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if not isinstance(table, Mapping) or table.get("make") in (None, NONE):
+            return handler(table)
+        given: Mapping[str, Any] = table
+        made = handler({key: value for key, value in given.items() if key in ("make", *cls._shared)})
+        keywords = {
+            key: None if value == NONE else value for key, value in given.items() if key not in ("make", *cls._shared)
+        }
+        assert made.make is not None
+        check_keywords(made.make, cls._arguments, keywords, info.context)
+        made._keywords.update(keywords)
+        return made
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of the function, as in the file."""
+        return self._keywords
+
+    def call(self, *arguments: Any) -> Any:
+        """Return what the function makes of these arguments and the keywords of the file."""
+        assert self.make is not None
+        return function_of(self.make)(*arguments, **self.keywords)
+
+    def written(self) -> dict[str, Any]:
+        """Return the keys of a table with `make`, as they are in the file."""
+        return {key: getattr(self, key) for key in ("make", *self._shared)} | self.keywords

@@ -1,1 +1,0 @@
-"""What could be run instead: other meshes, the largest batch, the smallest cluster."""

@@ -1,0 +1,95 @@
+"""ZeRO's memory in closed form: what a device keeps of weights, gradients and optimizer state, whatever the model is.
+
+Section 3 and Figure 1 of Rajbhandari et al. 2019 (arXiv:1910.02054) count Ψ parameters in mixed precision with Adam.
+They take 2Ψ bytes for 16-bit weights, 2Ψ for 16-bit gradients, and KΨ = 12Ψ for the optimizer (fp32 master weights,
+momentum, variance). N devices share the optimizer's part (stage 1), the gradients too (2), and the weights too (3).
+
+jdp keeps it in another way (`jdp_bytes`). The fp32 master weights are the parameters, sharded at rest in every stage.
+The 16-bit weights are a working copy that lives within a step, and gradients are summed in fp32 by default.
+
+Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes. It is 140 + (140 +
+560) / 8 = 227.5 GB: 210 leaves out the gradients' eighth.
+
+This is model state only: activations, temporaries and the batch come on top (`memory.py` has them).
+"""
+
+from dataclasses import dataclass
+
+from jdp.core.sharding.strategy import STRATEGIES, strategy
+
+
+@dataclass(frozen=True)
+class ZeroRow:
+    """Bytes on a device, rounded up."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all model state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class JdpRow:
+    """Bytes on a device under jdp, rounded up."""
+
+    master: int  # at rest: fp32 master weights
+    moments: int  # at rest: Adam's two moments in fp32
+    gradients: int  # within a step: as they are summed
+    working: int  # within a step: the working copy; 0 under zero3, which gathers a layer at a time
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes between steps."""
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes of all model state within a step."""
+        return self.at_rest + self.gradients + self.working
+
+
+def zero_bytes(
+    parameters: int, devices: int, name: str, *, params: int = 2, grads: int = 2, optimizer: int = 12
+) -> ZeroRow:
+    """Return the bytes of model state on each device, as the paper counts them."""
+    stage = list(STRATEGIES).index(strategy(name).name)
+
+    def per_device(size: int, shared_from: int) -> int:
+        return _share(size, parameters, devices, stage >= shared_from)
+
+    return ZeroRow(per_device(params, 3), per_device(grads, 2), per_device(optimizer, 1))
+
+
+def jdp_bytes(parameters: int, devices: int, name: str, *, working: int = 2, grads: int = 4) -> JdpRow:
+    """Return the bytes of model state on each device as jdp keeps it, with Adam and more than one microbatch."""
+    row = strategy(name)
+    return JdpRow(
+        _share(4, parameters, devices, row.shard_state),
+        _share(8, parameters, devices, row.shard_state),
+        _share(grads, parameters, devices, row.reduce_each_microbatch),
+        0 if row.gather == "use" else _share(working, parameters, devices, False),
+    )
+
+
+def sent_bytes(
+    parameters: int, devices: int, name: str, *, params: int = 2, grads: int = 2, accumulate: int = 1
+) -> int:
+    """Return the bytes that each device sends a step by the ring algorithms, rounded up (section 7 of the paper)."""
+    row = strategy(name)
+    reductions = 2 if not row.shard_state else accumulate if row.reduce_each_microbatch else 1
+    gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[row.gather]
+    return _share((devices - 1) * (reductions * grads + gathers * params), parameters, devices, True)
+
+
+def _share(size: int, parameters: int, devices: int, shared: bool) -> int:
+    """Return a device's bytes of `size` a parameter, rounded up. Raises ValueError for no parameters or devices."""
+    if parameters < 1 or devices < 1:
+        raise ValueError(
+            f"ZeRO's formula needs at least one parameter and one device; given {parameters} on {devices}. Give "
+            "1 or more."
+        )
+    return -(-size * parameters // (devices if shared else 1))

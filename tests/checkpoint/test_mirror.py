@@ -1,0 +1,285 @@
+"""A mirror in object storage, on real servers of S3's and Google's interfaces on this machine."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp.base import notices, retrying
+from jdp.checkpoint import mirror
+from jdp.launch import launch
+
+PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(mirror, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(retrying, "_FIRST_PAUSE", 0.05)
+    notices._said.clear()
+
+
+@pytest.fixture(scope="module")
+def base():
+    return jdp.init_state(lambda rng: {"w": jnp.ones((4, 8))}, optax.adam(0.1), PLAN, rng=jax.random.key(0))
+
+
+def at(base, step):
+    weights = jax.device_put(jnp.full((4, 8), float(step)), base.params["w"].sharding)
+    return replace(base, params={"w": weights}, step=jax.device_put(jnp.int32(step), PLAN.replicated))
+
+
+def restored(saved, base):
+    state, record = saved.restore(base)
+    assert (np.asarray(state.params["w"]) == record["step"]).all()
+    return record["step"]
+
+
+def train(folder, address, base, steps, **options):
+    """Save these steps in one visit; return the step that it began from."""
+    with jdp.Checkpoints(folder, mirror=address, **options) as saved:
+        began = None if saved.latest is None else restored(saved, base)
+        for step in steps:
+            saved.save(at(base, step), {"step": step}, {"loss": abs(step - 2)})
+    return began
+
+
+def storage(address):
+    return fsspec.core.url_to_fs(address, use_listings_cache=False)
+
+
+def copies(address):
+    """Return the steps with files in the mirror -> whether each is complete."""
+    fs, root = storage(address)
+    names = [path.removeprefix(f"{root}/").split("/", 1) for path in fs.find(root)]
+    return {int(step): [step, "commit_success.txt"] in names for step, _ in names}
+
+
+def whole(*steps):
+    return dict.fromkeys(steps, True)
+
+
+@pytest.fixture(params=["bucket", "google_bucket"])
+def address(request):
+    return f"{request.getfixturevalue(request.param)}/some/run"
+
+
+def test_a_fresh_machine_goes_on_from_the_newest_copy(address, base, tmp_path, capsys):
+    assert train(tmp_path / "one", address, base, (1, 2, 3, 4), keep=2) is None
+    assert copies(address) == whole(3, 4), "what is deleted here is deleted there"
+    assert train(tmp_path / "two", address, base, (5,), keep=2) == 4
+    assert f"mirror {address}: checkpoint 4 is fetched" in capsys.readouterr().err
+    assert copies(address) == whole(4, 5)
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["4", "5"]
+    assert [each.status for each in jdp.checkpoint.check(tmp_path / "two")] == ["whole", "whole"]
+
+
+def test_the_policy_of_the_directory_holds_for_copies_of_lost_machines(bucket, base, tmp_path):
+    options = {"keep": 1, "keep_every": 4, "best": "loss"}
+    train(tmp_path / "one", bucket, base, (1, 2, 3, 4, 5), **options)
+    assert copies(bucket) == whole(2, 4, 5)
+    train(tmp_path / "two", bucket, base, (6,), **options)
+    assert copies(bucket) == whole(2, 4, 6)
+
+
+def test_a_copy_without_its_commit_file_does_not_count_and_is_made_up(bucket, base, tmp_path):
+    train(tmp_path / "one", bucket, base, (1, 2))
+    fs, root = storage(bucket)
+    fs.rm(f"{root}/2/commit_success.txt")
+    assert train(tmp_path / "two", bucket, base, ()) == 1
+    assert train(tmp_path / "one", bucket, base, ()) == 2
+    assert copies(bucket) == whole(1, 2)
+
+
+def test_a_damaged_copy_is_left_out(bucket, base, tmp_path, capsys):
+    train(tmp_path / "one", bucket, base, (1, 2))
+    fs, root = storage(bucket)
+    name = max(fs.find(f"{root}/2"), key=fs.size)
+    content = bytearray(fs.cat_file(name))
+    content[len(content) // 2] ^= 1
+    fs.pipe_file(name, bytes(content))
+    assert train(tmp_path / "two", bucket, base, ()) == 1
+    assert f"mirror {bucket}: checkpoint 2 is damaged (state/" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_back_takes_its_copies_back(bucket, base, tmp_path):
+    with jdp.Checkpoints(tmp_path / "one", mirror=bucket) as saved:
+        for step in (1, 2, 3):
+            saved.save(at(base, step), {"step": step})
+        saved.restore(base, 1)
+        saved.save(replace(at(base, 2), params={"w": at(base, 7).params["w"]}), {"step": 7})
+    assert copies(bucket) == whole(1, 2)
+    with jdp.Checkpoints(tmp_path / "two", mirror=bucket) as saved:
+        assert restored(saved, base) == 7
+
+
+def test_a_damaged_newest_is_fetched_and_an_older_machine_catches_up(bucket, base, tmp_path):
+    train(tmp_path / "one", bucket, base, (1, 2))
+    shutil.copytree(tmp_path / "one" / "1", tmp_path / "old" / "1")
+    (tmp_path / "one" / "2" / "commit_success.txt").unlink()
+    for folder in ("one", "old"):
+        assert train(tmp_path / folder, bucket, base, ()) == 2
+    assert (tmp_path / "one" / "damaged-2").is_dir()
+
+
+def test_files_that_do_not_arrive_are_sent_again(bucket, base, tmp_path, monkeypatch):
+    fs, lost = storage(bucket)[0], []
+    put = fs.put
+
+    def lossy(here, there):
+        put(here, there)
+        if len(lost) < 2:
+            lost.append(there[-1])
+            fs.rm(there[-1])
+
+    monkeypatch.setattr(fs, "put", lossy)
+    train(tmp_path / "one", bucket, base, (1,))
+    assert len(lost) == 2
+    assert train(tmp_path / "two", bucket, base, ()) == 1
+
+
+@pytest.fixture
+def outage(bucket, monkeypatch):
+    """Return what takes the storage away, and what brings it back."""
+    kind = type(storage(bucket)[0])
+    call = kind._call_s3
+
+    async def away(self, *arguments, **options):
+        raise ConnectionError("no route to host")
+
+    return lambda: monkeypatch.setattr(kind, "_call_s3", away), lambda: monkeypatch.setattr(kind, "_call_s3", call)
+
+
+def test_an_outage_is_reported_once_and_made_up(bucket, base, tmp_path, outage, capsys):
+    goes, comes = outage
+    with jdp.Checkpoints(tmp_path / "one", mirror=bucket, keep=2) as saved:
+        saved.save(at(base, 1), {"step": 1})
+        saved.wait()
+        goes()
+        for step in (2, 3, 4):
+            saved.save(at(base, step), {"step": step})
+            saved.wait()
+        comes()
+    assert copies(bucket) == whole(3, 4)
+    assert capsys.readouterr().err.count("no route to host; it is tried again for") == 1
+
+
+def test_storage_that_stays_away_ends_no_run_and_starts_none_without_checkpoints(
+    bucket, base, tmp_path, outage, capsys, monkeypatch
+):
+    goes, comes = outage
+    train(tmp_path / "one", bucket, base, (4,))
+    goes()
+    monkeypatch.setattr(mirror, "LAST_SECONDS", 0.5)
+    monkeypatch.setattr(retrying, "PATIENCE_SECONDS", 0.2)
+    assert train(tmp_path / "one", bucket, base, (5,)) == 4, "what is here is taken"
+    said = capsys.readouterr().err
+    assert said.count("it cannot be read (ConnectionError('no route to host')); the checkpoints in") == 1
+    assert said.count(f"mirror {bucket}: the last checkpoints are not there, but in {tmp_path / 'one'}") == 1
+    with pytest.raises(jdp.CheckpointError, match=rf"a mirror must be readable; {bucket} is not: .*no route"):
+        jdp.Checkpoints(tmp_path / "two", mirror=bucket)
+    comes()
+    assert train(tmp_path / "two", bucket, base, ()) == 4
+
+
+def test_copies_that_are_newer_and_were_never_here_stay(bucket, base, tmp_path, outage):
+    train(tmp_path / "one", bucket, base, (1, 8, 9))
+    shutil.copytree(tmp_path / "one" / "1", tmp_path / "old" / "1")
+    goes, comes = outage
+    goes()
+    with jdp.Checkpoints(tmp_path / "old", mirror=bucket) as saved:
+        comes()
+        restored(saved, base)
+        saved.save(at(base, 2), {"step": 2})
+    assert copies(bucket) == whole(1, 2, 8, 9)
+
+
+KILLED = """
+import os, signal, sys
+import jax, jax.numpy as jnp
+import jdp
+
+with jdp.Checkpoints(sys.argv[1], mirror=sys.argv[2]) as saved:
+    saved.save({"w": jnp.full(1000, 1.0)}, {"step": 1}, step=1)
+    saved.wait()
+    __import__("time").sleep(3)
+    put = saved._mirror._fs.put
+    saved._mirror._fs.put = lambda here, there: (put(here[:3], there[:3]), os.kill(os.getpid(), signal.SIGKILL))
+    saved.save({"w": jnp.full(1000, 2.0)}, {"step": 2}, step=2)
+"""
+
+
+def program(tmp_path, s3_server, text):
+    (tmp_path / "program.py").write_text(text)
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return str(tmp_path / "program.py"), os.environ | s3_server | {"PYTHONPATH": paths}
+
+
+def test_a_kill_in_the_middle_of_a_copy_leaves_the_one_before(bucket, s3_server, tmp_path):
+    file, environment = program(tmp_path, s3_server, KILLED)
+    ended = subprocess.run([sys.executable, file, str(tmp_path / "one"), bucket], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert copies(bucket) == {1: True, 2: False}
+    tree = {"w": jnp.zeros(1000)}
+    with jdp.Checkpoints(tmp_path / "two", mirror=bucket) as fresh:
+        assert fresh.restore(tree)[1] == {"step": 1}
+    with jdp.Checkpoints(tmp_path / "one", mirror=bucket) as again:
+        assert again.restore(tree)[1] == {"step": 2}
+    assert copies(bucket) == whole(1, 2)
+
+
+TWO = """
+import sys
+import jax, jax.numpy as jnp
+import jdp
+
+jdp.initialize(timeout_seconds=60)
+plan = jdp.Plan(jdp.make_mesh(data=4), "zero3", min_shard_size=1)
+tree = jdp.place({"w": jnp.arange(64.0)}, plan)
+for folder in ("one", "two"):
+    with jdp.Checkpoints(f"{sys.argv[1]}/{folder}", mirror=sys.argv[2]) as saved:
+        if folder == "one":
+            saved.save(tree, step=3)
+        else:
+            read = saved.restore(tree)[0]["w"]
+            assert all((mine.data == other.data).all() for mine, other in zip(
+                read.addressable_shards, tree["w"].addressable_shards, strict=True))
+            print("same", jax.process_index(), saved.steps, flush=True)
+"""
+
+
+def test_two_processes_fetch_one_copy(bucket, s3_server, tmp_path, capfd):
+    file, environment = program(tmp_path, s3_server, TWO)
+    command = [sys.executable, file, str(tmp_path), bucket]
+    assert launch(command, 2, devices_per_process=2, environment=environment) == 0
+    out = capfd.readouterr().out
+    assert out.count("same 0 [3]") == out.count("same 1 [3]") == 1
+
+
+BAD = {
+    "/mnt/bucket/run": "a mirror must be the address of a folder in storage, given .*write s3://bucket/run",
+    "s3:box/run": "a mirror must be the address",
+    "s3://": "a mirror must be the address",
+    "file:///tmp/x": "a mirror must be the address",
+    "memory://x/y": "a mirror must be the address",
+    "nosuch://a": "a mirror must be readable; nosuch://a is not: .*Protocol not known",
+    "az://c/x": r"a mirror must be readable; az://c/x is not: .*adlfs",
+    "s3://no-such-bucket-here/run": "a mirror must be readable; s3://no-such-bucket-here/run is not: .*bucket",
+}
+
+
+@pytest.mark.parametrize("given", BAD)
+def test_an_address_that_leads_nowhere_is_one_error(bucket, tmp_path, given):
+    with pytest.raises(ValueError, match=BAD[given]):
+        jdp.Checkpoints(tmp_path / "one", mirror=given)

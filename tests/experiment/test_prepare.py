@@ -1,0 +1,169 @@
+"""The scripts of `experiments/prepare/`: text and chats become rows of ids and weights, which jdp learns from."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from guide_folders import CHAT_TEMPLATE, TEXTS, write_chat_llama, write_llama
+from own_process import ROOT
+from tiny_runs import rows
+
+from jdp.cli.main import main
+from jdp.data import text_data
+
+transformers = pytest.importorskip("transformers")
+PREPARE = ROOT / "experiments/prepare"
+MARKED = CHAT_TEMPLATE.replace(
+    "{{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}",
+    "{{- '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{- message['content'] | trim + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{- message['content'] | trim + '<|im_end|>' }}{% endif %}{{- '\n' }}",
+)
+CHAT = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "It is 1."},
+    {"role": "user", "content": "more?"},
+    {"role": "assistant", "content": "It is 2."},
+]
+
+
+def ran(script, *arguments, cwd):
+    command = [sys.executable, str(PREPARE / script), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "llama"
+    write_chat_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def row_of():
+    spec = importlib.util.spec_from_file_location("chats_to_ids", PREPARE / "chats_to_ids.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.row_of
+
+
+def learnt(row_of, llama, messages, template=CHAT_TEMPLATE, **more):
+    """The text of each stretch of tokens with weight 1."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = template
+    row = row_of(tokenizer, {"messages": messages, **more})
+    ids, weights = np.array(row["input_ids"]), np.array(row["loss_mask"])
+    assert len(ids) == len(weights) and {*weights.tolist()} <= {0, 1}
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    bounds = np.flatnonzero(np.diff(np.concatenate([[0], weights, [0]])))
+    return [tokenizer.decode(ids[start:end]) for start, end in bounds.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("script", ["text_to_ids.py", "chats_to_ids.py"])
+def test_a_script_has_at_most_fifty_lines(script):
+    assert len((PREPARE / script).read_text().splitlines()) <= 50
+
+
+@pytest.mark.parametrize(("template", "end"), [(CHAT_TEMPLATE, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
+def test_the_answers_alone_have_weight(row_of, llama, template, end):
+    """By {% generation %}; in a template without it, what the messages before with the prompt do not have."""
+    assert learnt(row_of, llama, CHAT, template) == [f"It is 1.{end}", f"It is 2.{end}"]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED])
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
+def test_an_answer_without_weight_is_not_learnt(row_of, llama, template, key):
+    first = [CHAT[0], CHAT[1] | key, *CHAT[2:]]
+    [only] = learnt(row_of, llama, first, template)
+    assert only.startswith("It is 2.")
+    assert learnt(row_of, llama, [CHAT[0], CHAT[1] | key], template) == []
+    kept = dict.fromkeys(key, 1)  # as Arrow has the key in every message
+    assert len(learnt(row_of, llama, [each | (key if each is CHAT[1] else kept) for each in CHAT], template)) == 1
+
+
+def test_tools_are_for_the_template(row_of, llama):
+    template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + CHAT_TEMPLATE
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = template
+    found = row_of(tokenizer, {"messages": CHAT[:2], "tools": [{"name": "clock"}]})
+    assert tokenizer.decode(found["input_ids"]).startswith("clock<|im_start|>")
+
+
+def test_a_template_that_changes_earlier_answers_is_refused(row_of, llama):
+    """As Qwen3's leaves out what was thought before the last question."""
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else '-' }}{% endfor %}"
+    with pytest.raises(SystemExit, match="the template writes this otherwise where more follows: mark answers in it"):
+        learnt(row_of, llama, CHAT, template)
+
+
+def test_columns_that_are_not_read_are_named(llama):
+    folder = llama.parent
+    (folder / "odd.jsonl").write_text(json.dumps({"messages": CHAT, "source": "web", "score": 1}) + "\n")
+    done = ran("chats_to_ids.py", "llama", "odd.jsonl", "odd.parquet", cwd=folder)
+    assert done.returncode == 0 and "odd.jsonl: score, source not used" in done.stderr, done.stderr
+    (folder / "none.jsonl").write_text(json.dumps({"chat": CHAT}) + "\n")
+    done = ran("chats_to_ids.py", "llama", "none.jsonl", "none.parquet", cwd=folder)
+    assert done.returncode == 1 and 'must have a column "messages"; given chat: rename it' in done.stderr
+
+
+TOY = {"model.context": 64, "data.length": 64, "train.batch_size": 16, "optimizer.warmup_steps": 2}
+TOY |= {"train.eval_every": 0, "train.checkpoint_every": 0, "train.log_every": 1, "train.eval_batches": 1}
+TOY |= {"data.heldout_fraction": 0.2, "optimizer.lr": 1e-2, "strategy": "zero1", "precision": "fp32"}
+
+
+def trained(name, folder, **given):
+    model = {"model.name": f"hf:{folder}/llama", "train.init_from": f"{folder}/llama"}
+    flags = [word for key, value in (TOY | model | given).items() for word in (f"--{key}", str(value))]
+    assert main(["train", name, *flags, "--run-dir", str(folder / "runs")]) == 0
+    [run] = (folder / "runs").glob(f"{name.replace('_', '-')}*")
+    return run
+
+
+def test_a_chat_is_learnt_from_its_answers(llama, capsys):
+    """The commands of the recipe's note: the loss falls, and the export answers a question."""
+    folder = llama.parent
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is one more than {number}?"},
+                {"role": "assistant", "content": f"It is {number + 1}."},
+            ]
+        }
+        for number in range(120)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    done = ran("chats_to_ids.py", "llama", "chats.jsonl", "chats.parquet", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    given = {"data.source": f"hf:parquet:{folder}/chats.parquet", "train.steps": 40, "train.export": "hf"}
+    run = trained("sft_chat", folder, **given, **{"train.accumulate": 1})
+    losses, out = rows(run, "loss"), capsys.readouterr().out
+    assert losses[1] > 5 and losses[40] < 1.5
+    assert re.search(r"1\d\d documents, .* \d+ % of its tokens count", out)
+    asked = "<|im_start|>user\nWhat can you do?<|im_end|>\n<|im_start|>assistant\n"
+    assert main(["generate", str(run / "export"), "--prompt", asked, "--temperature", "0", "--length", "20"]) == 0
+    assert "assistant\nIt is " in capsys.readouterr().out
+
+
+def test_text_is_learnt_from_its_ids(tmp_path):
+    """The ids are those that jdp's own reader makes of the text, each row closed by the end of text."""
+    write_llama(tmp_path / "llama", ["<|end_of_text|>"], TEXTS)
+    (tmp_path / "llama/tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
+    done = ran("text_to_ids.py", "llama", "texts.jsonl", "ids.parquet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    options = {"length": 16, "heldout_fraction": 0.2}
+    own = text_data(f"hf:json:{tmp_path}/texts.jsonl", tokenizer=f"{tmp_path}/llama", **options)
+    made = text_data(f"hf:parquet:{tmp_path}/ids.parquet", ids="input_ids", **options)
+    assert own.documents == made.documents == len(TEXTS)
+    both = [np.concatenate([data.train.tokens, data.heldout.tokens]) for data in (own, made)]
+    assert np.array_equal(*(np.sort(tokens) for tokens in both))
+    given = {"data.source": f"hf:parquet:{tmp_path}/ids.parquet", "data.ids": "input_ids", "train.steps": 20}
+    losses = rows(trained("finetune_hf_llama", tmp_path, **given), "loss")
+    assert losses[20] < losses[1] - 1
+    done = ran("text_to_ids.py", "llama", "texts.jsonl", "ids.parquet", "body", cwd=tmp_path)
+    assert done.returncode == 1 and 'there is no column "body" in texts.jsonl, which has text' in done.stderr

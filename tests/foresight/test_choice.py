@@ -1,0 +1,104 @@
+"""The choice of a plan follows from its numbers: the fastest candidate that fits, and the reasons."""
+
+from dataclasses import replace
+
+import pytest
+
+from jdp.foresight.forecast import Estimate, PlanReport
+from jdp.foresight.memory import Headroom, Memory
+from jdp.foresight.timing.timeline import Timeline
+from jdp.foresight.traffic.theory import Theory
+from jdp.foresight.verify import Report
+
+GIB = 2**30
+
+
+def estimate(strategy, *, gib, step=0.1, kept=True):
+    """A candidate that holds `gib` on a device that has 70 GiB; seconds a step."""
+    line = Timeline(
+        step_seconds=step,
+        compute_seconds=step,
+        communication_seconds=0.0,
+        exposed_seconds=0.0,
+        flops=1e12,
+        bytes=1e9,
+        matmul_seconds=step / 2,
+        median_matmul_seconds=1e-3,
+        kernels=10,
+        events=(),
+        caveats=(),
+    )
+    memory = Memory(int(gib * GIB), 0, 0, 0, 0, 0)
+    report = Report(
+        kept=kept,
+        strategy=strategy,
+        partitioning="manual",
+        why="",
+        target="h100:1x8",
+        mesh={"data": 8},
+        accumulate=1,
+        theory=Theory(0, ()),
+        wire_bytes_per_device=1e9,
+        theory_wire_bytes_per_device=1e9,
+        ratio=1.0,
+        rows=(),
+        model_axes=(),
+        collectives=(),
+    )
+    fits = gib <= 70
+    return Estimate(
+        strategy,
+        1,
+        partitioning="manual",
+        memory=memory,
+        headroom=Headroom(fits, int(gib * GIB), 70 * GIB, 0.9 if 60 < gib <= 70 else None, "needs much"),
+        report=report,
+        timeline=line if fits else None,
+        devices=8,
+    )
+
+
+def words(*estimates):
+    report = PlanReport("h100:1x8", 8, estimates)
+    return report.choice, " ".join(report.why)
+
+
+def test_the_fastest_that_fits():
+    choice, why = words(estimate("ddp", gib=96), estimate("zero1", gib=60), estimate("zero3", gib=31, step=0.109))
+    assert choice.strategy == "zero1"
+    assert "ddp 96 GiB, zero1 60 GiB, zero3 31 GiB; zero1, zero3 fit" in why
+    assert "zero1 is the one to take: a step takes 100 ms; zero3 takes 9.0 % longer." in why
+
+
+def test_of_equally_fast_ones_the_one_that_holds_least():
+    choice, why = words(
+        estimate("zero1", gib=5, step=0.1004), estimate("ddp", gib=10), estimate("zero3", gib=3, step=0.1012)
+    )
+    assert choice.strategy == "zero1" and "ddp takes as long; zero3 takes as long" in why
+    choice, _ = words(estimate("zero1", gib=5), estimate("ddp", gib=10), estimate("zero3", gib=3, kept=False))
+    assert choice.strategy == "zero1", "one that keeps its contract comes first"
+
+
+def test_where_nothing_fits_it_says_what_needs_least():
+    choice, why = words(estimate("ddp", gib=96), estimate("zero3", gib=80))
+    assert choice is None and "none fits. zero3 needs least, 80 GiB." in why
+
+
+def test_what_is_not_known_is_not_compared():
+    failed = Estimate("ddp", 1, error="no room")
+    assert words(failed) == (None, "No candidate compiled.")
+    assert PlanReport("cpu:8", 8, (failed,)).verdict == "No candidate compiled."
+    untimed = Estimate("ddp", 1, memory=Memory(GIB, 0, 0, 0, 0, 0))
+    choice, why = words(untimed, failed)
+    assert choice is untimed and why.startswith("A device holds: ddp 1 GiB. Its memory is not known here. ddp holds")
+    assert "how long a step takes is not known for this target" in why
+
+
+def test_the_definitions():
+    one = estimate("zero1", gib=60)
+    line = replace(one.timeline, compute_seconds=0.09, communication_seconds=0.02, exposed_seconds=0.01)
+    one = replace(one, timeline=line, model_flops=8e13, peak_flops=1e15, tokens=8192)
+    assert one.mfu == pytest.approx(8e13 / (0.1 * 8 * 1e15))
+    assert one.tokens_per_second == pytest.approx(81920)
+    assert one.efficiency == pytest.approx(0.9)
+    assert one.exposed_fraction == pytest.approx(0.5)
