@@ -46,6 +46,11 @@ def keywords(p, batch, *, rng):
     return 0.0
 
 
+class OfRngs(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(rngs.params())
+
+
 PAIR = r"A rule is a pair of a path pattern and a PartitionSpec, as in rules=\[.*\]; given "
 ENTRY = "A dimension in a rule is None, an axis or a tuple of axes; the rule for 'w' has "
 TX_IS = r"tx is an optax optimizer, e\.g\. optax\.adamw\(3e-4\); given "
@@ -73,7 +78,8 @@ CALLS = {
     "init is a module": (lambda: state(linear(KEY)), INIT_IS + r"a Linear\. Write lambda rng: Model"),
     "init is a tree": (lambda: state(params(KEY)), INIT_IS + "a dict.*lambda rng: params for weights that exist"),
     "init is of linen": (lambda: state(linen.Dense(2)), INIT_IS + "a Dense. Write lambda rng"),
-    "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"the class Linear\. Write lambda rng: Linear\("),
+    "init is a class of rngs": (lambda: state(OfRngs), INIT_IS + r"the class OfRngs\. Write lambda rng: OfR"),
+    "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"Linear\(self, in_features"),
     "init of nothing": (lambda: jdp.init(lambda: 0, plan(), rng=KEY), INIT_IS + r"<lambda>\(\)\. Write a function of"),
     "init of an optimizer's state": (lambda: jdp.init(TX.init(0), plan(), of={}), "given a tuple.*tx.init, plan, of="),
     "init and tx exchanged": (lambda: state(TX, params), f"{INIT_IS}a Grad.*in this order: {INIT_STATE}"),

@@ -178,15 +178,15 @@ def check_init(init: Any, *, of: bool = False) -> None:
         elif is_optimizer(init):
             fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
         raise ValueError(f"{rule}; given {described(init)}. {fix}.")
-    if isinstance(init, type):
-        name = init.__name__
-        raise ValueError(f"{rule}; given the class {name}. Write lambda rng: {name}(rngs=nnx.Rngs(rng)).")
+    is_class = isinstance(init, type)  # those of flax are made by a function of any arguments
     try:
-        signature = inspect.signature(init)
+        signature = inspect.signature(init.__init__ if is_class else init)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return
+    if is_class and [*signature.parameters][1:2] == ["rngs"]:
+        raise ValueError(f"{rule}; given the class {init.__name__}. Write lambda rng: {init.__name__}(nnx.Rngs(rng)).")
     try:
-        signature.bind(None)
+        signature.bind(*(None,) * (2 if is_class else 1))
     except TypeError as error:
         given = getattr(init, "__name__", type(init).__name__) + cut(str(signature))
         raise ValueError(f"{rule}; given {given}. Write a function of one argument.") from error
