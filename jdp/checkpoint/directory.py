@@ -284,8 +284,8 @@ class Checkpoints:
             self._writer.submit(self._manager.wait_until_finished).result()
             if jax.process_index() == 0:
                 ownership.unmark(self.directory, self._unfinished)
-                if self._saving is not None:
-                    note_progress(self._saving)
+            if self._saving is not None:
+                note_progress(self._saving)
         self._saving, self._deleting = None, []
 
     def close(self) -> None:
