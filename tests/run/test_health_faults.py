@@ -89,7 +89,7 @@ results = {
     "calm": run("calm", often),
     "wrong device": run("flip", often, flip=5),
     "flip": run("flip", often),
-    "slow": run("slow", {"train.steps": "45"}, sleep=0.6),
+    "slow": run("slow", {"train.steps": "70"}, sleep=0.5),
 }
 results |= {f"digest of {name}": digest(name) for name in ("calm", "flip")}
 (folder / f"results-{rank}").write_text(json.dumps(results))
@@ -142,7 +142,7 @@ def test_a_flipped_bit_ends_the_run_on_every_process_and_the_next_one_has_the_bi
 
 
 def test_a_slow_process_is_named(folder):
-    """It sleeps 0.6 s a batch; a step takes a hundredth of a second on an idle machine, and 0.3 s on a busy one."""
+    """It sleeps 0.5 s a batch; a step takes a hundredth of a second on an idle machine, and 0.3 s on a busy one."""
     shown = (folder / "stderr").read_text()
     assert "process 1 is late: its host takes 0." in shown and "process 0 is late" not in shown
     assert results(folder, 0)["slow"] == 0, "a warning only"
