@@ -58,3 +58,7 @@ LossFn = Callable[[Any, Batch, Any], Any]
 """`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows."""
 InitFn = Callable[[jax.Array], Model]
 """`init(rng)` -> an `nnx.Module`, or any pytree of parameters."""
+
+
+class PartsError(ValueError):
+    """A loss cannot be called on parts of the batch. The message is a clause: what stands in the way, the remedy."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Generic, TypeVarTuple
 
 import jax
@@ -24,12 +24,9 @@ from jdp.base.tree_paths import path_in_model
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import check_operands, owned_batch, signature
-from jdp.core.gradients import manual
 from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.loss_signature import check_loss_takes
-from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
-from jdp.core.gradients.spec import GradientSpec
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_tree, refuse_offload
 from jdp.core.plan import Plan, check_plan
@@ -261,7 +258,6 @@ class ValueAndGrad(Generic[*Arguments]):
         state = self._joined(models, rng)
         self._check_models(state)
         self.loss.check_first(state, batch)
-        self.loss.forget_programs()  # the call comes later
 
     @property
     def jitted(self) -> Any:
@@ -282,25 +278,14 @@ class ValueAndGrad(Generic[*Arguments]):
             placements = self.loss.param_placements(state)
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
-            spec = self._spec_with_outputs(state, batch)
-            grads, sums, model_state = self.loss.gradients(state, batch, state.rng, spec)
+            grads, sums, model_state = self.loss.gradients(state, batch, state.rng)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             model_state = jax.tree.map(changed, own, state.model_state, model_state)
             values = means(sums)
-            if isinstance(spec.loss_fn, LossWithAux):
-                values = values, spec.loss_fn.aux(sums)
+            if isinstance(loss_fn := self.loss.view(state, batch).loss_fn, LossWithAux):
+                values = values, loss_fn.aux(sums)
             return values, grads, model_state
-
-    def _spec_with_outputs(self, state: Models, batch: Batch) -> GradientSpec:
-        loss, plan = self.loss, self.loss.plan
-        spec = loss.gradient_spec(state)
-        if not isinstance(spec.loss_fn, LossWithAux):
-            return spec
-        is_local = loss.choose(state, batch).partitioning == "manual"
-        calls = loss.settings.accumulate * (plan.batch_shards if is_local else 1)
-        within = partial(manual.replicated_within, plan=plan) if is_local else lambda function: function
-        return with_outputs(spec, within, calls, state, batch)
 
     def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Check how many arguments there are, and where this is called. Raises ValueError."""
@@ -373,7 +358,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self._checked_forms.add(form)
 
     def _report_same_draws(self, given: str) -> None:
-        if self.loss.last is not None and self.loss.last.draws:
+        if self.loss.last is not None and self.loss.last.does_draw:
             notice(
                 f"a gradient whose loss draws (dropout, noise) was given {given}: it draws the same in each step; pass "
                 "a key of the step, jax.random.fold_in(key, step)"

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
-from jdp.core.gradients import auto
 from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.partitioned_loss import VIEWS
+from jdp.core.gradients.views import view_gradients
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState, own_shaped, trained_part
@@ -130,10 +129,10 @@ class Inspection:
         step = self._step
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
-            choice = step.loss.choose(state, batch)
-            spec = step.loss.gradient_spec(state, choice.reading)
+            view = step.loss.view(state, batch)
+            spec = step.loss.gradient_spec(state, view)
             spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
-            gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
+            gradients = view_gradients(view.partitioning, spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), state.params
             grads, sums, _ = gradients(params, state.model_state, batch, key)
             own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
@@ -162,7 +161,7 @@ class Inspection:
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
-            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
+            return view_gradients("auto", spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

@@ -21,12 +21,11 @@ import jax.numpy as jnp
 
 from jdp.core.batch import batch_rows, joined
 from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.microbatch import microbatch_gradients, microbatches, rowwise_loss, working_copy
+from jdp.core.gradients.microbatch import microbatch_gradients, microbatches, traced_loss, working_copy
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.overlap_cost import why_off
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves, sum_leaves
 from jdp.core.gradients.wire import seeds
-from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.traced_mesh import traced_mesh
@@ -56,16 +55,16 @@ def step_gradients(
         by_layer = _by_layer(spec, collectives, params, model_state, *first)
     if count == 1:
         spec, collectives = by_layer
-    loss, operands = rowwise_loss(spec, collectives), working_copy(spec, collectives, params)
+    loss, operands = traced_loss(spec, collectives), working_copy(spec, collectives, params)
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
     each, last = partial(microbatch_gradients, spec, collectives, loss, operands), None
     if count > 1 and by_layer[0] is not spec:
-        last = partial(microbatch_gradients, *by_layer, rowwise_loss(*by_layer), params, copies=operands)
+        last = partial(microbatch_gradients, *by_layer, traced_loss(*by_layer), params, copies=operands)
         if spec.strategy.reduce_each_microbatch:
             spec = by_layer[0]
-            loss = rowwise_loss(spec, collectives)
+            loss = traced_loss(spec, collectives)
             each = partial(microbatch_gradients, spec, collectives, loss, params, copies=operands)
             replicas = math.prod(jax.lax.axis_size(axis) for axis in collectives.axes if axis != DATA)
             last = last if replicas > 1 else None  # which differs in what it sends over `replica` alone
@@ -76,7 +75,7 @@ def step_gradients(
     else:
         changed: list[bool] = []  # the leaves of the model state that the model's calls change: only those are carried
 
-        def probe(microbatch: Batch, key: jax.Array | BatchKey) -> Any:
+        def probe(microbatch: Batch, key: jax.Array) -> Any:
             grads, sums, after = each(model_state, microbatch, key, seed_of(0))
             changed[:] = changed_leaves(model_state, after)
             if reduces_each:
@@ -115,7 +114,7 @@ def step_gradients(
         by_row, whole = [joined(x) for x in outputs[0]], [x[-1] for x in outputs[1]]
         sums = replace(sums, rows=by_row, whole=whole)
 
-    total = replace(spec.summed(collectives, sums.only), rows=sums.rows, whole=sums.whole)
+    total = replace(jax.tree.map(collectives.sum, sums.only), rows=sums.rows, whole=sums.whole)
     if not reduces_each and spec.strategy.gather != "use":  # else the backward pass reduced, of the last at least
         grads = sum_leaves(collectives.reduce, grads, spec.trained_placements, seed_of(0))
     grads = sum_leaves(collectives.finish, grads, spec.trained_placements, seed_of(count))
@@ -154,7 +153,7 @@ def _by_layer(
     if not new.keep_gathered:
         return new, within
     plain = replace(within, overlap=False)
-    backward = partial(microbatch_gradients, new, plain, rowwise_loss(new, plain), params)
+    backward = partial(microbatch_gradients, new, plain, traced_loss(new, plain), params)
     most = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
     traced = jax.make_jaxpr(backward)(*given).jaxpr
     reduced = reduced_by_layer(traced)
@@ -169,7 +168,7 @@ def _by_layer(
 
 def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
     """Return the sums of one batch, forward only; the loss gets `rng=None`, which means evaluation."""
-    loss, operands = rowwise_loss(spec, collectives), working_copy(spec, collectives, params)
+    loss, operands = traced_loss(spec, collectives), working_copy(spec, collectives, params)
 
     def forward(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, None)[0]
@@ -179,4 +178,4 @@ def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model
     else:
         each = jax.lax.map(forward, collectives.microbatches(batch, spec.settings.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
-    return spec.summed(collectives, sums)
+    return jax.tree.map(collectives.sum, sums)

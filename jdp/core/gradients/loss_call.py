@@ -7,16 +7,20 @@ returned.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.row_proof.quotients import Reading, sums_of_quotient
+from jdp.core.gather_rows import recording
 from jdp.core.layers import Gather, GatherTable, gathering
+from jdp.core.precision import Precision
+from jdp.core.state import AnyState, own_shapes
 from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
@@ -84,6 +88,23 @@ class LossWithAux:
 
 
 @dataclass(frozen=True)
+class LossForm:
+    """What a loss returns, read from one trace on shapes alone.
+
+    Attributes:
+        is_scalar: True for a scalar, False for a `Loss`.
+        gathers_rows: True if the loss calls `jdp.gather_rows`.
+        metrics: the shapes of its metrics' totals, by name.
+        aux: the shapes of its aux; () without `has_aux`.
+    """
+
+    is_scalar: bool
+    gathers_rows: bool
+    metrics: dict[str, tuple[int, ...]]
+    aux: PyTree
+
+
+@dataclass(frozen=True)
 class TracedLoss:
     """The loss function, how parameters become its model, and how they are sharded.
 
@@ -95,7 +116,6 @@ class TracedLoss:
         keep, whole: as in `GatherTable`.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
-        reading: how a scalar that ends in a quotient of sums is read; None for other losses.
     """
 
     fn: LossFn
@@ -106,48 +126,17 @@ class TracedLoss:
     training: bool = True
     keep: bool = False
     whole: bool = False
-    reading: Reading | None = None
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
-        arguments = operands, model_state, batch, key
-        if self.reading is None:
-            return self.with_extras(*arguments)[0]
-        program, shape = jax.make_jaxpr(self.without_reading.with_extras, return_shape=True)(*arguments)
-        return self.read(program, shape, arguments)
-
-    @property
-    def without_reading(self) -> TracedLoss:
-        """The loss, read as the mean over the batch's rows where it returns a scalar."""
-        return replace(self, reading=None)
-
-    def with_extras(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, Any]:
-        """Return what a call returns; and beside it the scalar of a loss that returns one, and the arrays of aux."""
-        value, aux, model_state = self._value(operands, model_state, batch, key)
+        value, aux, model_state = self.value(operands, model_state, batch, key)
         by_row = self.fn.by_row if isinstance(self.fn, LossWithAux) else None
         arrays = list(map(jnp.asarray, jax.tree.leaves(aux)))
         marked = [] if by_row is None else list(zip(arrays, by_row, strict=True))
         rows, whole = ([x for x, is_rows in marked if is_rows is wanted] for wanted in (True, False))
-        sums = as_sums(value, batch)
-        extras = None if isinstance(value, Loss) else jnp.asarray(value), arrays
-        return (replace(sums, rows=rows, whole=whole), model_state), extras
+        return replace(as_sums(value, batch), rows=rows, whole=whole), model_state
 
-    def read(self, program: Any, shape: Any, arguments: tuple[Any, ...]) -> tuple[Sums, PyTree]:
-        """Run the program of `with_extras`; return the total and the weight of which its scalar is the quotient."""
-        assert self.reading is not None
-        operands, model_state, batch, _ = arguments
-        before = len(jax.tree.leaves((operands, model_state)))
-        places = range(len(jax.tree.leaves(operands))), range(before, before + len(jax.tree.leaves(batch)))
-        leaves, structure = jax.tree.flatten(shape)
-        scalar = len(jax.tree.leaves(shape[0]))
-        total, weight, results = sums_of_quotient(program, *places, scalar, jax.tree.leaves(arguments))
-        assert len(results) == len(leaves)
-        (sums, model_state), _ = structure.unflatten(results)
-        factor = batch_rows(batch) if self.reading.of_means else 1
-        total, weight = (x.astype(jnp.float32) * factor for x in (total, weight))
-        return Sums(total, weight, {}, sums.rows, sums.whole), model_state
-
-    def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
+    def value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
         """Return what the loss function returns, its aux, and the model state afterwards."""
         weights, context, gathers = operands, contextlib.nullcontext(), None
         if self.gather is not None:
@@ -176,6 +165,51 @@ class TracedLoss:
                 "and equinox: jdp/core/scan_layers.md has recipes, help(jdp.scan_layers) the arguments"
             )
         return value, aux, model_state
+
+
+def trace_loss(
+    fn: LossFn,
+    precision: Precision,
+    state: AnyState,
+    batch: Batch,
+    rows: int,
+    *,
+    key: Any,
+    within: Callable[[Any], Any] = lambda call: call,
+) -> tuple[Jaxpr, LossForm]:
+    """Trace one call of a loss on `rows` rows shaped like the batch's; nothing is computed.
+
+    Args:
+        key: the key's shape, or None for an evaluation, in which an NNX module is in evaluation mode.
+        within: what the call is made in, such as a `shard_map`.
+    """
+    batch_size, forms = batch_rows(batch), list[LossForm]()
+
+    def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
+        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
+
+    def call(params: PyTree, model_state: PyTree, batch: Batch, key: Any) -> Any:
+        with recording() as gathered:
+            value, aux, after = TracedLoss(fn, state.static.adapter, None, None).value(params, model_state, batch, key)
+        sums = as_sums(value, batch)
+        shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
+        aux = jax.tree.map(jnp.asarray, aux)
+        forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux)))
+        return sums, aux, after
+
+    jaxpr = jax.make_jaxpr(within(call))(
+        precision.working_shapes(own_shapes(state.params, state.static)),
+        jax.tree.map(shape_of, state.model_state),
+        jax.tree.map(fewer, batch),
+        None if key is None else shape_of(key),
+    )
+    return jaxpr.jaxpr, forms[-1]
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, without its sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:

@@ -12,26 +12,10 @@ from jdp.core.batch import batch_rows
 from jdp.core.gradients.boundary import Held, cast_and_gather, gather_with_reduced_grad, is_reduced_at_use
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.pipeline import pipelined
-from jdp.core.gradients.rowwise_loss import RowwiseLoss
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves
 from jdp.core.gradients.wire import seeds_by_row
-from jdp.core.random.row_keys import BatchKey
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
-
-
-def first_call(
-    spec: GradientSpec,
-    collectives: Collectives,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    key: jax.Array | None,
-) -> tuple[RowwiseLoss, tuple[Any, ...]]:
-    """Return the loss as a step calls it, and the arguments of the first call; without a key those of an evaluation."""
-    _, first, its_key = microbatches(spec, collectives, batch, key)
-    its_key = its_key.key if isinstance(its_key, BatchKey) else its_key
-    return rowwise_loss(spec, collectives), (working_copy(spec, collectives, params), model_state, first, its_key)
 
 
 def microbatches(spec: GradientSpec, collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Batch, Any]:
@@ -42,15 +26,6 @@ def microbatches(spec: GradientSpec, collectives: Collectives, batch: Batch, key
         return batch, batch, its_key
     micro = collectives.microbatches(batch, count)
     return micro, jax.tree.map(lambda x: x[0], micro), its_key
-
-
-def rowwise_loss(spec: GradientSpec, collectives: Collectives) -> RowwiseLoss:
-    """Return the loss as a function of the working copy, or under ZeRO-3 of the shards, and of keys by row."""
-    loss, form = traced_loss(spec, collectives), None
-    if loss.gather is not None:
-        sends = collectives.reduce if collectives.overlap else collectives.axes  # rebuilt layer by layer, with overlap
-        form = spec.strategy, spec.settings.precision, spec.settings.wire, sends
-    return RowwiseLoss(loss, spec.programs, form)
 
 
 def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:
@@ -76,14 +51,13 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
         sync_axes,
         keep=spec.keep_gathered,
         whole=whole,
-        reading=spec.reading,
     )
 
 
 def microbatch_gradients(
     spec: GradientSpec,
     collectives: Collectives,
-    loss: RowwiseLoss,
+    loss: TracedLoss,
     operands: PyTree,
     model_state: PyTree,
     batch: Batch,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jdp.base.chips import CHIPS
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_trace import trace_loss
+from jdp.core.gradients.loss_call import trace_loss
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.tracing.flops import count_flops
@@ -26,7 +26,7 @@ from jdp.core.types import Batch
 def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
     """Return the FLOPs of one training step over the global batch, all devices together."""
     rows = batch_rows(batch)
-    forward = count_flops(trace_loss(step.loss_fn, step.precision, state, batch, rows).jaxpr)
+    forward = count_flops(trace_loss(step.loss_fn, step.precision, state, batch, rows, key=state.rng)[0])
     if (trained := state.static.trained) is None:
         return 3.0 * forward
     sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
