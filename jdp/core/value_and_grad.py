@@ -77,24 +77,24 @@ def value_and_grad(
 
     It is called beside other such gradients, in a `jax.lax.scan`, or under `jax.jit` or `nnx.jit`. Called outside of
     `jit` it compiles its own computation, and several processes are compared as before a training step. Inside a jitted
-    function a loss cannot be tried: call `check` once outside if its program does not prove it a sum over examples.
+    function a loss is tried on drawn values; `check` tries it on real ones.
     Gradients have the rest shardings of the parameters, and so has the result of an optimizer's update. XLA may leave
     an updated model gathered if the same function uses it in other ways: return `jdp.place(model, plan)`.
 
     Args:
-        loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's
-            rows. A model is an `nnx.Module`, or any pytree of arrays, sharded by `jdp.init` or `jdp.place`. The loss
-            gets it in the compute dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`),
-            and draw from `rng`, not from streams of their own.
+        loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, the loss of all rows. A model is an
+            `nnx.Module`, or any pytree of arrays, sharded by `jdp.init` or `jdp.place`. The loss gets it in the compute
+            dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`), and draw from `rng`,
+            not from streams of their own.
         plan: the mesh and the strategy, of all models. A parameter stays replicated here if none of its dimensions
             divides by the devices: only a train state's can be padded (`Plan.pad`).
         argnums: which of the models are differentiated: several of them when one loss trains several. The others are
             only read, and sharded alike at rest.
         has_aux: True when you need arrays beside the loss, such as logits. The loss returns a pair (loss, aux), aux a
             pytree of arrays, and the gradient `((metrics, aux), gradients)`. An array whose first dimension is the rows
-            comes back for all rows, in the order of the batch, sharded over them. An array without rows is returned if
-            every call of the loss has the same. With partitioning="auto" and accumulate=1 there is one call, and any
-            array is returned. A sum over examples belongs into `Loss.metrics`.
+            comes back for all rows, in the order of the batch, sharded over them. If the loss is called once, on all
+            rows, any array is returned; so it is called if an array has no rows and accumulate=1. A sum over rows
+            belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
         accumulate, precision, partitioning, sync_batch_norm, overlap, check_loss: as for `jdp.make_train_step`,
@@ -168,7 +168,7 @@ class ValueAndGrad(Generic[*Arguments]):
 
         >>> gradient = jdp.value_and_grad(loss_fn, plan)
         >>> model = jdp.init(init, plan, rng=jax.random.key(0))
-        >>> gradient.check(model, batch, jax.random.key(1))  # once, outside of jit: is the loss a sum over examples?
+        >>> gradient.check(model, batch, jax.random.key(1))  # once, outside of jit: is the loss a sum over rows?
         >>> metrics, grads = gradient(model, batch, jax.random.key(1))
         >>> grads["kernel"][...].sharding.spec
         P('data',)
@@ -246,13 +246,13 @@ class ValueAndGrad(Generic[*Arguments]):
 
     @public(_check_call)
     def check(self, *arguments: *Arguments) -> None:
-        """Try a loss on a few rows, outside of jit, if its program does not prove that it is a sum over examples.
+        """Try on a few rows, outside of jit, that the loss is a sum over rows, if it is called on parts of a batch.
 
         Args:
             arguments: those of the call itself, with real values.
 
         Raises:
-            ValueError: the loss has to be a sum over examples and is none; or as the call raises it.
+            ValueError: the loss has to be a sum over rows and is none; or as the call raises it.
         """
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)

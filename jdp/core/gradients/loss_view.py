@@ -7,6 +7,7 @@ gets `auto` with one microbatch, which is reported, or an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +27,9 @@ from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
 from jdp.core.random.row_keys import RowDraws, draws_anything, read_draws
 from jdp.core.random.trial_values import drawn_like
+from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
+from jdp.core.tracing.jaxprs import every_eqn, user_line
 from jdp.core.types import Batch, LossFn, PartsError
 
 Values = Literal["real", "abstract", "drawn"]
@@ -223,6 +226,8 @@ class _Reading:
             return (
                 f"it cannot be called on one device's rows ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             )
+        if self.partitioning == "manual" and (line := _global_line(self._traced[0], self.plan)):
+            return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
         return trial(Trial(replace(self.spec, loss_fn=self.loss_fn), self.plan, self.state, self.batch), self.rows)
@@ -252,12 +257,21 @@ class _Reading:
                 )
 
 
+def _global_line(jaxpr: Jaxpr, plan: Plan) -> str | None:
+    """Return the source line of the first sharding constraint over axes of the batch; None if there is none."""
+    for eqn in every_eqn(jaxpr):
+        spec = getattr(eqn.params["sharding"], "spec", ()) if eqn.primitive.name == "sharding_constraint" else ()
+        if any(axis in plan.batch_axes for entry in spec for axis in axes_of(entry)):
+            return user_line(eqn)
+    return None
+
+
 def _of_unbound_axis(error: NameError, plan: Plan, partitioning: Partitioning) -> Exception:
     """Return what to raise for a loss that names a mesh axis which its view does not bind."""
-    named = str(error).rpartition(" ")[2]
-    if "unbound axis" not in str(error):
+    match = re.search(r"unbound axis name:? (\w+)", str(error))
+    if match is None:
         return error
-    if named in plan.batch_axes:
+    if (named := match[1]) in plan.batch_axes:
         return ValueError(
             f"The loss names the mesh axis {named!r}, which exists under partitioning='manual' only; given "
             f"partitioning={partitioning!r}. jdp itself sums over devices what a loss returns: leave that out of the "
