@@ -51,10 +51,9 @@ def make_train_step(
             The rows of a batch must divide by K × the plan's batch shards.
         precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); or a
             `Precision`. "bf16" is usual on GPUs and TPUs.
-        partitioning: "auto" (the loss sees global arrays, and XLA places the collectives), "manual" (it sees one
-            device's rows under `jax.shard_map`, and jdp places them), or None: what the loss returns decides, "manual"
-            for a `Loss` and "auto" for a scalar. Set it to compare the two. After the first trace `Step.partitioning`
-            and `Step.why` report it.
+        partitioning: "auto": the loss sees global arrays, and XLA places the collectives. "manual": it sees one
+            device's rows under `jax.shard_map`, and jdp places them. None: "manual" for a `Loss`, "auto" for a scalar.
+            Set it to compare the two. After the first trace `Step.partitioning` and `Step.why` report it.
         clip_norm: scale the gradient down to this global L2 norm if it is larger (Pascanu et al. 2013,
             arXiv:1211.5063). Usual for transformers and recurrent models, which have rare large gradients. None: no
             clipping. Then a gradient whose squared norm overflows float32 is skipped, because it would make second

@@ -10,8 +10,8 @@ tried on a few rows, in float32:
    f(a, b) + f(a', b') = f(a', b) + f(a, b'). Rows are split into a and b by each bit of their number, so any two are
    apart once.
 
-Weights and rows are those of the first call, and then the same moved into general position: with a head of zeros, or
-weights that are all 1, no row makes a difference. A result that is not finite decides nothing.
+Weights and rows are those of the first call, and then the same moved into general position. With a head of zeros, or
+with weights that are all 1, no row would make a difference. A result that is not finite decides nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.extend.core import Jaxpr
@@ -25,7 +25,7 @@ from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
-from jdp.core.random.row_keys import RowDraws, draws_anything, read_draws
+from jdp.core.random.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
 from jdp.core.random.trial_values import drawn_like
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
@@ -100,27 +100,32 @@ def settle_view(
 ) -> View:
     """Return the view of a step for these shapes. Raises ValueError if the loss cannot be called as it is asked for."""
     settings, adapter = spec.settings, state.static.adapter
-    reading = _Reading(spec, plan, state, batch, "auto" if settings.requested is None else settings.requested)
+    read = partial(_read, spec, plan, state, batch)
+    reading = whole = read(settings.requested or "auto")
     statistics = adapter.unsynchronised if adapter is not None and settings.train else ()
-    name, why = chosen_view(settings.requested, reading.form, plan.batch_shards, settings.train, statistics)
-    reading = replace(reading, partitioning=name)
+    name, why = chosen_view(settings.requested, whole.form, plan.batch_shards, settings.train, statistics)
     if settings.accumulate > 1:
-        _check_microbatches(reading.form, settings.accumulate)
-    reason = reading.obstacle(trial)
-    if reason is not None and settings.requested is None and name == "manual":
+        _check_microbatches(whole.form, settings.accumulate)
+    reason = None
+    if name != whole.partitioning:
+        try:
+            reading = read(name)
+        except Exception as error:  # the user's own code, which may need global arrays
+            first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = f"it cannot be called on one device's rows ({first_line})"
+    reason = reason or reading.obstacle(trial)
+    if reason is not None and name != whole.partitioning:
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
-        refused, reading = reading, replace(reading, partitioning="auto")
-        if (reason := reading.obstacle(trial)) is not None:
-            raise ValueError(_refusal(refused, reason, adapter is None))
-    elif reason is not None:
-        raise ValueError(_refusal(reading, reason, adapter is None))
+        reading, reason = whole, whole.obstacle(trial)
+    if reason is not None:
+        raise ValueError(_refusal(plan, settings.accumulate, name, reason, adapter is None))
     reading.check_metrics()
     return View(
         reading.partitioning,
         why + reading.remarks,
         reading.loss_fn,
-        reading.draws if reading.calls > 1 else None,
-        reading.does_draw,
+        reading.draws,
+        draws_anything(reading.jaxpr),
         reading.form.gathers_rows,
     )
 
@@ -141,10 +146,9 @@ def _check_microbatches(form: LossForm, count: int) -> None:
         )
 
 
-def _refusal(reading: _Reading, reason: str, is_plain: bool) -> str:
-    settings, plan = reading.spec.settings, reading.plan
-    parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if reading.partitioning == "manual"]
-    parts += [f"accumulate={settings.accumulate}"] if settings.accumulate > 1 else []
+def _refusal(plan: Plan, accumulate: int, name: Partitioning, reason: str, is_plain: bool) -> str:
+    parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if name == "manual"]
+    parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
     norms = " A batch norm of linen or equinox: wrap the model in nnx.bridge.ToNNX." if is_plain else ""
     return (
         f"A loss that is called on parts of the batch ({' × '.join(parts)}) must be a sum over rows, and draw by row; "
@@ -154,83 +158,89 @@ def _refusal(reading: _Reading, reason: str, is_plain: bool) -> str:
     )
 
 
+def _read(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, partitioning: Partitioning) -> _Reading:
+    """Trace the loss on the rows of one call of a view."""
+    calls = spec.settings.accumulate * (plan.batch_shards if partitioning == "manual" else 1)
+    rows, within = batch_rows(batch) // calls, lambda call: call
+    if partitioning == "manual":
+        within = partial(on_every_device, plan=plan)
+    key = None
+    if spec.settings.train:
+        key = shape_of(state.rng) if calls == 1 else row_key_shape(rows)
+    trace = partial(trace_loss, spec.loss_fn, spec.settings.precision, state, batch, key=key, within=within)
+    try:
+        jaxpr, form = trace(rows)
+    except NameError as error:
+        raise _of_unbound_axis(error, plan, partitioning) from error
+    except NotImplementedError as error:
+        if not is_of_row_key(error):
+            raise
+        refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
+        raise ValueError(_refusal(plan, spec.settings.accumulate, partitioning, refusal, False)) from error
+    return _Reading(spec, plan, state, batch, partitioning, calls, rows, trace, jaxpr, form)
+
+
 @dataclass(frozen=True)
 class _Reading:
-    """A loss, traced on shapes as a view calls it."""
+    """A loss, traced on shapes as a view calls it.
+
+    Attributes:
+        calls: on how many parts of a batch the loss is called.
+        rows: the rows of one call.
+        trace: traces it for another number of rows.
+        jaxpr, form: of a call.
+    """
 
     spec: GradientSpec
     plan: Plan
     state: AnyState
     batch: Batch
     partitioning: Partitioning
-
-    @property
-    def calls(self) -> int:
-        """On how many parts of a batch the loss is called."""
-        return self.spec.settings.accumulate * (self.plan.batch_shards if self.partitioning == "manual" else 1)
-
-    @property
-    def rows(self) -> int:
-        """The rows of one call."""
-        return batch_rows(self.batch) // self.calls
-
-    def trace(self, rows: int, key: Any) -> tuple[Jaxpr, LossForm]:
-        spec, settings = self.spec, self.spec.settings
-        within = partial(on_every_device, plan=self.plan) if self.partitioning == "manual" else lambda call: call
-        arguments = spec.loss_fn, settings.precision, self.state, self.batch, rows
-        return trace_loss(*arguments, key=key if settings.train else None, within=within)
+    calls: int
+    rows: int
+    trace: Callable[[int], tuple[Jaxpr, LossForm]]
+    jaxpr: Jaxpr
+    form: LossForm
 
     @cached_property
-    def form(self) -> LossForm:
-        """What the loss returns for the rows of one call."""
-        return self._traced[1]
-
-    @cached_property
-    def does_draw(self) -> bool:
-        return draws_anything(self._traced[0])
-
-    @cached_property
-    def _traced(self) -> tuple[Jaxpr, LossForm]:
+    def twice(self) -> tuple[Jaxpr, LossForm]:
+        """The trace for twice the rows of one call. Raises PartsError."""
         try:
-            return self.trace(self.rows, shape_of(self.state.rng))
-        except NameError as error:
-            raise _of_unbound_axis(error, self.plan, self.partitioning) from error
-
-    @cached_property
-    def larger(self) -> LossForm:
-        """What the loss returns for twice the rows of one call."""
-        return self.trace(2 * self.rows, shape_of(self.state.rng))[1]
+            return self.trace(2 * self.rows)
+        except Exception as error:  # the user's own code, at a size that it may not expect
+            raise PartsError(
+                f"it takes {self.rows} rows and not {2 * self.rows} ({type(error).__name__}: {str(error)[:200]}); "
+                "write it for any number of rows"
+            ) from error
 
     @cached_property
     def draws(self) -> RowDraws | None:
-        if not self.spec.settings.train:
+        """Which draws count rows, if the loss is called on parts of the batch. Raises PartsError."""
+        if self.calls == 1 or not draws_anything(self.jaxpr):
             return None
-        return read_draws(lambda rows, key: self.trace(rows, key)[0], self.rows, self.state.rng)
+        return read_draws(self.jaxpr, self.twice[0], self.rows, self.state.rng)
 
     @cached_property
     def loss_fn(self) -> LossFn:
+        """The loss, with its aux marked as rows or not. Raises PartsError."""
         loss = self.spec.loss_fn
         if not isinstance(loss, LossWithAux):
             return loss
-        return with_outputs(loss, self.form, self.larger if self.calls > 1 else None, self.rows)
+        return with_outputs(loss, self.form, self.twice[1] if self.calls > 1 else None, self.rows)
 
     def obstacle(self, trial: Callable[[Trial, int], str | None]) -> str | None:
         """Return what speaks against calling the loss as the view does; None if nothing does."""
         if self.calls == 1:
             return None
         try:
-            _ = self.form, self.draws, self.loss_fn
+            _, loss_fn = self.draws, self.loss_fn
         except PartsError as error:
             return str(error)
-        except Exception as error:  # the user's own code, which may need global arrays
-            return (
-                f"it cannot be called on one device's rows ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            )
-        if self.partitioning == "manual" and (line := _global_line(self._traced[0], self.plan)):
+        if self.partitioning == "manual" and (line := _global_line(self.jaxpr, self.plan)):
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
-        return trial(Trial(replace(self.spec, loss_fn=self.loss_fn), self.plan, self.state, self.batch), self.rows)
+        return trial(Trial(replace(self.spec, loss_fn=loss_fn), self.plan, self.state, self.batch), self.rows)
 
     @property
     def remarks(self) -> str:
@@ -249,7 +259,7 @@ class _Reading:
     def check_metrics(self) -> None:
         """Check that metrics are sums over rows, as far as shapes tell: only arrays can be anything else."""
         for name, shape in self.form.metrics.items():
-            if shape and (twice := self.larger.metrics[name]) != shape:
+            if shape and (twice := self.twice[1].metrics[name]) != shape:
                 raise ValueError(
                     f"A metric is summed over rows, so its shape does not depend on their number; metric {name!r} has "
                     f"shape {shape} for {self.rows} rows and {twice} for twice as many. Sum it over the batch; what is "

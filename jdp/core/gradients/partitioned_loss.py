@@ -215,8 +215,8 @@ class PartitionedLoss:
 
 
 def _shapes(state: AnyState, batch: Batch) -> Hashable:
-    """Return what choices are kept by."""
-    return tuple([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch))])
+    """Return what views are remembered by; a module's mode decides what it draws."""
+    return state.static.adapter, tuple([(x.shape, str(x.dtype)) for x in jax.tree.leaves((state.params, batch))])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

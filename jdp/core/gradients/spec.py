@@ -30,8 +30,7 @@ class Collectives:
         average: (model state before, after the step) -> floating-point leaves that changed, averaged over the batch
             axes; other leaves of `after` as they are.
         microbatches: (batch, K) -> the batch with leaves [K, rows / K, ...], interleaved.
-        key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets; a row key if the loss
-            draws and is called on some of the rows only.
+        key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets, a row key if it draws.
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
         finish_at_use: `finish` for the gather boundary, which first adds the shards of the microbatches before; None
             where it only reduces.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,34 +73,33 @@ def draws_anything(jaxpr: Jaxpr) -> bool:
     return next(_draws(jaxpr), None) is not None
 
 
-def read_draws(trace: Callable[[int, jax.ShapeDtypeStruct], Jaxpr], rows: int, key: Any) -> RowDraws | None:
-    """Return which draws of a loss count rows; None if the loss draws nothing.
+def row_key_shape(rows: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of a row key that a loss is traced with to read its draws; it cannot draw."""
+    make = functools.partial(RowDraws(rows).key, offset=0, stride=1, total=rows)
+    return jax.eval_shape(lambda: make(jax.random.key(0, impl=THREEFRY)))
+
+
+def is_of_row_key(error: Exception) -> bool:
+    """Return True for an error of a function of `jax.random` that takes no row key."""
+    return _PREFIX in str(error)
+
+
+def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
+    """Return which draws of a loss count rows.
 
     Args:
-        trace: (rows, key) -> the jaxpr of the loss on so many rows.
-        rows: number of rows of one call.
-        key: the step's key, or its shape.
+        few: the loss, traced on `rows` rows with a row key.
+        many: the same on twice as many.
+        key: the step's key.
 
     Raises:
         PartsError: the rows of a draw cannot be told.
     """
-    row_key = jax.eval_shape(functools.partial(RowDraws(rows).key, offset=0, stride=1, total=rows), _threefry_shape())
-    few = [*_draws(trace(rows, row_key))]
-    if not few:
-        return None
-    if THREEFRY not in str(key.dtype) and "fry" not in str(key.dtype):
+    if str(key.dtype) != str(jax.random.key(0, impl=THREEFRY).dtype):
         raise PartsError(
-            f"the loss draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed), which is "
-            "threefry2x32"
+            f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed), which is threefry2x32"
         )
-    try:
-        many = [*_draws(trace(2 * rows, row_key))]
-    except Exception as error:  # the user's own code, at a size that it may not expect
-        raise PartsError(
-            f"the draws of a loss are read at two numbers of rows, and it takes {rows} rows and not {2 * rows} "
-            f"({type(error).__name__}: {str(error)[:200]}); write it for any number of rows"
-        ) from error
-    return _compared(few, many, rows)
+    return _compared([*_draws(few)], [*_draws(many)], rows)
 
 
 @dataclass(frozen=True)
@@ -219,10 +218,6 @@ def _before_rows(shape: Shape, twice: Shape, rows: int, line: str) -> int:
             "the rows leading"
         )
     return math.prod(shape[: dims[0]])
-
-
-def _threefry_shape() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(functools.partial(jax.random.key, impl=THREEFRY), 0)
 
 
 @functools.cache
