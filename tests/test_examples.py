@@ -22,8 +22,6 @@ SHOWN_ELSEWHERE = {
     ),
     "jdp.prove.Proof": "in the example of jdp.prove.prove",
     "jdp.prove.Run": "in the example of jdp.prove.prove",
-    "jdp.prove.Skip": "a part of what jdp.prove.prove returns",
-    "jdp.prove.Training": "in the example of jdp.prove.prove_training",
 }
 """Name -> why it has no example of its own."""
 

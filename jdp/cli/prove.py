@@ -23,8 +23,8 @@ class Options:
     """Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.
 
     The experiment runs unchanged (model, batches, precision, optimizer) on one device. Then it runs under every
-    strategy, on one device and on all of them, with one microbatch a step and with several, and once it is saved and
-    resumed under another setting in the middle. The devices are virtual CPU devices (--devices N; default the
+    strategy, on one device and on all of them, with one microbatch a step and with several. One run is saved in the
+    middle and resumed under another setting. The devices are virtual CPU devices (--devices N; default the
     experiment's, else 8). Losses, parameters and optimizer state are compared leaf by leaf and step by step; a
     difference that rounding cannot explain is named: run, step, leaf, size.
 

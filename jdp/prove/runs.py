@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from jdp.base.words import StrategyName
 from jdp.checkpoint import Checkpoints
@@ -47,10 +47,10 @@ class Setting:
     def __str__(self) -> str:
         return f"{self.strategy} {self.devices} device{'s' * (self.devices > 1)} K={self.accumulate}"
 
-    def changes(self, other: Setting) -> int:
-        """Return how many of the three choices differ from those of another setting."""
-        mine, others = ((s.strategy, s.devices, s.accumulate) for s in (self, other))
-        return sum(a != b for a, b in zip(mine, others, strict=True))
+
+def changes(setting: Setting, other: Setting) -> int:
+    """Return how many of the three choices differ."""
+    return sum(a != b for a, b in zip(astuple(setting), astuple(other), strict=True))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Trial:
         A setting may have the faults of those with fewer changes from one device, a resumed run those of its settings.
         """
         plain = self.setting
-        return self.at, plain.changes(Setting()), plain.devices, plain.accumulate
+        return self.at, changes(plain, Setting()), plain.devices, plain.accumulate
 
 
 # Which runs are made.
@@ -109,7 +109,7 @@ def choose_trials(
     if not several:
         return []
     first = own if own in several else several[0]
-    other = max(several, key=lambda each: (each.changes(first), stages.index(each.strategy)))
+    other = max(several, key=lambda each: (changes(each, first), stages.index(each.strategy)))
     trials = [*map(Trial, settings), *([Trial(first, steps // 2, other)] if steps > 1 else [])]
     if unknown := [text for text in only if not any(text in str(trial) for trial in trials)]:
         raise ValueError(
