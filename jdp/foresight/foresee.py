@@ -22,20 +22,17 @@ from jdp.base.disk_cache import Cache
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_program import sharing_traces
-from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.foresight.any_step.forecast import StepForecast, forecast
+from jdp.foresight.any_step.forecast import forecast
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import CompileError
-from jdp.foresight.step_report import CPU_PROGRAM
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport
 from jdp.foresight.targets.relocate import Candidate, abstract_on
 from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.timing.model_flops import model_flops
-from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.contract import TOLERANCE
 from jdp.foresight.verify import operands, report
 
@@ -65,7 +62,7 @@ def foresee(
     target: str | Target | None = None,
     mesh: Mapping[str, int] | None = None,
     cache: bool = True,
-) -> StepForecast: ...
+) -> StepReport: ...
 
 
 def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
@@ -96,7 +93,7 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
 
     Returns:
         A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and
-        the reasons. Of another step a `StepForecast`: memory by argument, what each source line sends, the schedule.
+        the reasons. Of another step a `StepReport`: memory by argument, what each source line sends, the schedule.
 
     Raises:
         ValueError: an evaluation step. The target, a strategy, or the batch under a number of microbatches does not
@@ -162,27 +159,17 @@ def make_plan_report(
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
     """Compile one candidate for `target`, and read off the program what it holds, sends and waits for."""
     step, state, batch = candidate.step, candidate.state, candidate.batch
-    named = Estimate(step.plan.strategy, step.accumulate, devices=len(target.devices))
+    named = Estimate(step.plan.strategy, step.accumulate)
     try:
         compiled = candidate.compile(target, cache)
     except CompileError as error:
         return replace(named, error=str(error))
-    traffic = report(step, state, compiled, str(target), judge=target.kind != "cpu")
-    held, chip = memory(compiled, step, state), target.chip
-    headroom = None if target.memory_bytes is None else held.fits(target.memory_bytes)
-    timed = chip is not None and (headroom is None or headroom.fits)
+    peaks = {} if target.chip is None else target.chip.matmul_flops
     return replace(
         named,
-        partitioning=step.partitioning,
-        partitioning_why=step.why,
-        memory=held,
-        headroom=headroom,
-        parameters=traffic.theory.parameters,
-        shards=step.plan.mesh.shape[DATA],
-        report=traffic,
-        timeline=timeline(compiled.program, target) if timed else None,
+        report=report(step, state, compiled, target, judge=target.kind != "cpu"),
         model_flops=model_flops(step, state, batch),
-        peak_flops=None if chip is None else chip.matmul_flops.get(XLA_TYPES[step.precision.compute]),
+        peak_flops=peaks.get(XLA_TYPES[step.precision.compute]),
         tokens=tokens,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
@@ -204,7 +191,7 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
-    if any(e.report is not None and e.report.kept is None and e.report.ratio > TOLERANCE for e in estimates):
+    if any(e.report is not None and e.report.kept is None and (e.report.ratio or 0) > TOLERANCE for e in estimates):
         notes.append(CPU_PROGRAM)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]
     return tuple(dict.fromkeys(notes))

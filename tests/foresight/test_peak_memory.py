@@ -128,7 +128,7 @@ def test_an_evaluation_step_leaves_the_optimizer_state_outside():
 
 
 def a_memory(total):
-    return Memory(0, 0, 0, 0, total, 0)
+    return Memory(temporaries=total)
 
 
 def test_fits_as_jax_allocates():

@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from jdp.base.toml import brief, cut
-from jdp.foresight.any_step.forecast import StepForecast
-from jdp.foresight.any_step.read import Sent, StepMemory
+from jdp.foresight.step_report import StepReport
+from jdp.foresight.traffic.sends import Sent
 
 FORMAT = 1
 """Of the file; a file of a later format is refused."""
@@ -82,7 +82,7 @@ class Baseline:
         return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
 
 
-def baseline_of(report: StepForecast, program: str, root: Path) -> Baseline:
+def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
     """Return a report's numbers; `root` is the folder that source lines are named from."""
     is_cpu = report.target.startswith("cpu:")  # whose rates are measured anew on each machine
     seconds = None if report.timeline is None or is_cpu else report.timeline.step_seconds
@@ -92,7 +92,7 @@ def baseline_of(report: StepForecast, program: str, root: Path) -> Baseline:
         importlib.metadata.version("jax"),
         dict(report.mesh),
         _by_line(report.sent, root),
-        _held(report.memory),
+        _held(report),
         seconds,
     )
 
@@ -120,9 +120,9 @@ def read_baseline(path: Path) -> Baseline:
         ) from None
 
 
-def _held(memory: StepMemory) -> HeldBytes:
+def _held(report: StepReport) -> HeldBytes:
+    memory, fits = report.memory, None if report.headroom is None else report.headroom.fits
     arguments = sum(each.bytes for each in memory.arguments)
-    fits = None if memory.headroom is None else memory.headroom.fits
     return HeldBytes(arguments, memory.results, memory.temporaries, memory.total, memory.host, fits)
 
 
