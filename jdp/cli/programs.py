@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jdp.cli.options import UsageError, choose_target_platform, flag_of
 
 if TYPE_CHECKING:
-    from jdp.foresight.any_step.load import Program
+    from jdp.cli.load import Program
     from jdp.foresight.step_report import StepReport
 
 
@@ -50,7 +50,7 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
     """
     import jax
 
-    from jdp.foresight.any_step.load import load, users_errors
+    from jdp.cli.load import load, users_errors
 
     with _as_script(file):
         _choose_devices(target_name)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -41,30 +41,11 @@ OnProgress = Callable[[int, int, str], None]
 
 
 @overload
-def foresee(
-    step: Step,
-    state: TrainState,
-    batch: Batch,
-    target: str | Target | None = None,
-    *,
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    accumulate: Sequence[int] | None = None,
-    tokens: int | None = None,
-    cache: bool = True,
-    progress: OnProgress | None = None,
-) -> PlanReport: ...
-
-
+def foresee(step: Step, *arguments: Any, target: str | Target | None = None, **other: Any) -> PlanReport: ...
 @overload
 def foresee(
-    step: Callable[..., Any],
-    *arguments: Any,
-    target: str | Target | None = None,
-    mesh: Mapping[str, int] | None = None,
-    cache: bool = True,
+    step: Callable[..., Any], *arguments: Any, target: str | Target | None = None, **other: Any
 ) -> StepReport: ...
-
-
 def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a step for `target`, and report what it would hold, send and wait for; a step of jdp's by every strategy.
 

@@ -44,23 +44,11 @@ from jdp.foresight.traffic.theory import Theory, theory
 
 
 @overload
-def verify(
-    step: Step, state: TrainState, batch: Batch, target: str | Target | None = None, *, cache: bool = True
-) -> Report: ...
-
-
+def verify(step: Step, *arguments: Any, target: str | Target | None = None, **other: Any) -> Report: ...
 @overload
 def verify(
-    step: Callable[..., Any],
-    *arguments: Any,
-    target: str | Target | None = None,
-    against: str | float | None = None,
-    params: int | str | Sequence[str] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    cache: bool = True,
+    step: Callable[..., Any], *arguments: Any, target: str | Target | None = None, **other: Any
 ) -> StepReport: ...
-
-
 def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a training step, and compare what it sends with its strategy's contract, or with given bytes.
 
