@@ -21,10 +21,7 @@ def estimate(strategy, *, gib, step=0.1, kept=True):
         communication_seconds=0.0,
         exposed_seconds=0.0,
         flops=1e12,
-        bytes=1e9,
         matmul_seconds=step / 2,
-        median_matmul_seconds=1e-3,
-        kernels=10,
         events=(),
         caveats=(),
     )

@@ -191,7 +191,7 @@ ENTRY %main (p: f32[1024], x: f32[134217728]) -> f32[1024] {
 """
     result = timeline(parse(text), h100())
     assert result.communication_seconds == pytest.approx(collective_seconds("all-reduce", 4096, EVERYONE, h100()))
-    assert (result.exposed_seconds, result.kernels) == (0, 1)
+    assert result.exposed_seconds == 0 < result.compute_seconds
 
 
 def test_a_loop_of_unknown_length_is_counted_once_with_a_caveat():
@@ -236,7 +236,7 @@ def test_loops_take_as_long_as_the_same_work_written_out(seed):
 def test_a_long_loop_costs_no_more_to_simulate_and_shows_few_events():
     result = simulated([("loop", 10**9, [START, ("compute", SHORT), DONE])])
     assert result.step_seconds == pytest.approx(1e9 * gather_seconds(), rel=1e-6)
-    assert result.kernels == 10**9
+    assert result.compute_seconds == pytest.approx(1e9 * copy_seconds(SHORT), rel=1e-6)
     assert len(result.events) == 6  # two rounds of two, and the rest of either lane
     assert [event.times for event in result.events[-2:]] == [10**9 - 2] * 2
 
