@@ -154,7 +154,7 @@ def report(
     )
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
-    verdict = compare(collectives, promised, sum(each.wire_bytes for each in stray))
+    verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
     judged = judge or not verdict.theory_wire_bytes
     reasons = breaches(collectives, promised, verdict, reading, step, stray) if judged else ()
     held, devices = memory(compiled, step, state), target if isinstance(target, Target) else None
@@ -181,7 +181,7 @@ def report(
         sent=sent_by(reading, collectives),
         timeline=timeline(compiled.program, devices) if timed and devices is not None else None,
         breaches=reasons,
-        strays=tuple(each.words for each in stray if each.words not in reasons),
+        strays=tuple(words for words in map(str, stray) if words not in reasons),
         like_zero2=like_zero2(step, state),
         symptoms=symptoms(reading),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
