@@ -178,10 +178,8 @@ class Estimate:
         }
 
 
-MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula")
-"""Headings of the table of memory."""
-HOST = "host"
-"""One more heading, where a candidate keeps something in host memory."""
+MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula", "host")
+"""Headings of the table of memory; the last where a candidate keeps something in host memory."""
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
@@ -247,32 +245,14 @@ class PlanReport:
         compiled = any(estimate.memory is not None for estimate in self.estimates)
         return "No candidate fits." if compiled else "No candidate compiled."
 
-    @property
-    def memory_headings(self) -> tuple[str, ...]:
-        """`MEMORY`, with "host" where a candidate keeps something in host memory: a device's part of it."""
-        return (*MEMORY, HOST) if any(self._on_host) else MEMORY
-
-    @property
-    def _on_host(self) -> list[int]:
-        offloaded = [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
-        return [
-            count if each.host is None else each.host.total // each.host.devices
-            for count, each in zip(offloaded, self.estimates, strict=True)
-        ]
-
     def memory_table(self) -> list[tuple[str, ...]]:
-        """Return a row for each estimate, under `memory_headings`: bytes per device."""
-        rows, held = [_memory_row(estimate) for estimate in self.estimates], self._on_host
-        return [(*row, format_bytes(count)) for row, count in zip(rows, held, strict=True)] if any(held) else rows
-
-    @property
-    def speed_headings(self) -> tuple[str, ...]:
-        """`SPEED`, with what the batch is counted in."""
-        return tuple(heading.replace("tokens", self.unit) for heading in SPEED)
+        """Return headings, and a row for each estimate: bytes per device."""
+        rows = [MEMORY, *map(_memory_row, self.estimates)]
+        return rows if any(row[-1] not in ("", "0 B") for row in rows[1:]) else [row[:-1] for row in rows]
 
     def speed_table(self) -> list[tuple[str, ...]]:
-        """Return a row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
-        return [_speed_row(estimate) for estimate in self.estimates]
+        """Return headings, and a row for each estimate: traffic and time of a step, per device."""
+        return [tuple(heading.replace("tokens", self.unit) for heading in SPEED), *map(_speed_row, self.estimates)]
 
     @property
     def sentences(self) -> list[str]:
@@ -288,11 +268,7 @@ class PlanReport:
         return f"<PlanReport of {of}: {self.verdict} print() says all>"
 
     def __str__(self) -> str:
-        tables = [
-            *align_columns([self.memory_headings, *self.memory_table()]),
-            "",
-            *align_columns([self.speed_headings, *self.speed_table()]),
-        ]
+        tables = [*align_columns(self.memory_table()), "", *align_columns(self.speed_table())]
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences])
 
     def to_json(self) -> dict[str, Any]:
@@ -339,7 +315,8 @@ def _memory_row(estimate: Estimate) -> tuple[str, ...]:
         return (estimate.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
     classes = (memory.parameters, memory.optimizer, memory.temporaries)
     formula = 0 if estimate.closed_form is None else estimate.closed_form.total
-    held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula))
+    host = memory.host if estimate.host is None else estimate.host.total // estimate.host.devices
+    held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula, host))
     return (estimate.name, estimate.fits_in_words, *held)
 
 

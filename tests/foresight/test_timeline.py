@@ -306,6 +306,6 @@ def test_what_the_computing_time_is_spent_on():
     result = compiled(step, (4, 256, 4, 64), (64, 512), (3, 64, 64))
     seconds = result.parts
     assert sum(seconds.values()) == pytest.approx(result.compute_seconds, rel=1e-9)
-    assert {"attention", "matrix products", "loss", "optimizer"} <= {*seconds}
-    assert max(seconds, key=seconds.get) == next(iter(seconds)) == "attention"
-    assert seconds["attention"] + seconds["matrix products"] > result.matmul_seconds > seconds["matrix products"]
+    assert {"matrix products", "element-wise"} <= {*seconds}
+    assert max(seconds, key=seconds.get) == next(iter(seconds))
+    assert seconds["matrix products"] == result.matmul_seconds

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jdp.foresight.program.module import Program
@@ -58,7 +58,7 @@ class Timeline:
     attention_seconds: float = 0.0  # of fused attention
     host_seconds: float = 0.0
     host_wait_seconds: float = 0.0  # that compute waits for copies from and to host memory
-    # seconds of computing by what they are spent on (`parts`), the costliest first
+    # seconds of computing by what they are spent on (`_part`), the costliest first
     parts: Mapping[str, float] = field(default_factory=dict[str, float], repr=False)
     error: float | None = None  # the chip's `time_error`, of these seconds; None where it is not known
 
@@ -71,8 +71,11 @@ class Timeline:
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:
     """Simulate one execution of a compiled step."""
     schedule = Schedule(program, target, model)
-    kernels = [(op, times) for op, times in schedule.executed(program.entry) if op.kind == "kernel"]
-    busy = schedule.busy(program.entry)
+    busy, parts, flops = schedule.busy(program.entry), Counter[str](), 0
+    for op, times in schedule.executed(program.entry):
+        if op.kind == "kernel":
+            parts[_part(op)] += op.seconds * times  # pyright: ignore[reportArgumentType]
+            flops += op.cost.flops * times
     walk = _Walk(schedule)
     walk.computation(program.entry)
     walk.wait_for_host(walk.host)  # for what leaves last
@@ -85,14 +88,14 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         compute_seconds=busy[COMPUTE],
         communication_seconds=busy[COMMUNICATION],
         exposed_seconds=max(0.0, step - busy[COMPUTE] - walk.host_wait),
-        flops=sum(op.cost.flops * times for op, times in kernels),
-        matmul_seconds=sum(op.seconds * times for op, times in kernels if op.cost.flops),
+        flops=flops,
+        matmul_seconds=parts[PRODUCTS] + parts[ATTENTION],
         events=tuple(sorted(events, key=lambda event: event.start)),
         caveats=tuple(caveats),
-        attention_seconds=sum(op.seconds * times for op, times in kernels if op.cost.attention),
+        attention_seconds=parts[ATTENTION],
         host_seconds=busy[HOST],
         host_wait_seconds=walk.host_wait,
-        parts=parts(schedule, kernels),
+        parts=dict(parts.most_common()),
         error=None if model is not None or target.chip is None else target.chip.time_error,
     )
 
@@ -198,45 +201,14 @@ class _Walk:
         return op.step.op_name or op.step.kind, self.schedule.program.source_line(op.step)
 
 
-ATTENTION, PRODUCTS, LOSS = "attention", "matrix products", "loss"
-COPIES, OPTIMIZER, ELEMENTWISE = "copies", "optimizer", "element-wise"
-_LENGTH = 256
-"""A dimension this long that an array of four or more has twice is a sequence's length."""
+ATTENTION, PRODUCTS, COPIES, ELEMENTWISE = "attention", "matrix products", "copies", "element-wise"
 _COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeeze", "reshape", "broadcast_in_dim")
-_LOSSES = re.compile(r"losses[^/\\]*(?:[/\\][^/\\]+)?$")
-"""Of "file:line": the file or its folder is named so; the folders that a checkout is in say nothing."""
 
 
-def parts(schedule: Schedule, kernels: Sequence[tuple[TimedOp, int]]) -> dict[str, float]:
-    """Return the seconds of a step's kernels by part, the costliest part first."""
-    square = {_line(schedule, op) for op, _ in kernels if not op.cost.flops and _has_length_twice(op)} - {None}
-    seconds = Counter[str]()
-    for op, times in kernels:
-        part = _part(schedule, op, _line(schedule, op) in square)
-        seconds[part] += op.seconds * times  # pyright: ignore[reportArgumentType]
-    return dict(seconds.most_common())
-
-
-def _part(schedule: Schedule, op: TimedOp, beside_attention: bool) -> str:
-    name, last = op.step.op_name or "", (op.step.op_name or op.step.kind).rpartition("/")[2]
-    if op.cost.attention or (not op.cost.flops and _has_length_twice(op)):
-        return ATTENTION
+def _part(op: TimedOp) -> str:
+    """Return what a kernel's time is spent on; attention is that of fused kernels."""
     if op.cost.flops:
-        batches = beside_attention and any(product.batch > 1 for product in op.cost.products)
-        return ATTENTION if batches else PRODUCTS
-    if any(_LOSSES.search(line) for line in schedule.program.source_lines(op.step)[:2]):
-        return LOSS
-    if last in _COPIES or (not name and re.search("copy|transpose|slice", op.step.name)):
-        return COPIES
-    return OPTIMIZER if name and "jvp(" not in name else ELEMENTWISE
-
-
-def _line(schedule: Schedule, op: TimedOp) -> str | None:
-    return schedule.program.source_line(op.step)
-
-
-def _has_length_twice(op: TimedOp) -> bool:
-    return any(
-        len(dims) > 3 and max((size for size, count in Counter(dims).items() if count > 1), default=0) >= _LENGTH
-        for _, dims in op.step.shapes
-    )
+        return ATTENTION if op.cost.attention else PRODUCTS
+    name, operation = op.step.op_name, (op.step.op_name or op.step.kind).rpartition("/")[2]
+    is_copy = operation in _COPIES or (not name and re.search("copy|transpose|slice", op.step.name))
+    return COPIES if is_copy else ELEMENTWISE
