@@ -145,33 +145,21 @@ def same(result, work):
 START, DONE = ("start", "a", SHARD), ("done", "a")
 
 
-def test_communication_behind_enough_computation_is_hidden():
-    result = simulated([START, ("compute", LONG), DONE])
-    assert result.step_seconds == pytest.approx(copy_seconds(LONG))
-    assert (result.exposed_seconds, result.exposed_fraction) == (0, 0)
-    assert result.communication_seconds == pytest.approx(gather_seconds())
-
-
-def test_communication_behind_too_little_is_partly_exposed():
-    result = simulated([START, ("compute", SHORT), DONE])
-    assert result.step_seconds == pytest.approx(gather_seconds())
-    assert result.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
-    assert result.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
-
-
-@pytest.mark.parametrize("work", [[START, DONE], [("sync", "a", SHARD)]], ids=["start, done", "synchronous"])
-def test_communication_that_nothing_stands_beside_is_exposed(work):
-    result = simulated([("compute", LONG), *work, ("compute", LONG)])
-    assert result.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
-    assert result.exposed_fraction == pytest.approx(1)
-
-
-def test_two_collectives_share_the_lane():
+def test_communication_is_exposed_as_far_as_no_computation_stands_beside_it():
+    hidden = simulated([START, ("compute", LONG), DONE])
+    assert hidden.step_seconds == pytest.approx(copy_seconds(LONG))
+    assert (hidden.exposed_seconds, hidden.exposed_fraction) == (0, 0)
+    partly = simulated([START, ("compute", SHORT), DONE])
+    assert partly.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
+    assert partly.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
+    for alone in ([START, DONE], [("sync", "a", SHARD)]):
+        result = simulated([("compute", LONG), *alone, ("compute", LONG)])
+        assert result.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
+        assert result.exposed_fraction == pytest.approx(1)
     work = [START, ("start", "b", SHARD), ("compute", SHORT), DONE, ("compute", SHORT), ("done", "b")]
-    result = simulated(work)
-    assert result.step_seconds == pytest.approx(2 * gather_seconds())
-    assert result.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
-    same(result, work)
+    shared = simulated(work)  # two collectives share the lane
+    assert shared.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
+    same(shared, work)
 
 
 def test_wrapped_collectives_travel_on_the_communication_lane():
