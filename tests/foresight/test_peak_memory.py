@@ -89,8 +89,8 @@ def test_the_classes_add_up_and_arguments_are_those_of_the_plan(case):
     assert memory.batch == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // DEVICES
     assert found.argument_bytes == sum(sizes.values()) + memory.batch == sum(each.bytes for each in memory.arguments)
     assert memory.outside == 0
-    largest = max(memory.arguments, key=lambda each: each.bytes)
-    assert largest.in_place and largest.path.startswith(("params/", "opt_state/"))
+    state_leaves = [each for each in memory.arguments if each.path.startswith(("params/", "opt_state/"))]
+    assert all(each.in_place for each in state_leaves if each.bytes > 1024)
 
 
 def test_temporaries_grow_with_the_batch_and_no_other_class_but_the_batch_does():
