@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 import jax
@@ -36,7 +36,7 @@ from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
-from jdp.foresight.traffic.gathering import like_zero2
+from jdp.foresight.traffic.gathering import Gather, gathers, like_zero2
 from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.sends import sent_by
 from jdp.foresight.traffic.symptoms import donated_state, symptoms
@@ -182,7 +182,7 @@ def report(
         timeline=timeline(compiled.program, devices) if timed and devices is not None else None,
         breaches=reasons,
         strays=tuple(words for words in map(str, stray) if words not in reasons),
-        like_zero2=like_zero2(step, state),
+        gathers=gathers(step, state),
         symptoms=symptoms(reading),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
     )
@@ -234,7 +234,7 @@ class Report(StepReport):
         statistics: one for the statistics of batch norms over all devices, and metrics that are arrays, which the
             contract leaves out too; None: there are none.
         collectives: each collective that sends something, in schedule order.
-        like_zero2: under zero3, a sentence if most of its weights are gathered at the top of the step; else empty.
+        gathers: under zero3, what the step's own trace gathers and where; else None.
     """
 
     partitioning: str
@@ -245,7 +245,12 @@ class Report(StepReport):
     model_axes: tuple[Row, ...]
     collectives: tuple[MeshCollective, ...]
     statistics: Row | None = None
-    like_zero2: str = ""
+    gathers: tuple[Gather, ...] | None = None
+
+    @property
+    def like_zero2(self) -> str:
+        """Under zero3, a sentence if most of its weights are gathered at the top of the step; else empty."""
+        return like_zero2(self.gathers or (), self.accumulate)
 
     @property
     def strategy(self) -> str:
@@ -268,6 +273,8 @@ class Report(StepReport):
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.model_axes],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
+            "gathers": None if self.gathers is None else [asdict(each) for each in self.gathers],
+            "gathers_at_most_bytes": None if self.gathers is None else self.theory.most_gathered_bytes,
             "like_zero2": self.like_zero2 or None,
             **super().to_json(),
         }
@@ -299,17 +306,10 @@ class Report(StepReport):
             return f"Kept: {sends}."
         if (self.ratio or 0) > TOLERANCE:
             return f"BROKEN: {sends}, over {TOLERANCE}."
-        broken, within = [row for row in self.rows if not row.kept], f"BROKEN: {sends}, in all within {TOLERANCE}; but"
-        if any(row.kind == "all-gather" and row.expected_bytes for row in broken):
-            return f"{within} its gathers are over {TOLERANCE} of those that its own trace has."
-        most = format_bytes(SLACK * self.theory_wire_bytes_per_device)
-        unpromised = [row for row in broken if not row.expected_bytes]
-        if not unpromised:
-            return f"{within} what belongs to no parameter may take {SLACK:.0%} of it, {most}."
-        sizes = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in unpromised)
-        planned = self.theory.unsharded.wire_bytes if any(row.kind == "all-reduce" for row in unpromised) else 0
-        beside = f" beside the {format_bytes(planned)} of parameters that are whole by plan" if planned else ""
+        kinds = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in self.rows if not row.kept)
+        beside = f" beside the {format_bytes(self.theory.unsharded.wire_bytes)} of parameters that are whole by plan"
         return (
-            f"{within} a kind of collective that {self.strategy} does not promise may send at most {SLACK:.0%} of "
-            f"theory's, {most}{beside}: {sizes}."
+            f"BROKEN: {sends}, in all within {TOLERANCE}; but a kind of collective that {self.name} does not promise "
+            f"may send at most {SLACK:.0%} of theory's, {format_bytes(SLACK * self.theory_wire_bytes_per_device)}"
+            f"{beside if self.theory.unsharded.paths else ''}: {kinds or 'what belongs to no parameter sends more'}."
         )

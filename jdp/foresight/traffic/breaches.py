@@ -155,7 +155,7 @@ class _Judge:
         counts = packed and (not parameters or c.kind == "all-to-all")
         if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
             return None
-        if UPDATE in (c.op_name or "") and piece.payload_bytes > TINY:
+        if not parameters and UPDATE in (c.op_name or "") and piece.payload_bytes > TINY:
             return Reason("the optimizer's update mixes the elements of matrices", _ELEMENTWISE)
         if not parameters:
             words = "no parameter has this shape, so it is activations or a part of the batch"

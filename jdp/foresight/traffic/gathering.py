@@ -8,7 +8,8 @@ name, and zero2 by memory.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 
@@ -21,18 +22,35 @@ MOSTLY = 0.5
 """Share of the gathered parameters' bytes; a zero3 that gathers more than this at the top is called a zero2."""
 
 
-def like_zero2(step: Step, state: TrainState) -> str:
-    """Return a sentence if a step of zero3, as it was last lowered, gathers most bytes at the top; else ""."""
+@dataclass(frozen=True)
+class Gather:
+    """What a step gathers of one parameter, at the top or by layer."""
+
+    parameter: str  # its path
+    where: str  # "top" or "layer"
+    times_a_microbatch: float  # how often the whole parameter is gathered
+    payload_bytes: int  # a step
+
+
+def gathers(step: Step, state: TrainState) -> tuple[Gather, ...] | None:
+    """Return what a step gathers, as it was last lowered; None where it is not zero3, or nothing was lowered."""
     if step.sends is None or step.plan.row.gather != "use":
-        return ""
+        return None
     sizes = dict(step.plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(step.plan.param_placements(state.params, state.static))
     elements = {leaf.path: math.prod(leaf.own_shape) // shards(leaf.compute, sizes) for leaf in placements}
-    at_top, by_layer = Counter[str](), Counter[str]()  # path -> bytes of the parameter's working copy
+    found = list[Gather]()
     for each in step.sends.gathered:
-        held = elements[each.path] * each.payload_bytes // max(each.elements, 1)
-        (at_top if each.at_top else by_layer)[each.path] = held
-    top, layered = at_top.total(), sum(held for path, held in by_layer.items() if path not in at_top)
+        times, where = each.elements / max(elements[each.path], 1), "top" if each.at_top else "layer"
+        found.append(Gather(each.path, where, times / step.accumulate, each.payload_bytes))
+    return tuple(found)
+
+
+def like_zero2(gathered: Sequence[Gather], accumulate: int) -> str:
+    """Return a sentence if most of the parameters' bytes are gathered at the top, else an empty string."""
+    copies = [(each, each.payload_bytes / (accumulate * each.times_a_microbatch or 1)) for each in gathered]
+    at_top = {each.parameter: held for each, held in copies if each.where == "top"}
+    top, layered = sum(at_top.values()), sum(held for each, held in copies if each.parameter not in at_top)
     if top <= MOSTLY * (top + layered):
         return ""
     remedy = "run the layers through jdp.scan_layers, which gathers one at a time; cast weights inside the block"
@@ -44,6 +62,6 @@ def like_zero2(step: Step, state: TrainState) -> str:
     return (
         f"This zero3 holds its weights like zero2: {format_bytes(top)} of {format_bytes(top + layered)} gathered "
         f"weights a device ({format_percent(top / (top + layered))}) are gathered at the top of the step and held "
-        f"until the backward pass is done with them ({listed(path for path, _ in at_top.most_common())}). "
+        f"until the backward pass is done with them ({listed(sorted(at_top, key=lambda path: -at_top[path]))}). "
         f"Remedy: {remedy}."
     )
