@@ -20,12 +20,8 @@ SHOWN_ELSEWHERE = {
     **dict.fromkeys(
         ("jdp.export.Names", "jdp.export.Part", "jdp.export.Tensor"), "the type of what jdp.export.hf_names returns"
     ),
-    "jdp.prove.Difference": "a part of what jdp.prove.prove returns",
-    "jdp.prove.Made": "in the example of jdp.prove.prove_training",
     "jdp.prove.Proof": "in the example of jdp.prove.prove",
     "jdp.prove.Run": "in the example of jdp.prove.prove",
-    "jdp.prove.Skip": "a part of what jdp.prove.prove returns",
-    "jdp.prove.Training": "in the example of jdp.prove.prove_training",
 }
 """Name -> why it has no example of its own."""
 

@@ -48,8 +48,8 @@ def foreseen(name: str, on: str) -> dict[str, Any]:
         tokens=count_batch(candidate.batch)[0],
         cache=Cache.usual(not os.environ.get("JDP_NO_CACHE")),
     )
-    line, seconds = made.timeline, made.compute_parts
-    if line is None or seconds is None or made.mfu is None:
+    line = made.timeline
+    if line is None or made.mfu is None:
         raise SystemExit(f"{name} on {on}: {made.error}")
     return {
         "experiment": name,
@@ -57,7 +57,7 @@ def foreseen(name: str, on: str) -> dict[str, Any]:
         "mfu": made.mfu,
         "step_ms": 1e3 * line.step_seconds,
         "hidden": 1 - line.exposed_fraction,
-        "copies": seconds.get(COPIES, 0.0) / sum(seconds.values()),
+        "copies": line.parts.get(COPIES, 0.0) / line.compute_seconds,
         "gib": (made.bytes_per_device or 0) / 2**30,
     }
 

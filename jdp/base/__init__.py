@@ -2,9 +2,9 @@
 
 formatting     numbers, tables and names in messages and notebooks; `notices` reports once
 toml, words    values of experiment files; the words that settings take, as types, and the nearest of them
-user_path      paths that a user gives; `hub_source` has the sources that `datasets` reads
+user_path      paths that a user gives; `hub_source` has the sources that `datasets` reads; `tree_paths` names leaves
 machine        processors, memory and devices of this host; `cpu_allocator` keeps freed memory
-progress_file  tells the supervisor (`jdp launch`) that a run has made progress; `retrying` tries again what fails
-terminal       lines of a terminal's width; stdout and stderr that end no run when they cannot be written
-disk_cache     files that later processes read; `tree_paths` names leaves
+progress_file  tells the supervisor (`jdp launch`) that a run has made progress
+terminal       text in lines of a terminal's width
+disk_cache     files that later processes read
 """

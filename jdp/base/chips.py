@@ -155,28 +155,22 @@ _A100 = Gpu(
     time_error=_WORST,
 )
 
-_B200 = Gpu(
+_B200 = replace(
+    _H100,
     name="NVIDIA B200",
     capability=(10, 0),
-    extension="ACCELERATED_FEATURES",
     cores=148,
-    lanes=128,
-    shared_per_core=228 * _KIB,
-    shared_per_block=227 * _KIB,
     l2=132_644_864,
     clock_ghz=1.965,
     memory_bandwidth=7_672_320_000_000,
     memory_bytes=191_514_411_008,
-    links=18,
     matmul_flops=_peaks({"bf16": 2250, "f16": 2250, "f32": 1100, "f64": 37, "f8e4m3fn": 4500, "s8": 4500}),
     vector_flops=75e12,
     link_bandwidth=900e9,
-    network_bandwidth=50e9,
-    host_bandwidth=64e9,
     link_efficiency=40.1 / 50,
-    network_efficiency=_PCIE,
-    host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.56,
+    compared_with=Chip.compared_with,
+    time_error=None,
 )
 
 GPUS = {

@@ -49,13 +49,6 @@ def without_home(folder: Path) -> str | None:
     return f"nothing is kept for the next run: HOME is not set, and user {os.getuid()} has no home folder"
 
 
-def why_not_kept(contents: str, folder: Path, error: OSError) -> str:
-    """Return the notice that `contents` cannot be kept in `folder`; without a home folder it is the same for all."""
-    if why := without_home(folder):
-        return f"{why}; set JDP_CACHE_DIR to a folder that can be written"
-    return f"{contents} are not kept for the next run: {folder} cannot be written ({error.strerror})"
-
-
 def make_folder(folder: Path, mode: int = 0o777) -> None:
     """Make a folder of the cache; the cache's own folder is the user's alone if it is made here."""
     if folder.is_relative_to(root := default_folder()) and not root.exists():
@@ -126,8 +119,11 @@ class Cache:
                 Path(own, name).replace(self.folder / name)
             self._prune()
         except OSError as error:
+            why = f"{self.contents} are not kept for the next run: {self.folder} cannot be written ({error.strerror})"
+            if home := without_home(self.folder):  # the same for all contents
+                why = f"{home}; set JDP_CACHE_DIR to a folder that can be written"
             if self.contents:
-                notice(why_not_kept(self.contents, self.folder, error))
+                notice(why)
 
     def _prune(self) -> None:
         entries: list[tuple[float, int, Path]] = []

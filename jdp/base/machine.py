@@ -144,30 +144,19 @@ def _group_memory() -> list[tuple[int, int]]:
     A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost that
     can be seen is the container's.
     """
-    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-    found: list[tuple[int, int]] = []
-    for folder in _groups("memory"):
-        for limit, used in names:
-            if (number := _number(folder / limit)) is not None:
-                found.append((number, _number(folder / used) or 0))
-    return found
-
-
-def _groups(controller: str) -> list[Path]:
-    """Return the folders of this process' control group and of those above it, in both versions."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     folders: dict[Path, None] = {}
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and controller not in controllers.split(","):
-            continue
-        top = Path("/sys/fs/cgroup") / ("" if number == "0" else controllers)
-        own = top / path.lstrip("/")
-        folders |= dict.fromkeys([own, *(parent for parent in own.parents if parent.is_relative_to(top))])
-    return list(folders)
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        if number == "0" or "memory" in controllers.split(","):
+            top = Path("/sys/fs/cgroup") / ("" if number == "0" else controllers)
+            own = top / path.lstrip("/")
+            folders |= dict.fromkeys([own, *(parent for parent in own.parents if parent.is_relative_to(top))])
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    limits = [(_number(folder / limit), folder / used) for folder in folders for limit, used in names]
+    return [(limit, _number(used) or 0) for limit, used in limits if limit is not None]
 
 
 def _meminfo(entry: str) -> int | None:

@@ -39,8 +39,11 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
                 return function(*arguments, **keywords)
             except Exception as error:
                 inner = None if error.__traceback__ is None else error.__traceback__.tb_next
-                if inner is not None and (mistake := _mistake(check, arguments, keywords)) is not None:
-                    raise mistake from None
+                if inner is not None and check is not None:
+                    try:
+                        check(*arguments, **keywords)
+                    except ValueError as mistake:
+                        raise mistake from None
                 if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
                     error.__traceback__ = shortened(inner)
                 raise
@@ -48,15 +51,6 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
         return called  # pyright: ignore[reportReturnType]
 
     return decorate
-
-
-def _mistake(check: Any, arguments: Any, keywords: Any) -> ValueError | None:
-    if check is not None:
-        try:
-            check(*arguments, **keywords)
-        except ValueError as error:
-            return error
-    return None
 
 
 def shortened(first: TracebackType | None) -> TracebackType | None:
@@ -67,7 +61,9 @@ def shortened(first: TracebackType | None) -> TracebackType | None:
     while frame is not None:
         if _is_users(frame.tb_frame):
             if entry is not None:
-                _link([entry, *(other for other in row if not _is_jdps(other.tb_frame)), frame])
+                chain = [entry, *(other for other in row if not _is_jdps(other.tb_frame)), frame]
+                for above, below in pairwise(chain):
+                    above.tb_next = below
             entry, row = None, []
         elif entry is not None:
             row.append(frame)
@@ -75,11 +71,6 @@ def shortened(first: TracebackType | None) -> TracebackType | None:
             entry = frame
         frame = frame.tb_next
     return first
-
-
-def _link(frames: list[TracebackType]) -> None:
-    for frame, following in pairwise(frames):
-        frame.tb_next = following
 
 
 def _is_jdps(frame: FrameType) -> bool:

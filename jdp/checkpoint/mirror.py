@@ -17,11 +17,11 @@ from typing import Any
 import jax
 
 from jdp.base.notices import notice
-from jdp.base.retrying import retried
 from jdp.base.user_path import bucket_address
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.retrying import retried
 from jdp.checkpoint.upkeep.ownership import committed_steps, set_damaged_aside
 from jdp.core.cluster.barrier import from_first_process
 

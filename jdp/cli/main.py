@@ -34,10 +34,10 @@ from typing import TextIO
 
 import jdp
 from jdp.base.disk_cache import Cache, default_folder
-from jdp.base.terminal import lasting
 from jdp.base.toml import cut
 from jdp.base.words import nearest
 from jdp.cli.options import UsageError, wrapped
+from jdp.cli.streams import lasting
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

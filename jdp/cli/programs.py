@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from jdp.cli.options import UsageError, choose_target_platform, flag_of
 
 if TYPE_CHECKING:
-    from jdp.foresight.any_step.forecast import StepForecast
-    from jdp.foresight.any_step.load import Program
+    from jdp.cli.load import Program
+    from jdp.foresight.step_report import StepReport
 
 
 def is_program(file: Path) -> bool:
@@ -43,14 +43,14 @@ def check_experiment(options: Any, names: Sequence[str]) -> None:
         )
 
 
-def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[Program, StepForecast]":
+def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[Program, StepReport]":
     """Load a program, and compile its step for a target; None: for this machine's devices.
 
     A program that does not take the target's devices finds as many virtual CPU devices.
     """
     import jax
 
-    from jdp.foresight.any_step.load import load, users_errors
+    from jdp.cli.load import load, users_errors
 
     with _as_script(file):
         _choose_devices(target_name)

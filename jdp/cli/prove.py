@@ -23,10 +23,10 @@ class Options:
     """Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.
 
     The experiment runs unchanged (model, batches, precision, optimizer) on one device. Then it runs under every
-    strategy, both partitionings, other numbers of devices and microbatches, and saved and resumed in the middle. The
-    devices are virtual CPU devices (--devices N; default the experiment's, else 8). Losses, parameters and optimizer
-    state are compared leaf by leaf and step by step; a difference that rounding cannot explain is named: run, step,
-    leaf, size.
+    strategy, on one device and on all of them, with one microbatch a step and with several. One run is saved in the
+    middle and resumed under another setting. The devices are virtual CPU devices (--devices N; default the
+    experiment's, else 8). Losses, parameters and optimizer state are compared leaf by leaf and step by step; a
+    difference that rounding cannot explain is named: run, step, leaf, size.
 
     jdp makes nothing smaller by itself. For a large experiment: --model.layers 2 --train.batch_size 16. The keys are
     listed below.
@@ -37,13 +37,11 @@ class Options:
     steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Optimizer steps of each run. Default: 10; with --quick 2."""
     quick: bool = False
-    """Make one run, in a part of the time: the experiment's own setting, saved and resumed for its last step under the
-    one that differs most. The other pairs of strategy, partitioning, devices and microbatches are left out, which the
-    result says, and LLVM's optimisations are off. For the quickstart some 30 s of processor time."""
+    """Make one run, in a part of the time: the experiment's own setting, saved and resumed under the one that differs
+    most. The other runs are left out, which the result says, and LLVM's optimisations are off. For the quickstart some
+    30 s of processor time."""
     only: Annotated[str | None, tyro.conf.arg(metavar="TEXTS")] = None
     """Make only the runs whose names contain one of these, such as zero3 or "8 devices", with commas between."""
-    full: bool = False
-    """Every combination, not only every pair of choices."""
     json: bool = False
     """Print one JSON object on stdout, and everything else on stderr."""
 
@@ -51,8 +49,8 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Prove an experiment and print the proof. Raises UsageError."""
     options, overrides = parse_with_overrides(Options, "prove", arguments)
-    if options.quick and (other := "--full" if options.full else "--only" if options.only is not None else None):
-        raise UsageError(f"--quick chooses the runs itself; given {other} too: remove one of them")
+    if options.quick and options.only is not None:
+        raise UsageError("--quick chooses the runs itself; given --only too: remove one of them")
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be 1 or more optimizer steps of each run; given {options.steps}: raise it")
     with stdout_to_stderr(options.json):
@@ -75,6 +73,4 @@ def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
     logging.getLogger("jdp").setLevel(logging.ERROR)  # dozens of plans, whose notices are not about the proof
     only = () if options.only is None else tuple(words(options.only, "--only"))
     with Progress() as progress:
-        return prove_experiment(
-            experiment, steps=steps, full=options.full, quick=options.quick, only=only, progress=progress.running
-        )
+        return prove_experiment(experiment, steps=steps, quick=options.quick, only=only, progress=progress.running)

@@ -82,8 +82,8 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
     """Print the tables of a report, then its sentences."""
     marked = None if report.choice is None else report.estimates.index(report.choice)
     print(f"{name} on {report.devices} devices ({report.target}): {described}; per device and step\n")
-    show_table("Memory at the peak", report.memory_headings, report.memory_table(), marked=marked)
-    print()
-    show_table("Traffic and time (simulated)", report.speed_headings, report.speed_table(), marked=marked)
-    print()
+    tables = {"Memory at the peak": report.memory_table(), "Traffic and time (simulated)": report.speed_table()}
+    for title, (headings, *rows) in tables.items():
+        show_table(title, headings, rows, marked=marked)
+        print()
     print(*report.sentences, sep="\n")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
+from jdp.core.sharding.axes import DATA
 from jdp.foresight.memory import RESERVED_BYTES, Headroom, HostMemory, Memory
 from jdp.foresight.targets.relocate import candidate_name
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report
-from jdp.foresight.zero_formula import zero_bytes
+from jdp.foresight.zero_formula import ZeroRow, zero_bytes
 
 CLOSE = 0.01
 """Step times within 1 % count as equal: the model of time is no more precise. Less memory then decides."""
@@ -24,41 +25,26 @@ CLOSE = 0.01
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was read off one candidate's compiled program.
+    """What one candidate's compiled program does, and how well it uses the devices.
 
     Attributes:
         strategy, accumulate: the candidate.
-        partitioning, partitioning_why: as the step settled them.
-        memory: bytes per device by class; None when the step did not compile.
-        headroom: whether a device can hold it; None where the device's memory is not known.
+        report: what it holds, sends and waits for; None when the step did not compile.
         host: what a host's memory holds, where the state is copied into it; None: that is not asked for.
-        parameters, shards: how many parameters the model has, and how many devices share them (the `data` axis).
-        report: traffic against the communication contract.
-        timeline: the simulated schedule; None where the device's rates are not known, and of what does not fit, which
-            takes no time as it cannot run.
         model_flops: FLOPs of the step's mathematics over the global batch (`timing.model_flops`).
         peak_flops: of one device, in the step's compute dtype; None where it is not known.
         tokens: tokens (or examples) of a global batch.
-        devices: how many share the work.
         compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
         error: why the step did not compile; None when it did.
     """
 
     strategy: str
     accumulate: int
-    partitioning: str | None = None
-    partitioning_why: str = ""
-    memory: Memory | None = None
-    headroom: Headroom | None = None
-    host: HostMemory | None = None
-    parameters: int = 0
-    shards: int = 1
     report: Report | None = None
-    timeline: Timeline | None = field(default=None, repr=False)
+    host: HostMemory | None = None
     model_flops: float = 0.0
     peak_flops: float | None = None
     tokens: int = 0
-    devices: int = 1
     compile_seconds: float = 0.0
     cached: bool = False
     error: str | None = None
@@ -67,6 +53,26 @@ class Estimate:
     def name(self) -> str:
         """Strategy and microbatches, such as "zero1 K=4"."""
         return candidate_name(self.strategy, self.accumulate)
+
+    @property
+    def devices(self) -> int:
+        """How many share the work."""
+        return 1 if self.report is None else math.prod(self.report.mesh.values())
+
+    @property
+    def memory(self) -> Memory | None:
+        """Bytes per device by class; None when the step did not compile."""
+        return None if self.report is None else self.report.memory
+
+    @property
+    def headroom(self) -> Headroom | None:
+        """Whether a device can hold it; None where the device's memory is not known."""
+        return None if self.report is None else self.report.headroom
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The simulated schedule; None where it is not known, or a device cannot hold the step."""
+        return None if self.report is None else self.report.timeline
 
     @property
     def fits(self) -> bool | None:
@@ -81,9 +87,11 @@ class Estimate:
         return None if self.headroom is None else self.headroom.available
 
     @property
-    def closed_form_bytes(self) -> int | None:
-        """Bytes of model state by ZeRO's closed form, 2 + 2 + 12 a parameter (`zero_bytes`); None if not compiled."""
-        return zero_bytes(self.parameters, self.shards, self.strategy).total if self.parameters else None
+    def closed_form(self) -> ZeroRow | None:
+        """Model state by ZeRO's closed form, 2 + 2 + 12 bytes a parameter (`zero_bytes`); None if not compiled."""
+        if self.report is None or not self.report.theory.parameters:
+            return None
+        return zero_bytes(self.report.theory.parameters, self.report.mesh[DATA], self.strategy)
 
     @property
     def bytes_per_device(self) -> int | None:
@@ -102,16 +110,6 @@ class Estimate:
             return None
         factor = 1 + self.timeline.error
         return self.timeline.step_seconds / factor, self.timeline.step_seconds * factor
-
-    @property
-    def compute_parts(self) -> dict[str, float] | None:
-        """Seconds of computing by what they are spent on, the most first; None where times are not known."""
-        return None if self.timeline is None else dict(self.timeline.parts)
-
-    @property
-    def exposed_fraction(self) -> float | None:
-        """Share of the communication's time that no computation hides; 0 when nothing is sent."""
-        return None if self.timeline is None else self.timeline.exposed_fraction
 
     @property
     def mfu(self) -> float | None:
@@ -138,7 +136,7 @@ class Estimate:
     @property
     def fits_in_words(self) -> str:
         """Cell of a table: "yes", "no", or "?" where the device's memory is not known."""
-        return "?" if self.fits is None else "yes" if self.fits else "no"
+        return {None: "?", True: "yes", False: "no"}[self.fits]
 
     @property
     def speed_cells(self) -> tuple[str, ...]:
@@ -156,36 +154,32 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return one of the `strategies` that `jdp plan --json` prints."""
-        report, memory = self.report, self.memory
-        found: dict[str, Any] = {
+        report, memory, line = self.report, self.memory, self.timeline
+        own = ("strategy", "accumulate", "fits", "bytes_per_device", "available_bytes", "step_seconds", "mfu", "error")
+        rates = ("tokens_per_second", "efficiency", "compile_seconds", "cached")
+        of_report = ("partitioning", "wire_bytes_per_device", "theory_wire_bytes_per_device")
+        of_line = ("exposed_fraction", "exposed_seconds", "host_seconds", "host_wait_seconds")
+        return {
+            **{name: getattr(self, name) for name in (*own, *rates)},
+            **{name: getattr(report, name, None) for name in of_report},
+            **{name: getattr(line, name, None) for name in of_line},
             "memory": None if memory is None else memory.by_class(),
             "host_bytes": 0 if memory is None else memory.host,
             "memory_advice": None if self.headroom is None else self.headroom.words,
-            "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
-            "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
+            "closed_form_bytes": None if self.closed_form is None else self.closed_form.total,
             "keeps_contract": None if report is None else report.kept,
             "like_zero2": None if report is None else report.like_zero2 or None,
             "step_seconds_range": None if self.step_range is None else list(self.step_range),
+            "compute_parts": None if line is None else dict(line.parts),
             "tokens_per_step": self.tokens,
-            **{name: getattr(self.timeline, name, None) for name in _TIMES},
+            "parameters": 0 if report is None else report.theory.parameters,
+            "partitioning_why": "" if report is None else report.why,
+            **({} if self.host is None else {"host": self.host.to_json()}),
         }
-        in_memory = {} if self.host is None else {"host": self.host.to_json()}
-        return {name: found[name] if name in found else getattr(self, name) for name in _IN_JSON} | in_memory
 
 
-_TIMES = ("exposed_seconds", "host_seconds", "host_wait_seconds")
-_IN_JSON = (
-    *("strategy", "accumulate", "partitioning", "fits", "bytes_per_device", "available_bytes"),
-    *("memory", "host_bytes", "memory_advice", "closed_form_bytes", "wire_bytes_per_device"),
-    *("theory_wire_bytes_per_device", "keeps_contract", "like_zero2", "exposed_fraction", *_TIMES, "step_seconds"),
-    *("step_seconds_range", "compute_parts", "mfu", "tokens_per_second", "efficiency", "compile_seconds", "cached"),
-    *("tokens_per_step", "parameters", "partitioning_why", "error"),
-)
-"""The keys of an estimate in JSON, in order; most are its attributes."""
-MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula")
-"""Headings of the table of memory."""
-HOST = "host"
-"""One more heading, where a candidate keeps something in host memory."""
+MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula", "host")
+"""Headings of the table of memory; the last where a candidate keeps something in host memory."""
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
@@ -251,32 +245,14 @@ class PlanReport:
         compiled = any(estimate.memory is not None for estimate in self.estimates)
         return "No candidate fits." if compiled else "No candidate compiled."
 
-    @property
-    def memory_headings(self) -> tuple[str, ...]:
-        """`MEMORY`, with "host" where a candidate keeps something in host memory: a device's part of it."""
-        return (*MEMORY, HOST) if any(self._on_host) else MEMORY
-
-    @property
-    def _on_host(self) -> list[int]:
-        offloaded = [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
-        return [
-            count if each.host is None else each.host.total // each.host.devices
-            for count, each in zip(offloaded, self.estimates, strict=True)
-        ]
-
     def memory_table(self) -> list[tuple[str, ...]]:
-        """Return a row for each estimate, under `memory_headings`: bytes per device."""
-        rows, held = [_memory_row(estimate) for estimate in self.estimates], self._on_host
-        return [(*row, format_bytes(count)) for row, count in zip(rows, held, strict=True)] if any(held) else rows
-
-    @property
-    def speed_headings(self) -> tuple[str, ...]:
-        """`SPEED`, with what the batch is counted in."""
-        return tuple(heading.replace("tokens", self.unit) for heading in SPEED)
+        """Return headings, and a row for each estimate: bytes per device."""
+        rows = [MEMORY, *map(_memory_row, self.estimates)]
+        return rows if any(row[-1] not in ("", "0 B") for row in rows[1:]) else [row[:-1] for row in rows]
 
     def speed_table(self) -> list[tuple[str, ...]]:
-        """Return a row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
-        return [_speed_row(estimate) for estimate in self.estimates]
+        """Return headings, and a row for each estimate: traffic and time of a step, per device."""
+        return [tuple(heading.replace("tokens", self.unit) for heading in SPEED), *map(_speed_row, self.estimates)]
 
     @property
     def sentences(self) -> list[str]:
@@ -292,11 +268,7 @@ class PlanReport:
         return f"<PlanReport of {of}: {self.verdict} print() says all>"
 
     def __str__(self) -> str:
-        tables = [
-            *align_columns([self.memory_headings, *self.memory_table()]),
-            "",
-            *align_columns([self.speed_headings, *self.speed_table()]),
-        ]
+        tables = [*align_columns(self.memory_table()), "", *align_columns(self.speed_table())]
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.sentences])
 
     def to_json(self) -> dict[str, Any]:
@@ -342,8 +314,9 @@ def _memory_row(estimate: Estimate) -> tuple[str, ...]:
     if memory is None:
         return (estimate.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
     classes = (memory.parameters, memory.optimizer, memory.temporaries)
-    formula = estimate.closed_form_bytes or 0
-    held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula))
+    formula = 0 if estimate.closed_form is None else estimate.closed_form.total
+    host = memory.host if estimate.host is None else estimate.host.total // estimate.host.devices
+    held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula, host))
     return (estimate.name, estimate.fits_in_words, *held)
 
 
@@ -353,7 +326,7 @@ def _speed_row(estimate: Estimate) -> tuple[str, ...]:
         return (estimate.name, *([""] * (len(SPEED) - 1)))
     ratio = f"{report.ratio:.3f}" if report.theory_wire_bytes_per_device else "–"
     traffic = (
-        estimate.partitioning or "",
+        report.partitioning,
         format_bytes(report.wire_bytes_per_device),
         f"{ratio} BREAKS" if report.kept is False else ratio,
     )

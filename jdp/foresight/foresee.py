@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -21,20 +21,17 @@ from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
-from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.foresight.any_step.forecast import StepForecast, forecast
+from jdp.foresight.any_step.forecast import forecast
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import CompileError
-from jdp.foresight.step_report import CPU_PROGRAM
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport
 from jdp.foresight.targets.relocate import Candidate, abstract_on
 from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.timing.model_flops import model_flops
-from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.contract import TOLERANCE
 from jdp.foresight.verify import operands, report
 
@@ -43,30 +40,11 @@ OnProgress = Callable[[int, int, str], None]
 
 
 @overload
-def foresee(
-    step: Step,
-    state: TrainState,
-    batch: Batch,
-    target: str | Target | None = None,
-    *,
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    accumulate: Sequence[int] | None = None,
-    tokens: int | None = None,
-    cache: bool = True,
-    progress: OnProgress | None = None,
-) -> PlanReport: ...
-
-
+def foresee(step: Step, *arguments: Any, target: str | Target | None = None, **other: Any) -> PlanReport: ...
 @overload
 def foresee(
-    step: Callable[..., Any],
-    *arguments: Any,
-    target: str | Target | None = None,
-    mesh: Mapping[str, int] | None = None,
-    cache: bool = True,
-) -> StepForecast: ...
-
-
+    step: Callable[..., Any], *arguments: Any, target: str | Target | None = None, **other: Any
+) -> StepReport: ...
 def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a step for `target`, and report what it would hold, send and wait for; a step of jdp's by every strategy.
 
@@ -95,7 +73,7 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
 
     Returns:
         A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and
-        the reasons. Of another step a `StepForecast`: memory by argument, what each source line sends, the schedule.
+        the reasons. Of another step a `StepReport`: memory by argument, what each source line sends, the schedule.
 
     Raises:
         ValueError: an evaluation step. The target, a strategy, or the batch under a number of microbatches does not
@@ -160,27 +138,17 @@ def make_plan_report(
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
     """Compile one candidate for `target`, and read off the program what it holds, sends and waits for."""
     step, state, batch = candidate.step, candidate.state, candidate.batch
-    named = Estimate(step.plan.strategy, step.accumulate, devices=len(target.devices))
+    named = Estimate(step.plan.strategy, step.accumulate)
     try:
         compiled = candidate.compile(target, cache)
     except CompileError as error:
         return replace(named, error=str(error))
-    traffic = report(step, state, compiled, str(target), judge=target.kind != "cpu")
-    held, chip = memory(compiled, step, state), target.chip
-    headroom = None if target.memory_bytes is None else held.fits(target.memory_bytes)
-    timed = chip is not None and (headroom is None or headroom.fits)
+    peaks = {} if target.chip is None else target.chip.matmul_flops
     return replace(
         named,
-        partitioning=step.partitioning,
-        partitioning_why=step.why,
-        memory=held,
-        headroom=headroom,
-        parameters=traffic.theory.parameters,
-        shards=step.plan.mesh.shape[DATA],
-        report=traffic,
-        timeline=timeline(compiled.program, target) if timed else None,
+        report=report(step, state, compiled, target, judge=target.kind != "cpu"),
         model_flops=model_flops(step, state, batch),
-        peak_flops=None if chip is None else chip.matmul_flops.get(XLA_TYPES[step.precision.compute]),
+        peak_flops=peaks.get(XLA_TYPES[step.precision.compute]),
         tokens=tokens,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
@@ -202,7 +170,7 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
-    if any(e.report is not None and e.report.kept is None and e.report.ratio > TOLERANCE for e in estimates):
+    if any(e.report is not None and e.report.kept is None and (e.report.ratio or 0) > TOLERANCE for e in estimates):
         notes.append(CPU_PROGRAM)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]
     return tuple(dict.fromkeys(notes))

@@ -13,10 +13,13 @@ elsewhere.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jdp.base.formatting import format_bytes, format_percent
+from jdp.base.formatting import align_columns, format_bytes, format_percent
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -54,17 +57,29 @@ class Headroom:
 
 
 @dataclass(frozen=True)
+class HeldArgument:
+    """An argument on one device."""
+
+    path: str  # in the call: "params/layers/kernel"
+    bytes: int  # of its shard, as the program takes it
+    donated: bool = False  # its memory may take a result
+    in_place: bool = False  # it does
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes per device of a step, by class (`CLASSES` has them in words); they add up to `total`."""
 
-    parameters: int  # as the program takes them, like optimizer state and batch
-    optimizer: int
-    batch: int
-    other: int  # counters, keys, model state; results that are not written into an argument
-    temporaries: int  # everything else that XLA allocates while the step runs
-    code: int
+    parameters: int = 0  # as the program takes them, like optimizer state and batch
+    optimizer: int = 0
+    batch: int = 0
+    other: int = 0  # counters, keys, model state, arguments of no known class; results
+    temporaries: int = 0  # everything else that XLA allocates while the step runs
+    code: int = 0
     outside: int = 0  # leaves on the device that the program does not take, as in an evaluation; not in `total`
     host: int = 0  # state and copies in the host's memory, for this device; not in `total`
+    results: int = 0  # the part of `other` that is not written into an argument
+    arguments: tuple[HeldArgument, ...] = field(default=(), repr=False)  # in the order of the call
 
     @property
     def total(self) -> int:
@@ -76,14 +91,23 @@ class Memory:
         return {name: getattr(self, name) for name in CLASSES}
 
     def __str__(self) -> str:
-        rows = [(words, self.by_class()[name]) for name, words in CLASSES.items()]
-        width = max(len(words) for words, _ in rows)
-        lines = [
-            f"{words:{width}}  {format_bytes(count):>9}  {format_percent(count / (self.total or 1)):>6}"
-            for words, count in rows
-        ]
-        host = [f"{'in host memory, per device':{width}}  {format_bytes(self.host):>9}"] if self.host else []
-        return "\n".join([*lines, f"{'total per device':{width}}  {format_bytes(self.total):>9}", *host])
+        return "\n".join(align_columns(self.table()))
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Return headings, and a row for each class, for the largest arguments, and for what is held together."""
+        share = lambda count: format_percent(count / (self.total or 1))  # noqa: E731
+        rows = [("held on a device", "bytes", "")]
+        rows += [(CLASSES[name], format_bytes(size), share(size)) for name, size in self.by_class().items() if size]
+        for each in sorted(self.arguments, key=lambda each: -each.bytes)[:_LISTED]:
+            kept = "updated in place" if each.in_place else "donated, not updated in place" if each.donated else ""
+            rows.append((f"- {each.path}", format_bytes(each.bytes), kept))
+        rows += [("in host memory, per device", format_bytes(self.host), "")] if self.host else []
+        return [*rows, ("total per device", format_bytes(self.total), "")]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it by argument, in bytes."""
+        arguments = [asdict(each) for each in self.arguments]
+        return {"arguments": arguments, "results": self.results, **self.by_class(), "total": self.total}
 
     def fits(self, memory_bytes: int) -> Headroom:
         """Compare with a device of `memory_bytes`.
@@ -91,43 +115,63 @@ class Memory:
         jax allocates from one pool, by default `DEFAULT_FRACTION` of the memory. More than one program at a time, and
         checkpoints on their way to the host, are not counted.
         """
-        return headroom(self.total + self.outside, memory_bytes)
+        needed, available = self.total + self.outside, max(memory_bytes - RESERVED_BYTES, 0)
+        words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
+        if needed > available:
+            beside = f"{format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
+            return Headroom(False, needed, available, None, f"{words}: does not fit; {beside}")
+        if needed <= DEFAULT_FRACTION * memory_bytes:
+            return Headroom(True, needed, available, None, f"{words}: fits")
+        fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
+        default = f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default"
+        advice = f"{words}: fits, but {default}: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
+        return Headroom(True, needed, available, fraction, advice)
 
 
-def headroom(needed: int, memory_bytes: int) -> Headroom:
-    """Compare the bytes that a program needs with a device of `memory_bytes`, as `Memory.fits` does."""
-    available = max(memory_bytes - RESERVED_BYTES, 0)
-    words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
-    if needed > available:
-        beside = f"{format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
-        return Headroom(False, needed, available, None, f"{words}: does not fit; {beside}")
-    if needed <= DEFAULT_FRACTION * memory_bytes:
-        return Headroom(True, needed, available, None, f"{words}: fits")
-    fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
-    advice = f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
-    return Headroom(True, needed, available, fraction, f"{words}: fits, but {advice}")
+_LISTED = 8
+
+
+def memory_by_argument(compiled: Compiled, arguments: Sequence[tuple[str, str, bool]], outside: int = 0) -> Memory:
+    """Divide what XLA allocates for a compiled step: its arguments, each a (path, class, donated), and the rest."""
+    in_place, sizes = {number for _, number, _ in compiled.program.written_into}, compiled.program.argument_bytes
+    held, named = list[HeldArgument](), Counter[str]()
+    for number, (path, kind, donated) in enumerate(arguments):
+        _, size = sizes.get(number, ("", 0))
+        held.append(HeldArgument(path, size, donated, number in in_place))
+        named[kind] += size
+    results = compiled.output_bytes - compiled.alias_bytes
+    # Nothing is lost where an argument has no class: whatever the program takes beside these is "other".
+    classes = {kind: named[kind] for kind in ("parameters", "optimizer", "batch")}
+    return Memory(
+        **classes,
+        other=compiled.argument_bytes - sum(classes.values()) + results,
+        temporaries=compiled.temp_bytes,
+        code=compiled.code_bytes,
+        outside=outside,
+        host=compiled.host_bytes,
+        results=results,
+        arguments=tuple(held),
+    )
+
+
+_PREFIXES = {"state.params": "parameters", "state.opt_state": "optimizer", "batch": "batch"}
 
 
 def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
-    """Divide what XLA allocates for a compiled step into classes."""
-    sizes = compiled.program.argument_bytes
-
-    def argument_bytes(prefix: str) -> int:
-        return sum(size for name, size in sizes.values() if name.startswith(prefix))
-
-    prefixes = {"parameters": "state.params", "optimizer": "state.opt_state", "batch": "batch"}
-    named = {name: argument_bytes(prefix) for name, prefix in prefixes.items()}
+    """Divide what XLA allocates for a compiled step of jdp's."""
+    named = [name for _, (name, _) in sorted(compiled.program.argument_bytes.items())]
+    kinds = [next((kind for start, kind in _PREFIXES.items() if name.startswith(start)), "other") for name in named]
+    arguments = [(path_of_name(name), kind, name.startswith("state.")) for name, kind in zip(named, kinds, strict=True)]
     plan = step.plan.on(mesh_of(state) or step.plan.mesh)
     at_rest = sum(placement.bytes_per_device for placement in plan.placements(state) if not placement.on_host)
-    return Memory(
-        **named,
-        # Nothing is lost where an argument has no name: whatever the program takes beside these is "other".
-        other=compiled.argument_bytes - sum(named.values()) + compiled.output_bytes - compiled.alias_bytes,
-        temporaries=compiled.temp_bytes,
-        code=compiled.code_bytes,
-        outside=max(at_rest - argument_bytes("state"), 0),
-        host=compiled.host_bytes,
-    )
+    taken = sum(size for name, size in compiled.program.argument_bytes.values() if name.startswith("state"))
+    return memory_by_argument(compiled, arguments, max(at_rest - taken, 0))
+
+
+def path_of_name(name: str) -> str:
+    """Return the path of an argument's name: `state.params['layers']['kernel']` -> params/layers/kernel."""
+    keys = re.findall(r"\['?(.*?)'?\]|\.(\w+)", name.removeprefix("state"))
+    return "/".join(key or attribute for key, attribute in keys) or name
 
 
 @dataclass(frozen=True)
@@ -169,10 +213,5 @@ class HostMemory:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `jdp plan --json` prints it, in bytes."""
-        return {
-            "copies": self.copies,
-            "staging": self.staging,
-            "offloaded": self.offloaded,
-            "available": self.available,
-            "fits": self.fits,
-        }
+        names = ("copies", "staging", "offloaded", "available", "fits")
+        return {name: getattr(self, name) for name in names}

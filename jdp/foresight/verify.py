@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 import jax
@@ -27,38 +27,28 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.core.update.optimized import exchanged
-from jdp.foresight.any_step.forecast import StepForecast, forecast
-from jdp.foresight.program.collectives import Collective
+from jdp.foresight.any_step.forecast import forecast
+from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target, check_target, target_of
+from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
-from jdp.foresight.traffic.gathering import Gathering, gathering
+from jdp.foresight.traffic.gathering import Gather, gathers, like_zero2
 from jdp.foresight.traffic.origin import Parameters, Reading
+from jdp.foresight.traffic.sends import sent_by
 from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 
 
 @overload
-def verify(
-    step: Step, state: TrainState, batch: Batch, target: str | Target | None = None, *, cache: bool = True
-) -> Report: ...
-
-
+def verify(step: Step, *arguments: Any, target: str | Target | None = None, **other: Any) -> Report: ...
 @overload
 def verify(
-    step: Callable[..., Any],
-    *arguments: Any,
-    target: str | Target | None = None,
-    against: str | float | None = None,
-    params: int | str | Sequence[str] | None = None,
-    mesh: Mapping[str, int] | None = None,
-    cache: bool = True,
-) -> StepForecast: ...
-
-
+    step: Callable[..., Any], *arguments: Any, target: str | Target | None = None, **other: Any
+) -> StepReport: ...
 def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a training step, and compare what it sends with its strategy's contract, or with given bytes.
 
@@ -88,7 +78,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
             is split over.
 
     Returns:
-        A `Report` of a step of jdp's, else a `StepForecast`. Both have `.kept`, `.breaches` and `.symptoms`, and
+        A `Report` of a step of jdp's, else a `StepReport`. Both have `.kept`, `.breaches` and `.symptoms`, and
         `print(report)` shows tables.
 
     Raises:
@@ -109,7 +99,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     devices = target_of(target, candidate.state)
     compiled = candidate.compile(devices, Cache.usual(cache))
     notes, judge = candidate.notes, devices.kind != "cpu"
-    return report(candidate.step, candidate.state, compiled, str(devices), notes=notes, judge=judge)
+    return report(candidate.step, candidate.state, compiled, devices, notes=notes, judge=judge)
 
 
 def operands(
@@ -135,7 +125,7 @@ def report(
     step: Step,
     state: TrainState,
     compiled: Compiled,
-    target_name: str,
+    target: str | Target,
     *,
     notes: Sequence[str] = (),
     judge: bool = True,
@@ -146,7 +136,7 @@ def report(
         step: the step.
         state: its state, abstract or real.
         compiled: its program.
-        target_name: the devices that it is compiled for.
+        target: the devices that it is compiled for; by name alone, no time is simulated.
         notes: sentences that the report begins its notes with.
         judge: False for a program of XLA:CPU, which sends other bytes than XLA:GPU's: there is no verdict.
     """
@@ -164,28 +154,35 @@ def report(
     )
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
-    verdict = compare(collectives, promised, sum(each.wire_bytes for each in stray))
+    verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
     judged = judge or not verdict.theory_wire_bytes
     reasons = breaches(collectives, promised, verdict, reading, step, stray) if judged else ()
+    held, devices = memory(compiled, step, state), target if isinstance(target, Target) else None
+    room = None if devices is None or devices.memory_bytes is None else held.fits(devices.memory_bytes)
+    timed = devices is not None and devices.chip is not None and (room is None or room.fits)
     return Report(
+        name=step.plan.strategy,
         kept=verdict.kept if judged else None,
-        strategy=step.plan.strategy,
         partitioning=step.partitioning or "",
         why=step.why,
-        target=target_name,
+        target=str(target),
         mesh=dict(mesh.shape),
         accumulate=step.accumulate,
         theory=promised,
         wire_bytes_per_device=verdict.wire_bytes,
-        theory_wire_bytes_per_device=verdict.theory_wire_bytes,
+        bound_wire_bytes_per_device=verdict.theory_wire_bytes,
         ratio=verdict.ratio,
         rows=verdict.rows,
         model_axes=verdict.model_axes,
         statistics=verdict.statistics,
         collectives=tuple(collectives),
+        memory=held,
+        headroom=room,
+        sent=sent_by(reading, collectives),
+        timeline=timeline(compiled.program, devices) if timed and devices is not None else None,
         breaches=reasons,
-        strays=tuple(each.words for each in stray if each.words not in reasons),
-        gathering=gathering(step, state),
+        strays=tuple(words for words in map(str, stray) if words not in reasons),
+        gathers=gathers(step, state),
         symptoms=symptoms(reading),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
     )
@@ -229,76 +226,73 @@ class Report(StepReport):
         kept: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`); None on
             CPU devices, where it is not judged.
         ratio: bytes sent over those of theory; 0 where there is no other device.
-        strategy, accumulate: what was compiled (K microbatches).
+        accumulate: microbatches, K.
         partitioning, why: what the step settled on, and the reason.
-        theory, theory_wire_bytes_per_device: the promise.
+        theory: the promise, whose bytes are `bound_wire_bytes_per_device`.
         rows: one a kind of collective, found and promised.
         model_axes: one a kind of what runs along the model's own axes only, about which nothing is promised.
         statistics: one for the statistics of batch norms over all devices, and metrics that are arrays, which the
             contract leaves out too; None: there are none.
         collectives: each collective that sends something, in schedule order.
-        gathering: under zero3, what is gathered where, by the step's own trace; else None.
+        gathers: under zero3, what the step's own trace gathers and where; else None.
     """
 
-    strategy: str
     partitioning: str
     why: str
     accumulate: int
     theory: Theory
-    theory_wire_bytes_per_device: float
-    ratio: float
     rows: tuple[Row, ...]
     model_axes: tuple[Row, ...]
     collectives: tuple[MeshCollective, ...]
     statistics: Row | None = None
-    gathering: Gathering | None = None
+    gathers: tuple[Gather, ...] | None = None
 
     @property
     def like_zero2(self) -> str:
         """Under zero3, a sentence if most of its weights are gathered at the top of the step; else empty."""
-        return "" if self.gathering is None else self.gathering.like_zero2()
+        return like_zero2(self.gathers or (), self.accumulate)
+
+    @property
+    def strategy(self) -> str:
+        """The step's strategy."""
+        return self.name
+
+    @property
+    def theory_wire_bytes_per_device(self) -> float:
+        """What the strategy promises that a device sends a step."""
+        return self.bound_wire_bytes_per_device or 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `jdp verify --json` prints."""
+        first = "kept strategy target wire_bytes_per_device theory_wire_bytes_per_device ratio"
         return {
-            **self._as_json("kept strategy target wire_bytes_per_device theory_wire_bytes_per_device ratio"),
+            **self._as_json(first),
             "judged": self.kept is not None,
             "collectives": [each.to_json() for each in self.collectives],
             **self._as_json("breaches accumulate mesh partitioning why"),
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.model_axes],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
-            **self._as_json("strays"),
-            "gathers": None if self.gathering is None else self.gathering.to_json(),
-            "gathers_at_most_bytes": None if self.gathering is None else self.theory.most_gathered_bytes,
+            "gathers": None if self.gathers is None else [asdict(each) for each in self.gathers],
+            "gathers_at_most_bytes": None if self.gathers is None else self.theory.most_gathered_bytes,
             "like_zero2": self.like_zero2 or None,
-            **self._as_json("symptoms notes"),
+            **super().to_json(),
         }
 
-    def paragraphs(self) -> list[list[str]]:
-        """Return the verdict, and tables of what is sent."""
-        head = f"{self.heading}, {self.partitioning}: {self.why}"
-        paragraphs = [[head, self.verdict, *filter(None, [self.like_zero2])]]
-        if self.rows:
-            paragraphs.append(_table(self.rows, marked=self.kept is not None))
-        if self.gathering is not None and self.gathering.gathered:
-            most = format_bytes(self.theory.most_gathered_bytes)
-            title = f"What the step itself gathers, which is what is expected; zero3 promises 2·K·c·Ψ = {most} at most:"
-            paragraphs.append([title, *self.gathering.table()])
-        if self.model_axes:
-            title = "Along the model's own axes, which the contract leaves to the model:"
-            paragraphs.append([title, *_table(self.model_axes)])
+    def comparison(self) -> list[list[str]]:
+        """Return a table of what is sent and promised, by kind of collective."""
+        rows = [("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")]
+        rows += [(*row.cells(), "<-" if self.kept is not None and not row.kept else "") for row in self.rows]
+        rows += [(*row.cells(), "along the model's own axes: not promised") for row in self.model_axes]
         if self.statistics is not None:
-            title = "Statistics of batch norms, and metrics, over all devices, which the contract leaves out:"
-            paragraphs.append([title, *_table([self.statistics])])
-        if self.collectives:
-            paragraphs.append(align_columns([_LISTED, *_grouped(self.collectives)]))
-        return paragraphs
+            rows.append((*self.statistics.cells(), "statistics of batch norms, and metrics: not promised"))
+        return [[self.like_zero2] * bool(self.like_zero2), align_columns(rows) if len(rows) > 1 else []]
 
     @property
     def heading(self) -> str:
-        """What was compiled, in words: "zero3 on data=8 for h100:1x8, K=1"."""
-        return f"{self.strategy} on {factors(self.mesh)} for {self.target}, K={self.accumulate}"
+        """What was compiled, in words: "zero3 on data=8 for h100:1x8, K=1, manual: ..."."""
+        on = f"{self.name} on {factors(self.mesh)} for {self.target}"
+        return f"{on}, K={self.accumulate}, {self.partitioning}: {self.why}"
 
     @property
     def verdict(self) -> str:
@@ -310,42 +304,12 @@ class Report(StepReport):
             return f"Not judged, as XLA:CPU sends what XLA:GPU does not: {sends}. Give a target, such as h100:1x8."
         if self.kept:
             return f"Kept: {sends}."
-        if self.ratio > TOLERANCE:
+        if (self.ratio or 0) > TOLERANCE:
             return f"BROKEN: {sends}, over {TOLERANCE}."
-        broken, within = [row for row in self.rows if not row.kept], f"BROKEN: {sends}, in all within {TOLERANCE}; but"
-        if self.gathering is not None and any(row.kind == "all-gather" and row.expected_bytes for row in broken):
-            return f"{within} its gathers are over {TOLERANCE} of those that its own trace has."
-        most = format_bytes(SLACK * self.theory_wire_bytes_per_device)
-        unpromised = [row for row in broken if not row.expected_bytes]
-        if not unpromised:
-            return f"{within} what belongs to no parameter may take {SLACK:.0%} of it, {most}."
-        sizes = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in unpromised)
-        planned = self.theory.unsharded.wire_bytes if any(row.kind == "all-reduce" for row in unpromised) else 0
-        beside = f" beside the {format_bytes(planned)} of parameters that are whole by plan" if planned else ""
+        kinds = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in self.rows if not row.kept)
+        beside = f" beside the {format_bytes(self.theory.unsharded.wire_bytes)} of parameters that are whole by plan"
         return (
-            f"{within} a kind of collective that {self.strategy} does not promise may send at most {SLACK:.0%} of "
-            f"theory's, {most}{beside}: {sizes}."
+            f"BROKEN: {sends}, in all within {TOLERANCE}; but a kind of collective that {self.name} does not promise "
+            f"may send at most {SLACK:.0%} of theory's, {format_bytes(SLACK * self.theory_wire_bytes_per_device)}"
+            f"{beside if self.theory.unsharded.paths else ''}: {kinds or 'what belongs to no parameter sends more'}."
         )
-
-
-_HEADERS = ("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")
-_LISTED = ("collective", "dtype", "payload", "times", "axes", "loop", "wire a device", "")
-
-
-def _table(rows: Iterable[Row], *, marked: bool = True) -> list[str]:
-    return align_columns([_HEADERS, *((*row.cells(), "<-" if marked and not row.kept else "") for row in rows)])
-
-
-def _grouped(collectives: Iterable[MeshCollective]) -> Iterable[tuple[str, ...]]:
-    """Yield a row for each set of collectives that are equal in everything shown."""
-    groups: dict[tuple[str, ...], list[Collective]] = {}
-    for each in collectives:
-        c, remark = each.collective, "" if each.over_batch else "the model's own"
-        if each.statistics_bytes:
-            remark = "batch statistics or metrics" + (" among others" if each.payload_bytes else "")
-        loop = "in" if each.in_accumulation_loop else "out"
-        key = (c.kind, c.dtype, format_bytes(c.payload_bytes), ", ".join(each.axes), loop, remark)
-        groups.setdefault(key, []).append(c)
-    for (kind, dtype, payload, axes, loop, remark), same in groups.items():
-        times, wire = sum(c.count for c in same), sum(c.wire_bytes for c in same)
-        yield kind, dtype, payload, str(times), axes, loop, format_bytes(wire), remark

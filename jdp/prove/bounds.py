@@ -143,15 +143,13 @@ class Record:
         ]
         if infinite and not bad:
             notes.append(f"from step {infinite[0]} on rounding alone makes values that are not finite: any would pass")
+        weak = list[str]()  # parameters whose bound is large against what they have moved, at every step
         names = [name for name in self.values[0] if name.startswith("params/")]
-        moved = dict[str, list[tuple[float, float]]]()  # of each step: the mean bound, the mean distance from the start
         for name in names:
             first, later = self.values[0][name].astype(np.float32), zip(self.widest[1:], self.values[1:], strict=True)
-            steps = ((bounds[name], values[name].astype(np.float32)) for bounds, values in later)
-            moved[name] = [(float(bound.mean()), float(np.abs(value - first).mean())) for bound, value in steps]
-        if still := [name for name, steps in moved.items() if not any(movement for _, movement in steps)]:
-            notes.append(f"{len(still)} of {len(names)} parameters did not move in these steps, such as {still[0]}")
-        weak = [name for name in names if name not in still and all(10 * bound > by for bound, by in moved[name])]
+            steps = ((bounds[name].mean(), np.abs(values[name].astype(np.float32) - first)) for bounds, values in later)
+            if all(10 * bound > moved.mean() or not moved.any() for bound, moved in steps):
+                weak.append(name)
         if weak:
             notes.append(
                 f"in {len(weak)} of {len(names)} parameters the bound is more than a tenth of what these steps learnt, "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jdp.base.formatting import finite_or_none
-from jdp.prove.bounds import Closest
-from jdp.prove.settings import Skip
+from jdp.base.formatting import align_columns, finite_or_none
+from jdp.prove.bounds import Closest, Record
+from jdp.prove.runs import Trial
 
 
 @dataclass(frozen=True)
@@ -16,40 +17,19 @@ class Run:
     """One run, compared with the reference.
 
     Attributes:
-        name: such as "zero3 manual 8 devices K=2".
-        equal: True if every loss and every leaf stayed within its bound.
-        max_difference: absolute, of the element that came closest to its bound, or went farthest beyond it at the first
-            step that differs.
-        bound: the largest difference of that element that rounding explains.
-        closest: that element: step, leaf, ratio.
+        name: such as "zero3 8 devices K=2".
+        at: the element closest to its bound; of a run that differs, the one farthest beyond, at the first such step.
+        words: how the run differs, in a sentence, and what that points to; "" if it is equal.
     """
 
     name: str
-    equal: bool
-    max_difference: float
-    bound: float
-    closest: Closest
+    at: Closest
+    words: str = ""
 
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a run first differs from the reference.
-
-    Attributes:
-        run: its name.
-        step: after how many optimizer steps; 0: before the first.
-        leaf: "weight", "loss" or "grad_norm" of that step, else the path of the leaf farthest beyond its bound.
-        difference: absolute, of the element farthest beyond its bound.
-        bound: the largest difference of that element that rounding explains.
-        words: this in a sentence, and what it points to.
-    """
-
-    run: str
-    step: int
-    leaf: str
-    difference: float
-    bound: float
-    words: str
+    @property
+    def equal(self) -> bool:
+        """True if every loss and every leaf stayed within its bound."""
+        return self.at.ratio <= 1
 
 
 @dataclass(frozen=True)
@@ -57,64 +37,82 @@ class Proof:
     """The result of `prove`; `str()` is a table.
 
     Attributes:
-        equal: True if all runs are equal to the reference.
         runs: in the order they were made; if a resumed one differs, the settings it consists of are among them.
-        first_difference: of the differing run with the fewest changes from one device, resumed ones last
-            (`settings.causal_order`); None if all are equal.
-        skipped: what was not run, and why.
+        first_difference: the differing run with the fewest changes from one device, resumed ones last
+            (`Trial.causal_order`); None if all are equal.
+        skipped: what was not run, by a part of its name, and why.
         steps: optimizer steps of each run.
         notes: sentences about what the proof cannot show.
     """
 
-    equal: bool
     runs: tuple[Run, ...]
-    first_difference: Difference | None
-    skipped: tuple[Skip, ...]
+    first_difference: Run | None
+    skipped: dict[str, str]
     steps: int
     notes: tuple[str, ...]
 
+    @classmethod
+    def of(cls, results: Mapping[Trial, Closest], record: Record, skipped: dict[str, str], *, quick: bool) -> Proof:
+        """Return the result of runs that were compared with a record."""
+        differing = sorted((t for t, at in results.items() if at.ratio > 1), key=lambda trial: trial.causal_order)
+        runs = {trial: _run(trial, at, len(record.values[at.step])) for trial, at in results.items()}
+        first = runs[differing[0]] if differing else None
+        if first is not None and len(differing) > 1:
+            words = f"{first.words} {len(differing)} of {len(runs)} runs differ; this one changes least."
+            first = replace(first, words=words)
+        notes = [*record.notes()]
+        notes += ["--quick: compiled with LLVM's optimisations off, which jdp train has on"] * quick
+        return cls(tuple(runs.values()), first, skipped, len(record.values) - 1, tuple(notes))
+
+    @property
+    def equal(self) -> bool:
+        """True if all runs are equal to the reference."""
+        return self.first_difference is None
+
     def __str__(self) -> str:
-        width = max(len(run.name) for run in self.runs)
-        head = f"{'run':<{width}}  equal  difference  bound    of bound  closest to its bound at"
-        rows = [head, *(_row(run, width) for run in self.runs)]
-        rows += [f"not run: {skip.name}: {skip.reason}" for skip in self.skipped]
-        rows += self.notes
-        count = f"{len(self.runs)} runs of {self.steps} steps"
-        verdict = f"equal: {count} agree with one device, within rounding"
-        return "\n".join([*rows, verdict if self.first_difference is None else self.first_difference.words])
+        rows = align_columns([_HEADINGS, *map(_cells, self.runs)])
+        rows += [f"not run: {name}: {reason}" for name, reason in self.skipped.items()]
+        count = f"{len(self.runs)} run{'s' * (len(self.runs) > 1)} of {self.steps} steps"
+        first = self.first_difference
+        verdict = f"equal: {count} agree with one device, within rounding" if first is None else first.words
+        return "\n".join([*rows, *self.notes, verdict])
 
     def to_json(self) -> dict[str, Any]:
         """Return one JSON object; a number that is not finite is null."""
         first = self.first_difference
         return {
             "equal": self.equal,
-            "runs": [_object(run) for run in self.runs],
-            "first_difference": None if first is None else {k: finite_or_none(v) for k, v in asdict(first).items()},
-            "skipped": [asdict(skip) for skip in self.skipped],
+            "runs": [{"name": run.name, "equal": run.equal, **_numbers(run, "max_difference")} for run in self.runs],
+            "first_difference": first and {"run": first.name, **_numbers(first, "difference"), "words": first.words},
+            "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped.items()],
             "steps": self.steps,
             "notes": list(self.notes),
         }
 
 
-def difference_in_words(
-    run: str, at: Closest, *, leaves: int, resumed_at: int | None, differing: tuple[int, int] = (1, 1), common: str = ""
-) -> Difference:
-    """Describe where a run differs, and which kinds of fault show there first."""
-    when = f"at step {at.step}" if at.step else "before the first step"
-    what = f"in the {at.leaf}" if at.leaf in HINTS else f"in {at.leaf}"
-    size = f"by {at.difference:.1e}, of which rounding explains {at.bound:.1e}"
-    times = f" ({at.ratio:,.0f} times)" if math.isfinite(at.ratio) else ""
-    hint = HINTS.get(at.leaf, LEAVES if at.step else START)
-    if resumed_at is not None and at.step == resumed_at:
-        hint = "that is the state as it was restored: what was saved or read back is not what it was"
-    elif resumed_at is not None and at.step == resumed_at + 1:
-        hint = f"that is the first step after resuming: the data did not continue where it stopped, or {hint}"
-    many = f"{at.beyond} of {leaves} compared values are beyond their bounds there"
-    words = f"not equal: {run} differs from one device {when} {what} {size}{times}; {many}. Look at this first: {hint}."
-    if differing[0] > 1:
-        pattern = f" Of those that are not resumed, all with {common} differ, and no others." if common else ""
-        words += f" {differing[0]} of {differing[1]} runs differ; this one changes least.{pattern}"
-    return Difference(run, at.step, at.leaf, at.difference, at.bound, words)
+def _numbers(run: Run, difference: str) -> dict[str, Any]:
+    numbers = {difference: finite_or_none(run.at.difference), "bound": finite_or_none(run.at.bound)}
+    return {"step": run.at.step, "leaf": run.at.leaf, **numbers}
+
+
+def _run(trial: Trial, at: Closest, leaves: int) -> Run:
+    """Describe a run, and if it differs, where, and which kinds of fault show there first."""
+    words = ""
+    if at.ratio > 1:
+        when = f"at step {at.step}" if at.step else "before the first step"
+        what = f"in the {at.leaf}" if at.leaf in HINTS else f"in {at.leaf}"
+        times = f" ({at.ratio:,.0f} times)" if math.isfinite(at.ratio) else ""
+        hint = HINTS.get(at.leaf, LEAVES if at.step else START)
+        if trial.at and at.step == trial.at:
+            hint = "that is the state as it was restored: what was saved or read back is not what it was"
+        elif trial.at and at.step == trial.at + 1:
+            hint = f"that is the first step after resuming: the data did not continue where it stopped, or {hint}"
+        words = (
+            f"not equal: {trial} differs from one device {when} {what} by {at.difference:.1e}, of which rounding "
+            f"explains {at.bound:.1e}{times}; {at.beyond} of {leaves} compared values are beyond their bounds there. "
+            f"Look at this first: {hint}."
+        )
+    return Run(str(trial), at, words)
 
 
 HINTS = {
@@ -131,15 +129,11 @@ LEAVES = (
 START = "that is the initial state: `init` draws or computes it differently on this mesh"
 
 
-def _row(run: Run, width: int) -> str:
-    at = run.closest
+_HEADINGS = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    at = run.at
     share = f"{at.ratio:.3f}" if at.ratio < 10 else f"{at.ratio:.2g}"
     place = f"step {at.step}, {at.leaf}" if at.ratio else "the same bits"
-    equal = "yes" if run.equal else "NO"
-    return f"{run.name:<{width}}  {equal:<5}  {run.max_difference:<10.1e}  {run.bound:<7.1e}  {share:<8}  {place}"
-
-
-def _object(run: Run) -> dict[str, Any]:
-    at = run.closest
-    named = {"name": run.name, "equal": run.equal, "max_difference": run.max_difference, "bound": run.bound}
-    return {key: finite_or_none(value) for key, value in (named | {"step": at.step, "leaf": at.leaf}).items()}
+    return run.name, "yes" if run.equal else "NO", f"{at.difference:.1e}", f"{at.bound:.1e}", share, place

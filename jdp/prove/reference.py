@@ -13,8 +13,8 @@ is the reference itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,13 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdp.base.words import StrategyName
 from jdp.core import flax_nnx
-from jdp.core.compiling.options import CompilerValue
+from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.loss_call import as_sums
 from jdp.core.init.trainable import resolve
-from jdp.core.precision import Precision
+from jdp.core.plan import Plan
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import Static, TrainState, trained_part, with_trained
-from jdp.core.types import Batch, Device, InitFn, Loss, LossFn, PyTree
+from jdp.core.step import Step
+from jdp.core.types import Batch, Device, InitFn, Loss, PyTree
+from jdp.prove.bounds import PAIRS, Record, noise_amplitude, snapshot, sum_noise
 
 FORWARD = 1 / 2
 """Noise of the weights relative to that of the gradients: the forward pass does not sum over the batch."""
@@ -37,27 +42,43 @@ ELSEWHERE = 1 / 16
 """Fraction of the whole gradient's root mean square that is added to the scale of each element; see `_with_noise`."""
 
 
+QUICK: dict[str, CompilerValue] = {"xla_backend_optimization_level": 0}
+"""Compiles in half of the time on CPU. What is proven is the same: XLA partitions the program before that."""
+
+
 @dataclass(frozen=True)
 class Training:
-    """What is trained and how, independent of devices and strategy.
+    """What is trained and how, independent of strategy, devices and microbatches.
 
     Attributes:
-        init, tx, loss_fn: as for `jdp.init_state` and `jdp.make_train_step`.
+        init, tx, wrt: as for `jdp.init_state`.
+        step: the step under the user's own setting.
         rng: the typed key from which all random numbers derive.
-        precision: dtypes of computation and reduction.
-        clip_norm: largest global gradient norm; None: no clipping.
-        wrt: what is trained, as for `jdp.init_state`.
-        sync_batch_norm: as for `jdp.make_train_step`.
+        quick: LLVM's optimisations are off.
     """
 
     init: InitFn
     tx: optax.GradientTransformation
-    loss_fn: LossFn
+    step: Step
     rng: jax.Array
-    precision: Precision
-    clip_norm: float | None = None
     wrt: Any = None
-    sync_batch_norm: bool = True
+    quick: bool = False
+
+    @property
+    def devices(self) -> int:
+        """How many the user's plan has."""
+        return self.step.plan.mesh.size
+
+    def plan(self, strategy: StrategyName, devices: int) -> Plan:
+        """Return the plan on the first devices: `data` takes what other axes leave; on one device each has size 1."""
+        plan = self.step.plan
+        sizes = {name: 1 if devices == 1 else -1 if name == DATA else size for name, size in plan.mesh.shape.items()}
+        return replace(plan, mesh=make_mesh(devices=[*plan.mesh.devices.flat][:devices], **sizes), strategy=strategy)
+
+    def step_on(self, plan: Plan, accumulate: int) -> Step:
+        """Return the step on another plan; the proof itself compares losses, so that none is tried."""
+        options = {**dict(self.step.compiler.options), **(QUICK if self.quick else {})}
+        return self.step.changed(plan=plan, accumulate=accumulate, check_loss=False, compiler=Compiler.of(options))
 
 
 @jax.tree_util.register_dataclass
@@ -76,37 +97,36 @@ SILENT = Noise(np.uint32(0), np.float32(0))
 class Reference:
     """The plain training loop."""
 
-    training: Training  # what is trained
-    device: Device  # the one device
-    compiler_options: Mapping[str, CompilerValue] = field(default_factory=dict[str, CompilerValue])  # of XLA's compiler
-    _traced: dict[str, bool] = field(default_factory=dict[str, bool], repr=False, compare=False)
+    training: Training
+
+    def abstract_state(self) -> TrainState:
+        """Return the state's shapes."""
+        return jax.eval_shape(self._initial, self.training.rng)
+
+    def returns_loss(self, state: TrainState, batch: Batch) -> bool:
+        """Return True if the loss function returns a `Loss`."""
+        value, _ = jax.eval_shape(self._loss, state.params, state, batch, state.rng)
+        return isinstance(value, Loss)
 
     @property
-    def returns_loss(self) -> bool:
-        """True if the loss function returns a `Loss`; known after `abstract_state`."""
-        return self._traced["returns_loss"]
-
-    def abstract_state(self, batch: Batch) -> TrainState:
-        """Return the state's shapes; the loss function is traced once."""
-        state = jax.eval_shape(self._initial, self.training.rng)
-        jax.eval_shape(self._next, state, batch, SILENT)
-        return state
+    def _device(self) -> Device:
+        return self.training.step.plan.mesh.devices.flat[0]
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""
-        return self._jitted_initial(jax.device_put(self.training.rng, self.device))
+        return self._jitted_initial(jax.device_put(self.training.rng, self._device))
 
     def step(self, state: TrainState, batch: Batch, noise: Noise = SILENT) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state after one more batch (global, NumPy), and "loss", "weight", "grad_norm"."""
-        return self._jitted_step(state, *jax.device_put((batch, noise), self.device))
+        return self._jitted_step(state, *jax.device_put((batch, noise), self._device))
 
     @cached_property
     def _jitted_initial(self) -> Any:
-        return jax.jit(self._initial, compiler_options={**self.compiler_options})
+        return jax.jit(self._initial, compiler_options=QUICK if self.training.quick else None)
 
     @cached_property
     def _jitted_step(self) -> Any:
-        return jax.jit(self._next, donate_argnums=0, compiler_options={**self.compiler_options})
+        return jax.jit(self._next, donate_argnums=0, compiler_options=QUICK if self.training.quick else None)
 
     def _initial(self, rng: jax.Array) -> TrainState:
         model, specs = flax_nnx.built(self.training.init, jax.random.fold_in(rng, 0))
@@ -117,20 +137,21 @@ class Reference:
         return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, static)
 
     def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
-        training, precision = self.training, self.training.precision
+        training, precision = self.training, self.training.step.precision
         key, trained = jax.random.fold_in(state.rng, state.step + state.skipped), state.static.trained
         working = jax.tree.map(lambda p: p.astype(precision.compute_dtype), state.params)
         working = _with_noise(working, replace(noise, amplitude=FORWARD * noise.amplitude), stream=0)
 
         def total(part: PyTree) -> tuple[jax.Array, Any]:
-            sums, model_state = self._loss(with_trained(working, part, trained), state, batch, key)
+            value, model_state = self._loss(with_trained(working, part, trained), state, batch, key)
+            sums = as_sums(value, batch)
             return sums.total, (sums, model_state)
 
         (_, (sums, model_state)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(working, trained))
         grads = jax.tree.map(lambda g: g.astype(precision.reduce_dtype).astype(jnp.float32) / sums.weight, grads)
         grads = _with_noise(grads, noise, stream=1, absolute=True)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-        if (limit := training.clip_norm) is not None:
+        if (limit := training.step.clip_norm) is not None:
             grads = jax.tree.map(lambda g: jnp.where(norm > limit, g * limit / norm, g), grads)
         params = trained_part(state.params, trained)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
@@ -147,9 +168,8 @@ class Reference:
     def _loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
         adapter = state.static.adapter
         model = working if adapter is None else adapter.merge(working, state.model_state, key)
-        value = self.training.loss_fn(model, batch, key)
-        self._traced["returns_loss"] = isinstance(value, Loss)
-        return as_sums(value, batch), state.model_state if adapter is None else adapter.changed(model)
+        value = self.training.step.loss_fn(model, batch, key)
+        return value, state.model_state if adapter is None else adapter.changed(model)
 
 
 def _with_noise(tree: PyTree, noise: Noise, *, stream: int, absolute: bool = False) -> PyTree:
@@ -186,3 +206,34 @@ def _signs(seed: Any, array: int, shape: tuple[int, ...]) -> jax.Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return 1 - 2 * (x >> 31).astype(jnp.float32)
+
+
+def record_reference(
+    reference: Reference, batches: Callable[[int], Batch], steps: int, begin: Callable[[str], None]
+) -> Record:
+    """Run the reference and its shadows, and record them; `begin` gets the name of each run before it starts."""
+    batch = batches(0)
+    record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.training.step.precision, batch)
+    begin("one device, plainly: the reference")
+    for _, values in _snapshots(reference, batches, steps, SILENT):
+        record.add(values)
+    for index in range(2 * PAIRS):
+        begin(f"shadow {index + 1} of {2 * PAIRS}: the reference with exaggerated rounding")
+        shadow = Noise(np.uint32(index // 2), np.float32(-amplitude if index % 2 else amplitude))
+        for step, values in _snapshots(reference, batches, steps, shadow):
+            record.widen(step, values)
+    record.close()
+    if not math.isfinite(loss := float(record.values[1]["loss"])):
+        raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
+    return record
+
+
+def _snapshots(
+    reference: Reference, batches: Callable[[int], Batch], steps: int, noise: Noise
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (step, snapshot) before the first step and after each."""
+    state = reference.initial_state()
+    yield 0, snapshot(state)
+    for step in range(1, steps + 1):
+        state, metrics = reference.step(state, batches(step - 1), noise)
+        yield step, snapshot(state, metrics)

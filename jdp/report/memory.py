@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from jdp.base.formatting import format_bytes
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.memory import CLASSES, Memory
-from jdp.foresight.zero_formula import zero_bytes
 from jdp.report import page as look
 from jdp.report.bars import Bar, binary_unit, stacked_bars
 from jdp.report.page import Markup, element, joined, key, paragraphs, table
@@ -69,8 +68,7 @@ def _closed_form(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
     """Return a table of the paper's accounting for the same model, devices and strategies."""
     rows = dict[str, list[str]]()
     for _, estimate, memory in held:
-        if estimate.parameters:
-            row = zero_bytes(estimate.parameters, estimate.shards, estimate.strategy)
+        if (row := estimate.closed_form) is not None:
             cells = (row.parameters, row.gradients, row.optimizer, row.total, memory.parameters + memory.optimizer)
             rows.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
     if not rows:

@@ -68,18 +68,17 @@ def tables(forecast: PlanReport) -> Markup:
     ]
     return joined(
         [
-            _marked_table(forecast, forecast.speed_headings, forecast.speed_table(), failed=[*map(any, either)]),
-            _marked_table(forecast, forecast.memory_headings, forecast.memory_table(), failed=failed),
+            _marked_table(forecast, forecast.speed_table(), failed=[*map(any, either)]),
+            _marked_table(forecast, forecast.memory_table(), failed=failed),
             element("p", _GLOSSARY, class_="note"),
             *errors,
         ]
     )
 
 
-def _marked_table(
-    forecast: PlanReport, headers: Sequence[str], rows: Sequence[Sequence[str]], *, failed: Sequence[bool]
-) -> Markup:
+def _marked_table(forecast: PlanReport, rows: Sequence[Sequence[str]], *, failed: Sequence[bool]) -> Markup:
     """Return a table with a row for each candidate, in which the chosen one and those that failed are marked."""
+    headers, *rows = rows
     chosen = [estimate is forecast.choice for estimate in forecast.estimates]
     named = [[tagged(row[0], CHOSEN if marked else None), *row[1:]] for row, marked in zip(rows, chosen, strict=True)]
     kinds = ["chosen" if is_choice else "bad" if bad else None for is_choice, bad in zip(chosen, failed, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.base.formatting import format_bytes, format_percent, format_seconds
+from jdp.base.formatting import format_percent, format_seconds
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.timing.timeline import Event, Timeline
 from jdp.report.page import CHOSEN, Markup, details, element, joined, table, tagged
@@ -79,11 +79,8 @@ def _seconds_table(timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str 
             format_seconds(timeline.communication_seconds),
             format_seconds(timeline.exposed_seconds),
             "–" if estimate.efficiency is None else format_percent(estimate.efficiency),
-            f"{timeline.kernels:,}",
             format_seconds(timeline.matmul_seconds),
-            format_seconds(timeline.median_matmul_seconds),
             f"{timeline.flops / 1e12:,.3g} TFLOP",
-            format_bytes(timeline.bytes),
         ]
         for name, estimate, timeline in timed
     ]
@@ -91,10 +88,7 @@ def _seconds_table(timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str 
     return table(_SECONDS, rows, classes=marked)
 
 
-_SECONDS = (
-    *("candidate", "step", "compute", "communication", "waiting", "T(1)/T(N)", "kernels", "matrix products"),
-    *("median product", "executed", "memory traffic"),
-)
+_SECONDS = (*("candidate", "step", "compute", "communication", "waiting", "T(1)/T(N)", "matrix products", "executed"),)
 
 
 def _stretches(timeline: Timeline) -> Markup:

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from jdp.base.notices import end_of_start
-from jdp.base.retrying import retried
 from jdp.checkpoint import Checkpoints
 from jdp.checkpoint.errors import is_passing
+from jdp.checkpoint.retrying import retried
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
 from jdp.data.feed import Feed

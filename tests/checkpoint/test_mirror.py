@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import jdp
-from jdp.base import notices, retrying
-from jdp.checkpoint import mirror
+from jdp.base import notices
+from jdp.checkpoint import mirror, retrying
 from jdp.launch import launch
 
 PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=1)

@@ -230,7 +230,7 @@ MISTAKES = {
     "another JSON": (
         "own_step.py:make_step",
         ["--against", "other.json"],
-        "a baseline has format 1; given .* format 2",
+        "a file of jdp verify; given .* format 2, and 1 is read",
     ),
     "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the base"),
     "both": ("own_step.py:make_step", ["--json", "--markdown"], "both print on stdout"),

@@ -96,7 +96,7 @@ def test_the_nnx_guides_step_sends_activations_and_is_told_the_line():
     assert not any(each.startswith("Activations") for each in kept.symptoms)
     assert all(each.like for each in kept.sent if each.wire_bytes > 1000)
     assert [each.bytes for each in report.memory.arguments if each.path == "model/up/kernel"] == [4 * 4 * WIDTH**2 // 8]
-    assert report.memory.headroom.fits
+    assert report.headroom.fits
     assert report.timeline.step_seconds > kept.timeline.step_seconds > 0
     text = str(report)
     assert text.startswith("train_step on data=8 for h100:1x8\nBROKEN: a device sends ")
@@ -225,6 +225,19 @@ def test_a_shard_map_over_its_own_mesh_keeps_its_size():
         jdp.foresee(*closing_over(mesh_of(), local=True), target="cpu:8")
 
 
+@pytest.mark.aot
+def test_fused_attention_is_traced_for_the_gpus_of_the_target():
+    """jax asks this machine for its cuDNN while it traces, which no machine without a GPU has."""
+
+    @jax.jit
+    def step(q):
+        attend = lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")  # noqa: E731
+        return q - jax.grad(lambda q: attend(q).astype(jnp.float32).sum())(q)
+
+    q = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh_of(), P("data")))
+    assert jdp.foresee(step, q, target="h100:1x8").timeline.attention_seconds > 0
+
+
 # Bounds and parameters
 
 
@@ -235,8 +248,11 @@ def test_given_bytes_and_parameters_by_number_path_and_pattern():
     assert not broken.kept
     assert "of the 100 B that were given" in str(broken)
     assert broken.breaches[0].startswith("all-reduce of f32[4, 64], at ")
-    wanted = {params: jdp.verify(step, w, x, against="ddp", params=params).bound for params in (0, "w", "w*")}
-    assert {each.wire_bytes for each in wanted.values()} == {2 * 3 / 4 * 4 * 64 * 64}
+    wanted = {
+        params: jdp.verify(step, w, x, against="ddp", params=params).bound_wire_bytes_per_device
+        for params in (0, "w", "w*")
+    }
+    assert {*wanted.values()} == {2 * 3 / 4 * 4 * 64 * 64}
 
 
 BAD = {

@@ -21,17 +21,14 @@ def estimate(strategy, *, gib, step=0.1, kept=True):
         communication_seconds=0.0,
         exposed_seconds=0.0,
         flops=1e12,
-        bytes=1e9,
         matmul_seconds=step / 2,
-        median_matmul_seconds=1e-3,
-        kernels=10,
         events=(),
         caveats=(),
     )
-    memory = Memory(int(gib * GIB), 0, 0, 0, 0, 0)
+    fits = gib <= 70
     report = Report(
+        name=strategy,
         kept=kept,
-        strategy=strategy,
         partitioning="manual",
         why="",
         target="h100:1x8",
@@ -39,23 +36,16 @@ def estimate(strategy, *, gib, step=0.1, kept=True):
         accumulate=1,
         theory=Theory(0, ()),
         wire_bytes_per_device=1e9,
-        theory_wire_bytes_per_device=1e9,
+        bound_wire_bytes_per_device=1e9,
         ratio=1.0,
         rows=(),
         model_axes=(),
         collectives=(),
-    )
-    fits = gib <= 70
-    return Estimate(
-        strategy,
-        1,
-        partitioning="manual",
-        memory=memory,
+        memory=Memory(parameters=int(gib * GIB)),
         headroom=Headroom(fits, int(gib * GIB), 70 * GIB, 0.9 if 60 < gib <= 70 else None, "needs much"),
-        report=report,
         timeline=line if fits else None,
-        devices=8,
     )
+    return Estimate(strategy, 1, report=report)
 
 
 def words(*estimates):
@@ -88,7 +78,8 @@ def test_what_is_not_known_is_not_compared():
     failed = Estimate("ddp", 1, error="no room")
     assert words(failed) == (None, "No candidate compiled.")
     assert PlanReport("cpu:8", 8, (failed,)).verdict == "No candidate compiled."
-    untimed = Estimate("ddp", 1, memory=Memory(GIB, 0, 0, 0, 0, 0))
+    untimed = estimate("ddp", gib=1)
+    untimed = replace(untimed, report=replace(untimed.report, headroom=None, timeline=None))
     choice, why = words(untimed, failed)
     assert choice is untimed and why.startswith("A device holds: ddp 1 GiB. Its memory is not known here. ddp holds")
     assert "how long a step takes is not known for this target" in why
@@ -97,8 +88,8 @@ def test_what_is_not_known_is_not_compared():
 def test_the_definitions():
     one = estimate("zero1", gib=60)
     line = replace(one.timeline, compute_seconds=0.09, communication_seconds=0.02, exposed_seconds=0.01)
-    one = replace(one, timeline=line, model_flops=8e13, peak_flops=1e15, tokens=8192)
+    one = replace(one, report=replace(one.report, timeline=line), model_flops=8e13, peak_flops=1e15, tokens=8192)
     assert one.mfu == pytest.approx(8e13 / (0.1 * 8 * 1e15))
     assert one.tokens_per_second == pytest.approx(81920)
     assert one.efficiency == pytest.approx(0.9)
-    assert one.exposed_fraction == pytest.approx(0.5)
+    assert one.timeline.exposed_fraction == pytest.approx(0.5)

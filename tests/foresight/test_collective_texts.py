@@ -17,77 +17,35 @@ SYNC = 'backend_config={"collective_backend_config":{"is_sync":true}}'
 ASYNC = 'backend_config={"collective_backend_config":{"is_sync":false}}'
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "payload", "is_async"),
-    [
-        # jax 0.10, one tensor: the start has the type of the result
-        (
-            f"%s = f32[135]{{0}} all-reduce-start(%x), channel_id=1, {EVERYONE}, to_apply=%add, {ASYNC}",
-            "all-reduce",
-            540,
-            True,
-        ),
-        # jax 0.10, combined: a flat tuple, not (operand, result)
-        (
-            f"%s = (f32[100]{{0}}, f32[35]{{0}}) all-reduce-start(%x, %y), {EVERYONE}, to_apply=%add, {ASYNC}",
-            "all-reduce",
-            540,
-            True,
-        ),
-        # jax 0.10, scheduled as synchronous but still printed as a pair
-        (f"%s = f32[135]{{0}} all-reduce-start(%x), {EVERYONE}, to_apply=%add, {SYNC}", "all-reduce", 540, False),
-        # jax 0.12: ((operands), results)
-        (
-            "%s = ((bf16[8,128]{1,0}), bf16[8,128]{1,0}) all-reduce-start(%x), replica_groups=mesh['data'=8] {'data'}, "
-            f"to_apply=%add, output_to_operand_aliasing={{{{1}}: (0, {{}})}}, {ASYNC}",
-            "all-reduce",
-            2048,
-            True,
-        ),
-        (
-            f"%s = ((f32[100]{{0}}, f32[35]{{0}}), (f32[100]{{0}}, f32[35]{{0}})) all-reduce-start(%x, %y), {EVERYONE}",
-            "all-reduce",
-            540,
-            True,
-        ),
-        (f"%s = (f32[8,16]{{1,0}}, f32[64,16]{{1,0}}) all-gather-start(%x), {EVERYONE}", "all-gather", 4096, True),
-        (
-            f"%s = ((f32[8,16]{{1,0}}, bf16[1,4]{{1,0}}), (f32[64,16]{{1,0}}, bf16[8,4]{{1,0}})) "
-            f"all-gather-start(%x, %y), {EVERYONE}",
-            "all-gather",
-            4096 + 64,
-            True,
-        ),
-        # an older permute carries two context words behind the result
-        (
-            "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
-            "collective-permute",
-            32,
-            True,
-        ),
-        (
-            f"%s = ((f32[64,128]{{1,0}}), f32[8,128]{{1,0}}) reduce-scatter-start(%x), {EVERYONE}, to_apply=%add",
-            "reduce-scatter",
-            32768,
-            True,
-        ),
-        # index comments, memory spaces, the root, names without %
-        (
-            "ROOT a = (f32[8,16]{1,0:S(1)}, f32[8,16]{1,0}, f32[8,16]{1,0}, f32[8,16]{1,0}, f32[8,16]{1,0}, "
-            f"/*index=5*/f32[8,16]{{1,0}}, f32[8,16]{{1,0}}, f32[8,16]{{1,0}}) all-to-all(b, c), {EVERYONE}",
-            "all-to-all",
-            4096,
-            False,
-        ),
-        (f"%s = s4[64,128]{{1,0:E(4)}} all-gather(%x), {EVERYONE}", "all-gather", 4096, False),
-        (f"%s = f32[<=64,128]{{1,0}} all-gather(%x), {EVERYONE}", "all-gather", 32768, False),
-        (f"%s = f32[] all-reduce(%x), {EVERYONE}, to_apply=%add", "all-reduce", 4, False),
-    ],
-)
-def test_printed_forms(line, kind, payload, is_async):
-    name = line.split(" = ")[0].removeprefix("ROOT ").lstrip("%")
+V, W, X = "f32[100]{0}", "f32[35]{0}", "f32[8,16]{1,0"
+FORMS = [  # kind, type, groups and the rest, payload, whether it is asynchronous
+    # jax 0.10: the start has the type of its result, combined a flat tuple, and may be synchronous all the same
+    ("all-reduce-start", "f32[135]{0}", f"channel_id=1, {EVERYONE}, to_apply=%add, {ASYNC}", 540, True),
+    ("all-reduce-start", f"({V}, {W})", f"{EVERYONE}, to_apply=%add, {ASYNC}", 540, True),
+    ("all-reduce-start", "f32[135]{0}", f"{EVERYONE}, to_apply=%add, {SYNC}", 540, False),
+    # jax 0.12: ((operands), results)
+    ("all-reduce-start", "((bf16[8,128]{1,0}), bf16[8,128]{1,0})", f"replica_groups=mesh['d'=8] {{'d'}}, {ASYNC}", 2048,
+     True),
+    ("all-reduce-start", f"(({V}, {W}), ({V}, {W}))", EVERYONE, 540, True),
+    ("all-gather-start", "(f32[8,16]{1,0}, f32[64,16]{1,0})", EVERYONE, 4096, True),
+    ("all-gather-start", "((f32[8,16]{1,0}, bf16[1,4]{1,0}), (f32[64,16]{1,0}, bf16[8,4]{1,0}))", EVERYONE, 4160, True),
+    ("reduce-scatter-start", "((f32[64,128]{1,0}), f32[8,128]{1,0})", f"{EVERYONE}, to_apply=%add", 32768, True),
+    # an older permute carries two context words behind the result
+    ("collective-permute-start", "(f32[8]{0}, f32[8]{0}, u32[], u32[])", "source_target_pairs={{0,1},{1,0}}", 32, True),
+    # index comments, memory spaces, packed elements, bounded sizes, scalars
+    ("all-to-all", f"({X}:S(1)}}{f', {X}}}' * 4}, /*index=5*/{X}}}{f', {X}}}' * 2})", EVERYONE, 4096, False),
+    ("all-gather", "s4[64,128]{1,0:E(4)}", EVERYONE, 4096, False),
+    ("all-gather", "f32[<=64,128]{1,0}", EVERYONE, 32768, False),
+    ("all-reduce", "f32[]", f"{EVERYONE}, to_apply=%add", 4, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("named", ["%s", "ROOT a"])
+@pytest.mark.parametrize(("opcode", "type_text", "rest", "payload", "is_async"), FORMS)
+def test_printed_forms(opcode, type_text, rest, payload, is_async, named):
+    name, kind = named.split()[-1].lstrip("%"), opcode.removesuffix("-start")
     done = f"%d = f32[] {kind}-done(%{name}), {SYNC}"
-    [found] = collectives(module(line, done))
+    [found] = collectives(module(f"{named} = {type_text} {opcode}(%x, %y), {rest}", done))
     assert (found.kind, found.payload_bytes, found.is_async, found.name) == (kind, payload, is_async, name)
 
 

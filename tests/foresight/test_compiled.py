@@ -62,26 +62,20 @@ def test_programs_that_jax_keeps_are_neither_read_nor_written(tmp_path):
         reset_cache()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"scale": 3.0}, {"size": 16}, {"described": "another chip"}],
-    ids=["another constant", "another shape", "another target"],
-)
-def test_another_content_is_compiled(tmp_path, change):
-    cache, described = Cache(tmp_path), change.get("described", "")
-    programs = [lowered(**shape) for shape in ({}, {k: v for k, v in change.items() if k != "described"})]
-    compile_step(programs[0], cache=cache)
-    assert not compile_step(programs[1], cache=cache, described=described).cached
+@pytest.mark.parametrize(("shape", "described"), [({"scale": 3.0}, ""), ({"size": 16}, ""), ({}, "another chip")])
+def test_another_content_is_compiled(tmp_path, shape, described):
+    cache = Cache(tmp_path)
+    compile_step(lowered(), cache=cache)
+    assert not compile_step(lowered(**shape), cache=cache, described=described).cached
 
 
-@pytest.mark.parametrize("damage", [b"", b"not zlib", zlib.compress(b"[]"), zlib.compress(b'{"text": ""}')])
+@pytest.mark.parametrize("damage", [b"not zlib", zlib.compress(b'{"text": ""}')])
 def test_a_damaged_entry_is_made_again(tmp_path, damage):
     cache, program = Cache(tmp_path), lowered()
     compile_step(program, cache=cache)
     (entry,) = tmp_path.glob("*.json.z")
     entry.write_bytes(damage)
-    assert not compile_step(program, cache=cache).cached
-    assert compile_step(program, cache=cache).cached
+    assert [compile_step(program, cache=cache).cached for _ in range(2)] == [False, True]
 
 
 def test_what_xla_refuses_is_a_users_error(monkeypatch):

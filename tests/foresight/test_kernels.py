@@ -95,27 +95,26 @@ def test_bytes_of_plain_instructions(line, expected):
     assert only(line, parameters=["f32[64,32]{1,0}", "s32[]", "f32[2,32]{1,0}"]).bytes == expected
 
 
-def test_a_parameter_that_a_slice_is_taken_of_counts_as_the_slice():
-    lines = """  %a = f32[12,100,50]{2,1,0} parameter(0)
+SLICED = """  %a = f32[12,100,50]{2,1,0} parameter(0)
   %i = s32[] parameter(1)
   %z = s32[] constant(0)
   %s = f32[1,100,50]{2,1,0} dynamic-slice(%a, %i, %z, %z), dynamic_slice_sizes={1,100,50}
   %b = f32[100,50]{1,0} bitcast(%s)
   ROOT %c = bf16[100,50]{1,0} convert(%b)"""
-    work = fused(lines, "bf16[100,50]{1,0} fusion(%p0, %p1)", ["f32[12,100,50]{2,1,0}", "s32[]"])
-    assert work.bytes == 4 * 5000 + 4 + 2 * 5000
-
-
-def test_a_buffer_updated_in_place_counts_as_the_update():
-    lines = """  %a = f32[12,1000]{1,0} parameter(0)
+UPDATED = """  %a = f32[12,1000]{1,0} parameter(0)
   %u = bf16[1000]{0} parameter(1)
   %i = s32[] parameter(2)
   %z = s32[] constant(0)
   %c = f32[1000]{0} convert(%u)
   %b = f32[1,1000]{1,0} bitcast(%c)
   ROOT %d = f32[12,1000]{1,0} dynamic-update-slice(%a, %b, %i, %z)"""
-    work = fused(lines, "f32[12,1000]{1,0} fusion(%p0, %p1, %p2)", ["f32[12,1000]{1,0}", "bf16[1000]{0}", "s32[]"])
-    assert work.bytes == 2 * 1000 + 4 + 4 * 1000
+
+
+def test_a_slice_and_an_update_in_place_count_as_what_they_move():
+    work = fused(SLICED, "bf16[100,50]{1,0} fusion(%p0, %p1)", ["f32[12,100,50]{2,1,0}", "s32[]"])
+    assert work.bytes == 4 * 5000 + 4 + 2 * 5000
+    given = ["f32[12,1000]{1,0}", "bf16[1000]{0}", "s32[]"]
+    assert fused(UPDATED, "f32[12,1000]{1,0} fusion(%p0, %p1, %p2)", given).bytes == 2 * 1000 + 4 + 4 * 1000
 
 
 def test_rows_gathered_and_rows_scattered():
@@ -126,39 +125,20 @@ def test_rows_gathered_and_rows_scattered():
     assert only(scatter, parameters=[table, ids, rows]).bytes == 3 * 4 * 32 * 64 + 4 * 32  # rows, and a sum of rows
 
 
+A, B, S8 = "[64,16]{1,0}", "[16,32]{1,0}", "s8[4194304]{0}"
 LIBRARY = [
-    (
-        "(f32[64,32]{1,0}, s8[4194304]{0})",
-        "__cublas$gemm",
-        ["f32[64,16]{1,0}", "f32[16,32]{1,0}"],
-        Product(1, 64, 32, 16, "f32"),
-    ),
-    (
-        "bf16[5,64,32]{2,1,0}",
-        "__cublas$lt$matmul",
-        ["bf16[5,64,16]{2,1,0}", "bf16[5,16,32]{2,1,0}"],
-        Product(5, 64, 32, 16, "bf16"),
-    ),
-    (
-        "(bf16[64,32]{1,0}, s8[4194304]{0})",
-        "__cublas$lt$matmul$f8",
-        ["f8e5m2[64,16]{1,0}", "f8e4m3fn[16,32]{1,0}"],
-        Product(1, 64, 32, 16, "f8e5m2"),
-    ),
-    (
-        "f32[5,64,32]{2,1,0}",
-        "__onednn$matmul",
-        ["f32[5,64,16]{2,1,0}", "f32[16,32]{1,0}"],
-        Product(1, 320, 32, 16, "f32"),
-    ),
-]
+    (f"(f32[64,32]{{1,0}}, {S8})", "__cublas$gemm", [f"f32{A}", f"f32{B}"], (1, 64, 32, 16, "f32")),
+    ("bf16[5,64,32]{2,1,0}", "__cublas$lt$matmul", ["bf16[5,64,16]{2,1,0}", "bf16[5,16,32]{2,1,0}"],
+     (5, 64, 32, 16, "bf16")),
+    (f"(bf16[64,32]{{1,0}}, {S8})", "__cublas$lt$matmul$f8", [f"f8e5m2{A}", f"f8e4m3fn{B}"], (1, 64, 32, 16, "f8e5m2")),
+    ("f32[5,64,32]{2,1,0}", "__onednn$matmul", ["f32[5,64,16]{2,1,0}", f"f32{B}"], (1, 320, 32, 16, "f32")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("result", "called", "operands", "expected"), LIBRARY, ids=[row[1] for row in LIBRARY])
 def test_library_products_follow_from_their_shapes(result, called, operands, expected):
-    line = f'ROOT %c = {result} custom-call(%p0, %p1), custom_call_target="{called}"'
-    work = only(line, parameters=operands)
-    assert work.products == (expected,)
+    work = only(f'ROOT %c = {result} custom-call(%p0, %p1), custom_call_target="{called}"', parameters=operands)
+    assert work.products == (Product(*expected),)
     sizes = [*operands, result.strip("(").split("}")[0] + "}"]
     assert work.bytes == sum(parse(text("", parameters=sizes))["main"][i].result_bytes for i in range(3))
 

@@ -56,7 +56,7 @@ def test_the_compiler_has_in_host_memory_what_the_plan_puts_there(foreseen):
     assert compiled.host_bytes == planned == told.memory.host
     assert told.memory.optimizer == 4  # the counter
     assert told.memory.total == compiled.total_bytes
-    assert str(told.memory).splitlines()[-1].startswith("in host memory, per device")
+    assert str(told.memory).splitlines()[-2].startswith("in host memory, per device")
 
 
 def test_copies_are_timed_once_by_the_host_link(foreseen):

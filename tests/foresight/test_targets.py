@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.base.chips import GPUS, TPUS
+from jdp.base.chips import GPUS
 from jdp.foresight.targets import resolve as targets
 from jdp.foresight.targets.gpu_config import device_fields, written
 from jdp.foresight.targets.resolve import Target, target
@@ -41,8 +41,10 @@ def compiled(devices, f, shape=(64, 128), dtype=jnp.float32, **options) -> str:
 def test_devices_are_ordered_host_by_host():
     found = target("h100:3x4")
     assert (found.kind, found.hosts, found.per_host, str(found)) == ("h100", 3, 4, "h100:3x4")
-    assert [d.process_index for d in found.devices] == [0] * 4 + [1] * 4 + [2] * 4
-    assert [d.id for d in found.devices] == list(range(12))
+    assert [(d.process_index, d.id) for d in found.devices] == [(i // 4, i) for i in range(12)]
+    found = target("cpu:4")  # the virtual devices of this process
+    assert found.devices == tuple(jax.devices("cpu")[:4])
+    assert (found.hosts, found.per_host, found.memory_bytes, found.chip, str(found)) == (1, 4, None, None, "cpu:4")
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,6 @@ def test_hosts_are_separate_nvlink_domains():
     assert not kernel("h100:2x8")
 
 
-def test_cpu_is_the_virtual_devices_of_this_process():
-    found = target("cpu:4")
-    assert found.devices == tuple(jax.devices("cpu")[:4])
-    assert (found.kind, found.hosts, found.per_host, found.memory_bytes, str(found)) == ("cpu", 1, 4, None, "cpu:4")
-    assert found.chip is None  # nobody publishes rates of whatever processor this is
-
-
 # A name that is no target
 
 
@@ -100,17 +95,16 @@ def test_bad_grammar_shows_the_grammar_and_what_was_given(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("h10:8x8", "h100"), ("h20:1x8", "h200"), ("a100-80gb:1x8", "a100"), ("v5e:4x4", "tpu-v5e")],
+    ("name", "message"),
+    [
+        ("h10:8x8", r"must be one of a100, h100, .*; given .*; did you mean h100\?$"),
+        ("v5e:4x4", r"did you mean tpu-v5e\?$"),
+        ("cpu:99", r"needs 99 CPU devices and this process has 8: .*JAX_NUM_CPU_DEVICES=99"),
+    ],
 )
-def test_an_unknown_kind_names_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=rf"must be one of a100, h100, .*; given .*; did you mean {nearest}\?$"):
+def test_an_unknown_kind_names_the_nearest_and_too_few_devices_the_remedy(name, message):
+    with pytest.raises(ValueError, match=message):
         target(name)
-
-
-def test_too_few_cpu_devices_says_how_many_and_how_to_make_them():
-    with pytest.raises(ValueError, match=r"needs 99 CPU devices and this process has 8: .*JAX_NUM_CPU_DEVICES=99"):
-        target("cpu:99")
 
 
 # A compiler that is missing or wrong
@@ -130,12 +124,11 @@ def packages(monkeypatch, **versions: str | None) -> None:
 
 
 def test_a_missing_compiler_is_one_command_away(monkeypatch):
-    packages(monkeypatch, jax_cuda13_pjrt=None)
+    packages(monkeypatch, jax_cuda13_pjrt=None, libtpu=None)
     with pytest.raises(ValueError, match=r"GPU compiler, which is not installed: pip install 'jdp\[aot\]'$"):
         target("h100:1x8")
-
-
-def test_a_compiler_of_another_version_names_both(monkeypatch):
+    with pytest.raises(ValueError, match=r"needs .* libtpu, which is not installed: pip install 'jdp\[tpu\]'$"):
+        target("tpu-v5e:4x4")
     jaxlib = importlib.metadata.version("jaxlib")
     packages(monkeypatch, jax_cuda13_pjrt="0.9.9")
     with pytest.raises(ValueError, match=r"jax-cuda13-pjrt is 0\.9\.9, jaxlib is") as error:
@@ -147,29 +140,26 @@ def test_a_compiler_of_another_version_names_both(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "multiply_adds", "ghz"),
-    [("a100", 1024, 1.41), ("h100", 2048, 1.83), ("h200", 2048, 1.83), ("b200", 4096, 1.835)],
+    ("kind", "multiply_adds", "ghz", "nvlink_gb_s", "card_gbit_s"),
+    [
+        ("a100", 1024, 1.41, 600, 200),
+        ("h100", 2048, 1.83, 900, 400),
+        ("h200", 2048, 1.83, 900, 400),
+        ("b200", 4096, 1.835, 1800, 400),
+    ],
 )
-def test_matrix_peaks_are_dense(kind, multiply_adds, ghz):
+def test_peaks_are_dense_and_links_are_one_direction_of_the_data_sheets(
+    kind, multiply_adds, ghz, nvlink_gb_s, card_gbit_s
+):
     """bf16 multiply-adds a core and clock (architecture whitepapers; the B200's from XLA's description of it) at the
     tensor cores' clock. With 2:4 sparsity, as the headlines have it, the peaks would be twice as high."""
     gpu = GPUS[kind]
     # NVIDIA rounds to two or three digits, and gives the B200's without its clock.
     assert gpu.matmul_flops["bf16"] == pytest.approx(2 * gpu.cores * multiply_adds * ghz * 1e9, rel=0.012)
-    assert gpu.matmul_flops["f16"] == gpu.matmul_flops["bf16"]
     assert gpu.matmul_flops["f32"] == pytest.approx(gpu.matmul_flops["bf16"] / 2, rel=0.025)  # TF32: "1.1" of 2.25
     assert gpu.matmul_flops["s8"] == pytest.approx(gpu.matmul_flops["bf16"] * 2, rel=0.001)
     assert gpu.vector_flops == pytest.approx(2 * gpu.cores * gpu.lanes * gpu.clock_ghz * 1e9, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("kind", "nvlink_gb_s", "card_gbit_s"),
-    [("a100", 600, 200), ("h100", 900, 400), ("h200", 900, 400), ("b200", 1800, 400)],
-)
-def test_links_are_one_direction_of_the_data_sheets(kind, nvlink_gb_s, card_gbit_s):
-    gpu = GPUS[kind]
-    assert gpu.link_bandwidth == nvlink_gb_s * 1e9 / 2
-    assert gpu.network_bandwidth == card_gbit_s * 1e9 / 8
+    assert (gpu.link_bandwidth, gpu.network_bandwidth) == (nvlink_gb_s * 1e9 / 2, card_gbit_s * 1e9 / 8)
     assert 0.8 <= gpu.link_efficiency < gpu.network_efficiency < 1
 
 
@@ -189,7 +179,6 @@ def test_a_cluster_is_a_known_gpu_with_other_numbers(tmp_path):
         name = "H100 of ours"
         memory_gib = 64
         network_bandwidth_gb_s = 12.5
-        cores = 114
         matmul_tflops = { bf16 = 756 }
         """,
         "2x4",
@@ -198,7 +187,7 @@ def test_a_cluster_is_a_known_gpu_with_other_numbers(tmp_path):
     assert (found.hosts, found.per_host, len(found.devices)) == (2, 4, 8)
     assert found.description == found.devices[0].device_kind == "H100 of ours"
     assert found.memory_bytes == chip.memory_bytes == 64 * GIB
-    assert (chip.network_bandwidth, chip.cores, chip.matmul_flops["bf16"]) == (12.5e9, 114, 756e12)
+    assert (chip.network_bandwidth, chip.matmul_flops["bf16"]) == (12.5e9, 756e12)
     assert (chip.link_bandwidth, chip.matmul_flops["f32"]) == (h100.link_bandwidth, h100.matmul_flops["f32"])
     assert h100.matmul_flops["bf16"] == 989.4e12  # the table is as it was
     assert str(found) == f"{tmp_path / 'cluster.toml'}:2x4"
@@ -214,24 +203,15 @@ REFUSED = {
     "name = ''": "name must be a line of text without quotes or backslashes; given ''",
     "gpu_target_config = 'missing.pbtxt'": "gpu_target_config cannot be read: .*missing.pbtxt",
     "cores =": "no TOML",
+    'like = "h10"': r"like must name the GPU it starts from, one of a100, .*; given 'h10'; did you mean h100\?",
 }
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED.items())
 def test_a_mistake_in_a_cluster_file_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message) as error:
-        cluster(tmp_path, f'like = "h100"\n{line}\n')
+        cluster(tmp_path, line if line.startswith("like") else f'like = "h100"\n{line}\n')
     assert str(tmp_path / "cluster.toml") in str(error.value)
-
-
-def test_a_cluster_file_says_what_gpu_it_is_like(tmp_path):
-    for text, got in (
-        ("", "None"),
-        ('like = "h10"', r"'h10'; did you mean h100\?"),
-        ('like = "tpu-v5e"', "'tpu-v5e'"),
-    ):
-        with pytest.raises(ValueError, match=f"like must name the GPU it starts from, one of a100, .* given {got}"):
-            cluster(tmp_path, text)
 
 
 # What XLA dumps on the device
@@ -274,8 +254,6 @@ def test_a_dump_in_a_cluster_file_is_given_to_xla_as_it_stands(tmp_path, dumped)
     assert (found.chip.cores, found.chip.capability, found.memory_bytes) == (120, (9, 0), GPUS["h100"].memory_bytes)
     assert found.chip.link_bandwidth == 450e9
     assert found.chip.vector_flops == GPUS["a100"].vector_flops  # a dump knows no rates: `like` does
-    with pytest.raises(ValueError, match="XLA is given gpu_target_config as it stands: remove cores"):
-        cluster(tmp_path, given + "cores = 100\n")
 
 
 @pytest.mark.gpu
@@ -297,14 +275,6 @@ def test_the_shipped_description_is_the_device_at_hand(tmp_path):
 
 
 # TPUs
-
-
-def test_tpus_need_libtpu_which_is_one_command_away(monkeypatch):
-    packages(monkeypatch, libtpu=None)
-    with pytest.raises(
-        ValueError, match=r"'tpu-v5e:4x4' needs .* libtpu, which is not installed: pip install 'jdp\[tpu\]'$"
-    ):
-        target("tpu-v5e:4x4")
 
 
 TPU_CODE = """
@@ -343,14 +313,6 @@ def test_tpus_compile_where_libtpu_is():
     assert "target 'tpu-v5e:3x3': libtpu did not accept it" in lines[5]
 
 
-def test_tpus_have_published_rates():
-    assert {kind: (chip.matmul_flops["bf16"] / 1e12, chip.memory_bytes // GIB) for kind, chip in TPUS.items()} == {
-        "tpu-v5e": (197, 16),
-        "tpu-v5p": (459, 95),
-        "tpu-v6e": (918, 32),
-    }
-
-
 # What it does to the process
 
 
@@ -358,28 +320,20 @@ needs_no_driver = pytest.mark.skipif(targets._has_driver(), reason="about machin
 
 
 @needs_no_driver
-def test_without_jax_platforms_a_target_works_and_nothing_is_left_changed():
-    code = """
+@pytest.mark.parametrize("first", ["pass", "jax.devices()"], ids=["alone", "after the plugin failed"])
+def test_without_jax_platforms_a_target_works_and_nothing_is_left_changed(first):
+    code = f"""
 import os, jax
 from jdp.foresight.targets.resolve import target
+{first}
 before = dict(os.environ)
-print(len(target("h100:1x8").devices))
-assert os.environ == before
-assert jax.default_backend() == "cpu"
-"""
-    done = python(code, JAX_PLATFORMS=None)
-    assert (done.stdout.strip(), done.returncode) == ("8", 0), done.stderr
-
-
-@needs_no_driver
-def test_a_plugin_that_failed_earlier_in_the_process_is_explained():
-    code = """
-import jax
-from jdp.foresight.targets.resolve import target
-jax.devices()
 try:
-    target("h100:1x8")
+    print(len(target("h100:1x8").devices))
 except ValueError as error:
     print(error)
+assert os.environ == before and jax.default_backend() == "cpu"
 """
-    assert "Start the process with JAX_PLATFORMS=cpu" in python(code, JAX_PLATFORMS=None).stdout
+    done = python(code, JAX_PLATFORMS=None)
+    assert done.returncode == 0, done.stderr
+    expected = "8" if first == "pass" else "Start the process with JAX_PLATFORMS=cpu"
+    assert expected in done.stdout

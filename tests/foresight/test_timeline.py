@@ -145,33 +145,21 @@ def same(result, work):
 START, DONE = ("start", "a", SHARD), ("done", "a")
 
 
-def test_communication_behind_enough_computation_is_hidden():
-    result = simulated([START, ("compute", LONG), DONE])
-    assert result.step_seconds == pytest.approx(copy_seconds(LONG))
-    assert (result.exposed_seconds, result.exposed_fraction) == (0, 0)
-    assert result.communication_seconds == pytest.approx(gather_seconds())
-
-
-def test_communication_behind_too_little_is_partly_exposed():
-    result = simulated([START, ("compute", SHORT), DONE])
-    assert result.step_seconds == pytest.approx(gather_seconds())
-    assert result.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
-    assert result.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
-
-
-@pytest.mark.parametrize("work", [[START, DONE], [("sync", "a", SHARD)]], ids=["start, done", "synchronous"])
-def test_communication_that_nothing_stands_beside_is_exposed(work):
-    result = simulated([("compute", LONG), *work, ("compute", LONG)])
-    assert result.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
-    assert result.exposed_fraction == pytest.approx(1)
-
-
-def test_two_collectives_share_the_lane():
+def test_communication_is_exposed_as_far_as_no_computation_stands_beside_it():
+    hidden = simulated([START, ("compute", LONG), DONE])
+    assert hidden.step_seconds == pytest.approx(copy_seconds(LONG))
+    assert (hidden.exposed_seconds, hidden.exposed_fraction) == (0, 0)
+    partly = simulated([START, ("compute", SHORT), DONE])
+    assert partly.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
+    assert partly.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
+    for alone in ([START, DONE], [("sync", "a", SHARD)]):
+        result = simulated([("compute", LONG), *alone, ("compute", LONG)])
+        assert result.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
+        assert result.exposed_fraction == pytest.approx(1)
     work = [START, ("start", "b", SHARD), ("compute", SHORT), DONE, ("compute", SHORT), ("done", "b")]
-    result = simulated(work)
-    assert result.step_seconds == pytest.approx(2 * gather_seconds())
-    assert result.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
-    same(result, work)
+    shared = simulated(work)  # two collectives share the lane
+    assert shared.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
+    same(shared, work)
 
 
 def test_wrapped_collectives_travel_on_the_communication_lane():
@@ -191,7 +179,7 @@ ENTRY %main (p: f32[1024], x: f32[134217728]) -> f32[1024] {
 """
     result = timeline(parse(text), h100())
     assert result.communication_seconds == pytest.approx(collective_seconds("all-reduce", 4096, EVERYONE, h100()))
-    assert (result.exposed_seconds, result.kernels) == (0, 1)
+    assert result.exposed_seconds == 0 < result.compute_seconds
 
 
 def test_a_loop_of_unknown_length_is_counted_once_with_a_caveat():
@@ -236,7 +224,7 @@ def test_loops_take_as_long_as_the_same_work_written_out(seed):
 def test_a_long_loop_costs_no_more_to_simulate_and_shows_few_events():
     result = simulated([("loop", 10**9, [START, ("compute", SHORT), DONE])])
     assert result.step_seconds == pytest.approx(1e9 * gather_seconds(), rel=1e-6)
-    assert result.kernels == 10**9
+    assert result.compute_seconds == pytest.approx(1e9 * copy_seconds(SHORT), rel=1e-6)
     assert len(result.events) == 6  # two rounds of two, and the rest of either lane
     assert [event.times for event in result.events[-2:]] == [10**9 - 2] * 2
 
@@ -306,6 +294,6 @@ def test_what_the_computing_time_is_spent_on():
     result = compiled(step, (4, 256, 4, 64), (64, 512), (3, 64, 64))
     seconds = result.parts
     assert sum(seconds.values()) == pytest.approx(result.compute_seconds, rel=1e-9)
-    assert {"attention", "matrix products", "loss", "optimizer"} <= {*seconds}
-    assert max(seconds, key=seconds.get) == next(iter(seconds)) == "attention"
-    assert seconds["attention"] + seconds["matrix products"] > result.matmul_seconds > seconds["matrix products"]
+    assert {"matrix products", "element-wise"} <= {*seconds}
+    assert max(seconds, key=seconds.get) == next(iter(seconds))
+    assert seconds["matrix products"] == result.matmul_seconds

@@ -12,40 +12,22 @@ from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 from jdp.models import MLPConfig, build
 
 # Rajbhandari et al. 2019, Table 1: GB per device of models of 7.5B, 128B and 1T parameters.
-TABLE_1 = {
-    "zero1": {
-        1: (120, 2048, 16000),
-        4: (52.5, 896, 7000),
-        16: (35.6, 608, 4750),
-        64: (31.4, 536, 4187),
-        256: (30.4, 518, 4046),
-        1024: (30.1, 513, 4011),
-    },
-    "zero2": {
-        1: (120, 2048, 16000),
-        4: (41.3, 704, 5500),
-        16: (21.6, 368, 2875),
-        64: (16.6, 284, 2218),
-        256: (15.4, 263, 2054),
-        1024: (15.1, 257, 2013),
-    },
-    "zero3": {
-        1: (120, 2048, 16000),
-        4: (30, 512, 4000),
-        16: (7.5, 128, 1000),
-        64: (1.88, 32, 250),
-        256: (0.47, 8, 62.5),
-        1024: (0.12, 2, 15.6),
-    },
+TABLE_1 = {  # devices -> stage 1, 2, 3
+    1: ((120, 2048, 16000), (120, 2048, 16000), (120, 2048, 16000)),
+    4: ((52.5, 896, 7000), (41.3, 704, 5500), (30, 512, 4000)),
+    16: ((35.6, 608, 4750), (21.6, 368, 2875), (7.5, 128, 1000)),
+    64: ((31.4, 536, 4187), (16.6, 284, 2218), (1.88, 32, 250)),
+    256: ((30.4, 518, 4046), (15.4, 263, 2054), (0.47, 8, 62.5)),
+    1024: ((30.1, 513, 4011), (15.1, 257, 2013), (0.12, 2, 15.6)),
 }
 SIZES = (7_500_000_000, 128_000_000_000, 1_000_000_000_000)
 
 
-@pytest.mark.parametrize("name", TABLE_1)
-@pytest.mark.parametrize("devices", TABLE_1["zero1"])
-def test_table_1_of_the_paper(name, devices):
-    for parameters, printed in zip(SIZES, TABLE_1[name][devices], strict=True):
-        found = zero_bytes(parameters, devices, name).total / 1e9
+@pytest.mark.parametrize("devices", TABLE_1)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_table_1_of_the_paper(stage, devices):
+    for parameters, printed in zip(SIZES, TABLE_1[devices][stage - 1], strict=True):
+        found = zero_bytes(parameters, devices, f"zero{stage}").total / 1e9
         # The paper rounds small numbers to two digits after the point at most and cuts large ones: 4187.5 is "4187".
         unit = 1 if printed >= 100 else 0.1 if printed >= 10 else 0.01
         assert abs(found - printed) < unit, (parameters, found, printed)
@@ -60,9 +42,6 @@ def test_70b_on_8_devices_where_popular_tables_go_wrong():
     assert row.total == 227_500_000_000
     assert row.total - row.gradients == 210_000_000_000
     assert zero_bytes(70_000_000_000, 8, "zero2").total == 262_500_000_000  # with the fp32 master weights: K = 12
-    assert zero_bytes(70_000_000_000, 8, "zero1", optimizer=8).total == 350_000_000_000
-    assert zero_bytes(70_000_000_000, 8, "zero3", optimizer=8).total == 105_000_000_000
-    assert zero_bytes(70_000_000_000, 8, "ddp", optimizer=8).total == 840_000_000_000
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])

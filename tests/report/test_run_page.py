@@ -151,7 +151,10 @@ def test_several_runs_are_compared():
         (run_of(rows=[{"step": 1, "loss": math.nan}], history=()), "loss was nan"),
         (run_of(rows=[{"step": 7, "eval_loss": math.inf}]), "eval_loss was inf"),
         (run_of(rows=[], no_step="The data are gone."), "The data are gone."),
-        (run_of(rows=[], step=compiled(**FAILED)), "The step did not compile: RESOURCE_EXHAUSTED: no room"),
+        (
+            run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])),
+            "The step did not compile: RESOURCE_EXHAUSTED: no room",
+        ),
         (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are not known."),
         (run_of(rows=[], settings={}, toml="[["), "[["),
         (run_of(rows=[], history=(), summary={"stopped_early": True}), "stopped early"),

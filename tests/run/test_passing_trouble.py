@@ -11,7 +11,7 @@ from full_disk import small_disk
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, saved_steps, train
 
-from jdp.base import retrying
+from jdp.checkpoint import retrying
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.run import signals
 from jdp.run.outputs.metrics import Metrics

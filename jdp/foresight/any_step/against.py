@@ -33,7 +33,7 @@ class Bound:
     """What a device may send."""
 
     wire_bytes: float  # a step
-    words: str  # whose bytes these are: "zero3 for 12 MiB of parameters", "given"
+    words: str  # whose bytes these are: "of zero3 for 12 MiB of parameters", "that were given"
     over_batch: bool  # only what runs along the batch's axes counts
 
 
@@ -45,7 +45,7 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
                 f"against is a strategy's name or the bytes that a device may send a step; given {against!r}. Write "
                 "'zero3', or 500e6."
             )
-        return Bound(float(against), "given", over_batch=False)
+        return Bound(float(against), "that were given", over_batch=False)
     row, mesh = strategy(against), moved.mesh
     if parameters is None:
         raise ValueError(
@@ -62,7 +62,7 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
         ["reduce-scatter", *["all-gather"] * (2 if row.gather == "use" else 1)] if row.shard_state else ["all-reduce"]
     )
     wire = sum(ring_bytes(kind, size, devices) for kind in kinds)
-    return Bound(wire, f"{row.name} for {format_bytes(size)} of parameters", over_batch=True)
+    return Bound(wire, f"of {row.name} for {format_bytes(size)} of parameters", over_batch=True)
 
 
 def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:

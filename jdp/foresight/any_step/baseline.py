@@ -9,15 +9,15 @@ import importlib.metadata
 import json
 import linecache
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from jdp.base.toml import brief, cut
-from jdp.foresight.any_step.forecast import StepForecast
-from jdp.foresight.any_step.read import Sent, StepMemory
+from jdp.foresight.step_report import StepReport
+from jdp.foresight.traffic.sends import Sent
 
 FORMAT = 1
 """Of the file; a file of a later format is refused."""
@@ -82,7 +82,7 @@ class Baseline:
         return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
 
 
-def baseline_of(report: StepForecast, program: str, root: Path) -> Baseline:
+def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
     """Return a report's numbers; `root` is the folder that source lines are named from."""
     is_cpu = report.target.startswith("cpu:")  # whose rates are measured anew on each machine
     seconds = None if report.timeline is None or is_cpu else report.timeline.step_seconds
@@ -92,56 +92,47 @@ def baseline_of(report: StepForecast, program: str, root: Path) -> Baseline:
         importlib.metadata.version("jax"),
         dict(report.mesh),
         _by_line(report.sent, root),
-        _held(report.memory),
+        _held(report),
         seconds,
     )
 
 
 def read_baseline(path: Path) -> Baseline:
     """Read a file that `Baseline.to_text` made. Raises BaselineError."""
-    fix = "write it with jdp verify PROGRAM --save FILE"
+    what = f"a baseline is a file of jdp verify; given {brief(str(path))}"
     try:
         text = path.read_text("utf-8")
         found = json.loads(text)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise BaselineError(f"a baseline is a file of jdp verify; given {brief(str(path))}: {why}; {fix}") from None
-    version = found.get("format") if isinstance(found, dict) else None
-    if version != FORMAT:
-        given = "no format" if version is None else f"format {brief(version)}"
-        raise BaselineError(f"a baseline has format {FORMAT}; given {brief(str(path))} with {given}: {fix} anew")
-    try:
-        return TypeAdapter(Baseline).validate_json(text)
+        version = found.get("format") if isinstance(found, dict) else None
+        if version == FORMAT:
+            return TypeAdapter(Baseline).validate_json(text)
+        why = f"it has {'no format' if version is None else f'format {brief(version)}'}, and {FORMAT} is read"
+    except OSError as error:
+        why = error.strerror
     except ValidationError as error:
         first = error.errors()[0]
-        wrong = f"{'.'.join(map(str, first['loc']))} is wrong ({first['msg']})"
-        raise BaselineError(
-            f"a baseline is a file of jdp verify; given {brief(str(path))}, whose {wrong}: {fix}"
-        ) from None
+        why = f"{'.'.join(map(str, first['loc']))} is wrong ({first['msg']})"
+    except ValueError:
+        why = "it is not JSON"
+    raise BaselineError(f"{what}: {why}; write it with jdp verify PROGRAM --save FILE")
 
 
-def _held(memory: StepMemory) -> HeldBytes:
+def _held(report: StepReport) -> HeldBytes:
+    memory, fits = report.memory, None if report.headroom is None else report.headroom.fits
     arguments = sum(each.bytes for each in memory.arguments)
-    fits = None if memory.headroom is None else memory.headroom.fits
     return HeldBytes(arguments, memory.results, memory.temporaries, memory.total, memory.host, fits)
 
 
 def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:
     """Return what is sent, summed by kind and line."""
-    groups: dict[tuple[str, str | None], list[Sent]] = {}
+    lines = dict[tuple[str, str | None], SentFrom]()
     for each in sent:
-        groups.setdefault((each.kind, each.source), []).append(each)
-    lines = [
-        SentFrom(
-            kind,
-            None if source is None else _from_root(source, root),
-            "" if source is None else _text(source),
-            sum(each.count for each in those),
-            sum(each.wire_bytes for each in those),
-        )
-        for (kind, source), those in groups.items()
-    ]
-    return tuple(sorted(lines, key=lambda each: (-each.wire_bytes, each.kind, each.source or "")))
+        source = each.source
+        named, text = (None, "") if source is None else (_from_root(source, root), _text(source))
+        line = lines.get((each.kind, source), SentFrom(each.kind, named, text, 0, 0.0))
+        wire = line.wire_bytes + each.wire_bytes
+        lines[each.kind, source] = replace(line, count=line.count + each.count, wire_bytes=wire)
+    return tuple(sorted(lines.values(), key=lambda each: (-each.wire_bytes, each.kind, each.source or "")))
 
 
 def _from_root(source: str, root: Path) -> str:

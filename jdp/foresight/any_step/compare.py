@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_seconds
@@ -18,7 +18,6 @@ from jdp.foresight.traffic.contract import TINY
 
 _SHARE = 0.001  # of all that is sent, below which a line is never worse
 _EQUAL = 1e-9  # of a float that went through sums in another order
-PARTS = ("arguments", "results", "temporaries")
 EQUAL, BETTER, WORSE, OTHER = "equal", "better", "worse", "changed"
 
 
@@ -33,10 +32,19 @@ class Row:
     verdict: str  # equal, better, worse, or changed: by less than the tolerance, or not compared
     unit: str = "bytes"  # or seconds, or empty
 
-    @classmethod
-    def of(cls, what: str, before: float, now: float, tolerance: float, least: float) -> Row:
-        """Compare two numbers; what differs by `least` or less is only changed."""
-        return cls(what, "", before, now, _verdict(before, now, tolerance, least))
+    @property
+    def change(self) -> str:
+        """The last number over the first, in words; empty where they are equal."""
+        if self.before is None or self.now is None or not (self.before or self.verdict == EQUAL):
+            return "gone" if self.now is None else "new"
+        share = 0.0 if self.verdict == EQUAL else self.now / self.before - 1
+        return f"{'+' if share > 0 else '−'}{_percent(abs(share))}" if share else ""
+
+    def cells(self, *, code: bool = False) -> tuple[str, ...]:
+        """Return the cells of a table, in Markdown if `code`."""
+        at = f"`{self.at}`" if code and self.at else self.at
+        verdict = f"**{self.verdict}**" if code and self.verdict == WORSE else self.verdict
+        return self.what, at, _shown(self.before, self.unit), _shown(self.now, self.unit), self.change, verdict
 
 
 @dataclass(frozen=True)
@@ -60,36 +68,46 @@ class Comparison:
     def heading(self) -> str:
         """The verdict in a sentence."""
         worse = [" at ".join(filter(None, (row.what, row.at))) for row in self.rows if row.verdict == WORSE]
-        what = {
-            EQUAL: f"Equal to {self.baseline}",
-            OTHER: f"Within {_percent(self.tolerance)} of {self.baseline}",
-            BETTER: f"Better than {self.baseline}",
-            WORSE: f"WORSE than {self.baseline} by more than {_percent(self.tolerance)}: {', '.join(worse[:4])}",
-        }
         more = f" and {len(worse) - 4} more" if len(worse) > 4 else ""
-        return f"{what[self.verdict]}{more}."
+        return {
+            EQUAL: f"Equal to {self.baseline}.",
+            OTHER: f"Within {_percent(self.tolerance)} of {self.baseline}.",
+            BETTER: f"Better than {self.baseline}.",
+            WORSE: f"WORSE than {self.baseline} by more than {_percent(self.tolerance)}: {', '.join(worse[:4])}{more}.",
+        }[self.verdict]
 
     def __str__(self) -> str:
-        lines = align_columns([_HEADINGS, *map(_cells, self.rows)])
-        notes = [f"- {note}" for note in self.notes]
-        parts = [f"{self.name} for {self.target}\n{self.heading}", "\n".join(lines)]
-        return "\n\n".join([*parts, *(["\n".join(["Notes:", *notes])] if notes else [])])
+        lines = align_columns([_HEADINGS, *(row.cells() for row in self.rows)])
+        notes = ["", "Notes:", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([f"{self.name} for {self.target}", self.heading, "", *lines, *notes])
 
     def to_markdown(self) -> str:
         """Return a table for a pull request: what changed is open, the rest is folded."""
-        changed = [row for row in self.rows if row.verdict != EQUAL]
-        same = [row for row in self.rows if row.verdict == EQUAL]
         parts = [f"**jdp verify** `{self.name}` for `{self.target}`: {self.heading}"]
-        parts += [markdown_table(_HEADINGS, [_cells(row, code=True) for row in changed])] if changed else []
-        if same:
+        if changed := [row.cells(code=True) for row in self.rows if row.verdict != EQUAL]:
+            parts.append(markdown_table(_HEADINGS, changed))
+        if same := [row.cells(code=True) for row in self.rows if row.verdict == EQUAL]:
             title = f"{len(same)} number{'s' * (len(same) > 1)} did not change"
-            folded = markdown_table(_HEADINGS, [_cells(row, code=True) for row in same])
+            folded = markdown_table(_HEADINGS, same)
             parts.append(f"<details><summary>{title}</summary>\n\n{folded}\n\n</details>")
         return "\n\n".join([*parts, *(f"> {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain objects."""
         return {**asdict(self), "verdict": self.verdict, "rows": [asdict(row) for row in self.rows]}
+
+
+SENT, HELD, HOST, TIME = "sent a device", "held a device", "held in the host's memory", "time of a step, simulated"
+
+
+def numbers(step: Baseline) -> dict[str, tuple[float, str]]:
+    """Return what -> (number, unit) of a step as a whole."""
+    held = step.held
+    found: dict[str, tuple[float, str]] = {SENT: (step.wire_bytes, "bytes"), "collectives": (step.collectives, "")}
+    found |= {HELD: (held.total, "bytes")}
+    found |= {f"of it {part}": (getattr(held, part), "bytes") for part in ("arguments", "results", "temporaries")}
+    found |= {HOST: (held.host, "bytes")}
+    return found if step.step_seconds is None else {**found, TIME: (step.step_seconds, "seconds")}
 
 
 def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> Comparison:
@@ -99,18 +117,19 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
             f"a baseline is compared on its own target; given {file} of {before.target}, and --target {now.target}: "
             f"give --target {before.target}, or save a baseline of {now.target}"
         )
-    rows = [Row.of("sent a device", before.wire_bytes, now.wire_bytes, tolerance, TINY)]
-    rows += _lines(before, now, tolerance, rows[0].verdict == BETTER)
-    rows += [_uncompared("collectives", before.collectives, now.collectives, "")]
-    rows += [Row.of("held a device", before.held.total, now.held.total, tolerance, TINY)]
-    rows += [_uncompared(f"of it {part}", getattr(before.held, part), getattr(now.held, part)) for part in PARTS]
-    if before.held.host or now.held.host:
-        rows.append(Row.of("held in the host's memory", before.held.host, now.held.host, tolerance, TINY))
-    if before.held.fits is not False and now.held.fits is False:
-        rows.append(Row("more than a device has", "", before.held.total, now.held.total, WORSE))
-    if before.step_seconds is not None and now.step_seconds is not None:
-        found = Row.of("time of a step, simulated", before.step_seconds, now.step_seconds, tolerance, 0)
-        rows.append(replace(found, unit="seconds"))
+    rows, then = list[Row](), numbers(before)
+    for what, (number, unit) in numbers(now).items():
+        if what not in then or (what == HOST and not (number or then[what][0])):
+            continue
+        old = then[what][0]
+        verdict = _verdict(old, number, tolerance, 0 if what == TIME else TINY)
+        if what not in (SENT, HELD, HOST, TIME) and verdict != EQUAL:
+            verdict = OTHER  # not compared
+        rows.append(Row(what, "", old, number, verdict, unit))
+        if what == SENT:
+            rows += _lines(before, now, tolerance, verdict == BETTER)
+        if what == HELD and before.held.fits is not False and now.held.fits is False:
+            rows.append(Row("more than a device has", "", old, number, WORSE))
     return Comparison(now.program, now.target, file, tolerance, tuple(rows), tuple(_notes(before, now, file)))
 
 
@@ -118,17 +137,17 @@ def _lines(before: Baseline, now: Baseline, tolerance: float, all_send_less: boo
     """Yield a row for each line, and one for those that send hardly anything."""
     least, small = max(TINY, _SHARE * before.wire_bytes), list[tuple[float, float]]()
     for old, new in _pairs(before.sent, now.sent):
-        old_bytes, new_bytes = (0.0 if each is None else each.wire_bytes for each in (old, new))
-        if max(old_bytes, new_bytes) <= least:
-            small.append((old_bytes, new_bytes))
+        was, is_now = (0.0 if each is None else each.wire_bytes for each in (old, new))
+        if max(was, is_now) <= least:
+            small.append((was, is_now))
         elif (one := new or old) is not None:
-            row = Row.of(one.kind, old_bytes, new_bytes, tolerance, least)
-            verdict = OTHER if all_send_less and row.verdict == WORSE else row.verdict
-            gone = {"before": None} if old is None else {"now": None} if new is None else {}
-            yield replace(row, at=one.source or "", verdict=verdict, **gone)
+            verdict = _verdict(was, is_now, tolerance, least)
+            verdict = OTHER if all_send_less and verdict == WORSE else verdict
+            yield Row(one.kind, one.source or "", old and was, new and is_now, verdict)
     if small:
         was, is_now = map(sum, zip(*small, strict=True))
-        yield _uncompared(f"{len(small)} smaller line{'s' * (len(small) > 1)}", was, is_now)
+        verdict = EQUAL if was == is_now else OTHER
+        yield Row(f"{len(small)} smaller line{'s' * (len(small) > 1)}", "", was, is_now, verdict)
 
 
 def _verdict(old: float, new: float, tolerance: float, least: float) -> str:
@@ -137,10 +156,6 @@ def _verdict(old: float, new: float, tolerance: float, least: float) -> str:
     if new - old > max(tolerance * old, least):
         return WORSE
     return BETTER if old - new > max(tolerance * old, least) else OTHER
-
-
-def _uncompared(what: str, old: float, new: float, unit: str = "bytes") -> Row:
-    return Row(what, "", old, new, EQUAL if old == new else OTHER, unit)
 
 
 def _notes(before: Baseline, now: Baseline, file: str) -> Iterator[str]:
@@ -191,27 +206,10 @@ def _file(line: SentFrom) -> str:
 _HEADINGS = ("", "at", "before", "now", "change", "verdict")
 
 
-def _cells(row: Row, *, code: bool = False) -> tuple[str, ...]:
-    at = f"`{row.at}`" if code and row.at else row.at
-    verdict = f"**{row.verdict}**" if code and row.verdict == WORSE else row.verdict
-    return row.what, at, _number(row.before, row.unit), _number(row.now, row.unit), _change(row), verdict
-
-
-def _number(value: float | None, unit: str) -> str:
+def _shown(value: float | None, unit: str) -> str:
     if value is None:
         return "–"
     return {"bytes": format_bytes, "seconds": format_seconds}.get(unit, lambda count: f"{count:.0f}")(value)
-
-
-def _change(row: Row) -> str:
-    if row.before is None or row.now is None:
-        return "new" if row.before is None else "gone"
-    if row.verdict == EQUAL:
-        return ""
-    if not row.before:
-        return "new"
-    share = row.now / row.before - 1
-    return f"{'+' if share > 0 else '−'}{_percent(abs(share))}"
 
 
 def _percent(fraction: float) -> str:
@@ -220,23 +218,20 @@ def _percent(fraction: float) -> str:
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in GitHub's Markdown."""
-    dashes = ["---:" if heading in ("before", "now", "change", "bytes", "value") else "---" for heading in headings]
+    dashes = ["---:" if heading in ("before", "now", "change", "value") else "---" for heading in headings]
     lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in (headings, dashes, *rows))
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def report_markdown(step: Baseline) -> str:
     """Return what a step sends by line, holds and waits for."""
-    held = step.held
-    rows = [("sent a device", "", format_bytes(step.wire_bytes))]
-    rows += [
-        (each.kind, f"`{each.source}`" if each.source else "", format_bytes(each.wire_bytes)) for each in step.sent
-    ]
-    fits = {None: "", True: "fits", False: "more than a device has"}[held.fits]
-    rows += [("held a device", fits, format_bytes(held.total))]
-    rows += [(f"of it {part}", "", format_bytes(getattr(held, part))) for part in PARTS]
-    rows += [("held in the host's memory", "", format_bytes(held.host))] if held.host else []
-    if step.step_seconds is not None:
-        rows.append(("time of a step, simulated", "", format_seconds(step.step_seconds)))
+    rows = list[tuple[str, str, str]]()
+    for what, (number, unit) in numbers(step).items():
+        fits = {None: "", True: "fits", False: "more than a device has"}[step.held.fits] if what == HELD else ""
+        rows += [(what, fits, _shown(number, unit))] if number or what != HOST else []
+        if what == SENT:
+            rows += [
+                (each.kind, f"`{each.source}`" * bool(each.source), format_bytes(each.wire_bytes)) for each in step.sent
+            ]
     title = f"**jdp verify** `{step.program}` on {factors(step.mesh)} for `{step.target}`"
     return f"{title}\n\n{markdown_table(('', 'at', 'value'), rows)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from jdp.core.sharding.placement import axes_of, spec_entry
 from jdp.foresight.any_step.replace_mesh import Exchange, OtherSize
 from jdp.foresight.any_step.traced import Argument, Arguments, Traced, mesh_in, trace
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.targets.relocate import MISMATCHES, compile_for, cudnn_of, lowering_for
+from jdp.foresight.targets.relocate import MISMATCHES, answered_for, compile_for, cudnn_of, lowering_for
 from jdp.foresight.targets.resolve import Target
 
 
@@ -55,6 +56,14 @@ def move(
     function: Callable[..., Any], given: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
 ) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
+    cudnn = None if target is None else cudnn_of(target)
+    with nullcontext() if target is None or cudnn is None else answered_for(target.devices[0], cudnn):
+        return _move(function, given, target, sizes)
+
+
+def _move(
+    function: Callable[..., Any], given: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None
+) -> Relocated:
     arguments = Arguments.of(function, given)
     traced = trace(function, arguments)
     old = mesh_in(traced.arguments, traced.out_shardings)

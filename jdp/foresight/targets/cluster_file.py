@@ -4,7 +4,7 @@
     like = "h100"
     network_bandwidth_gb_s = 25        # one 200 Gb/s card a GPU
     memory_gib = 79.1
-    gpu_target_config = "dump.pbtxt"   # what XLA dumped on the machine; its path starts at this file
+    gpu_target_config = "dump.pbtxt"   # of other chips: what XLA dumped on the machine; its path starts at this file
 
 `read(path)` parses the file, refuses unknown keys, takes the known GPU's numbers, replaces those that the dump has, and
 then those that the file itself gives.
@@ -44,15 +44,6 @@ _RATES = {
     "link_latency_us": _Key("link_latency", 1e-6),
     "network_latency_us": _Key("network_latency", 1e-6),
 }
-_COMPILER = {
-    "cores": _Key("cores", 1, whole=True),
-    "lanes": _Key("lanes", 1, whole=True),
-    "shared_per_core_kib": _Key("shared_per_core", 2**10, whole=True),
-    "shared_per_block_kib": _Key("shared_per_block", 2**10, whole=True),
-    "l2_mib": _Key("l2", 2**20, whole=True),
-    "clock_ghz": _Key("clock_ghz", 1),
-    "links": _Key("links", 1, whole=True),
-}
 _OTHER = ("like", "name", "matmul_tflops", "gpu_target_config")
 _DTYPES = ("bf16", "f16", "f32", "f64", "f8e4m3fn", "f8e5m2", "s8")
 _MAY_BE_ZERO = ("link_latency_us", "network_latency_us")
@@ -71,7 +62,7 @@ def read(path: Path) -> tuple[Gpu, str]:
         given = parse(content)
     except ValueError as error:
         raise ValueError(f"{path}: no TOML: it {error}") from error
-    _check_names(given, (*_OTHER, *_RATES, *_COMPILER), path, "a key")
+    _check_names(given, (*_OTHER, *_RATES), path, "a key")
     like, dump = given.get("like"), given.get("gpu_target_config")
     if not isinstance(like, str) or like not in GPUS:
         hint = nearest(like, GPUS) if isinstance(like, str) else ""
@@ -81,8 +72,6 @@ def read(path: Path) -> tuple[Gpu, str]:
     if dump is None:
         gpu = _changed(GPUS[like], given, path)
         return gpu, written(gpu)
-    if clash := [key for key in given if key in _COMPILER]:
-        raise ValueError(f"{path}: XLA is given gpu_target_config as it stands: remove {', '.join(clash)}")
     if not isinstance(dump, str) or not dump:
         raise ValueError(
             f"{path}: gpu_target_config must be the path of a text XLA dumped; given {dump!r}: name that file"
@@ -99,13 +88,10 @@ def read(path: Path) -> tuple[Gpu, str]:
 
 
 def _changed(gpu: Gpu, given: Mapping[str, object], path: Path) -> Gpu:
-    """Return `gpu` with the name, the rates and the compiler's numbers that the file gives."""
+    """Return `gpu` with the name and the rates that the file gives."""
     changes = dict[str, object]()
     for key, value in given.items():
-        known = _RATES.get(key) or _COMPILER.get(key)
-        if known is not None:
-            if known.whole and known.scale == 1 and isinstance(value, float):
-                raise ValueError(f"{path}: {key} must be a whole number; given {value!r}: round it")
+        if (known := _RATES.get(key)) is not None:
             number = _number(value, key, path) * known.scale
             changes[known.field] = round(number) if known.whole else number
     name = given.get("name", gpu.name)

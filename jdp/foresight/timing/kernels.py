@@ -31,7 +31,9 @@ class CostModel:
     """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Rates`) that a kernel reaches.
 
     "Fitted" are those with which the kernels of three forms of GPT-2 124M take as long as measured on an H100
-    (`experiments/benchmarks/h100`). Left out: what stays in a cache from one kernel to the next.
+    (`experiments/benchmarks/h100`). A copy into another layout is as fast as a plain one, through shared memory
+    (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009). Left out: what stays in a cache from
+    one kernel to the next.
     """
 
     # share of the dense peak that a large matrix product reaches. Fitted; a chip has its own for long runs
@@ -57,9 +59,6 @@ class CostModel:
     # (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0)
     special_function_cost: float = 8.0
     integer_cost: float = 2.0  # lane-cycles of integer arithmetic, against a float addition: 64 results against 128
-    # bandwidth of a copy into another layout over that of a plain copy: 1, through shared memory (Ruetsch and
-    # Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009)
-    transposed_efficiency: float = 1.0
     attention: AttentionModel = field(default_factory=AttentionModel)  # of fused attention
 
 
@@ -72,7 +71,6 @@ class KernelCost:
     operations: float = 0.0  # element-wise, outside tensor cores, in elements; so are the next two
     integer_operations: float = 0.0
     special_functions: float = 0.0
-    transposes: bool = False  # whether it writes in another order than it reads
     launches: int = 0  # kernels
     attention: Attention | None = None  # of a call of fused attention, which has no other work
 
@@ -95,7 +93,7 @@ def seconds(cost: KernelCost, rates: Rates, model: CostModel) -> float:
     vector += model.special_function_cost * cost.special_functions
     matmul = sum(product_seconds(product, rates, model) for product in cost.products)
     bandwidth = model.memory_efficiency * rates.memory_bandwidth
-    memory = cost.bytes / (bandwidth * (model.transposed_efficiency if cost.transposes else 1.0))
+    memory = cost.bytes / bandwidth
     passes = 0.0
     if (call := cost.attention) is not None:
         rate = _matmul_rate(call.dtype, rates)
@@ -173,7 +171,6 @@ def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
         operations=demand.operations,
         integer_operations=demand.integer_operations,
         special_functions=demand.special_functions,
-        transposes=demand.transposes,
         launches=1 if fused is None else fused.launches,
         attention=fused,
     )
@@ -194,7 +191,6 @@ class _Demand:
         self.made = {step.name for step in steps if step.opcode != "parameter"}
         self.elements: dict[str, float] = {}  # name -> elements needed, by all users together
         self.in_place = set[str]()
-        self.transposes = False  # an operation in it changes the order in memory
         # bytes of the results; element-wise work to compute what is needed
         self.written = self.operations = self.integer_operations = self.special_functions = 0.0
         root = next((step for step in steps if step.is_root), steps[-1])
@@ -238,7 +234,6 @@ class _Demand:
         for i, operand in enumerate(operands):
             elements = self._operand_elements(step, i, _size(operand), needed, needed / size if size else 0.0)
             self.elements[operand.name] = self.elements.get(operand.name, 0.0) + elements
-        self.transposes |= step.opcode == "transpose" or (step.opcode == "copy" and step.type != operands[0].type)
         if step.opcode in _NO_ARITHMETIC:
             return
         if step.opcode in ("reduce", "reduce-window") and operands:

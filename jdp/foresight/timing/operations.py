@@ -1,7 +1,7 @@
 """A compiled step as timed operations: each kernel, collective, loop and call of every computation, with its seconds.
 
 `Schedule(program, target)` reads a computation once, when it is needed: `operations(name)` in schedule order, which is
-the order of launch, and `total(name)`, the sums over one execution, loops included. Kernels are timed by `kernels.py`
+the order of launch, and `executed(name)`, what one execution runs, loops included. Kernels are timed by `kernels.py`
 with the chip's published rates, collectives by `collectives.py`.
 What the text does not have, or the model leaves out, is listed in `caveats`.
 """
@@ -9,7 +9,7 @@ What the text does not have, or the model leaves out, is listed in `caveats`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jdp.base.chips import Gpu
@@ -35,41 +35,30 @@ class TimedOp:
     trips: int = 1  # rounds of a loop
 
 
-@dataclass
-class Total:
-    """Sums over operations, as if none overlapped."""
-
-    compute: float = 0.0  # seconds of kernels
-    communication: float = 0.0  # of collectives
-    host: float = 0.0  # of copies from and to host memory
-    flops: float = 0.0  # of products
-    bytes: float = 0.0  # memory traffic of kernels
-    kernels: int = 0  # launches
-    matmuls: Counter[float] = field(default_factory=Counter[float])  # seconds of a kernel with products -> how many
-    attention: float = 0.0  # seconds of fused attention
-
-    def add(self, other: Total, times: int = 1) -> None:
-        """Add `times` times another total."""
-        self.compute += times * other.compute
-        self.communication += times * other.communication
-        self.host += times * other.host
-        self.flops += times * other.flops
-        self.bytes += times * other.bytes
-        self.kernels += times * other.kernels
-        self.attention += times * other.attention
-        for each, count in other.matmuls.items():
-            self.matmuls[each] += times * count
+COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
+LANES = {"kernel": COMPUTE, "start": COMMUNICATION, "sync": COMMUNICATION, "host start": HOST, "host sync": HOST}
+"""Kind of operation -> the lane that it keeps busy."""
 
 
 class Schedule:
     """The operations of `program`, timed for `target`; `caveats` grow as computations are read."""
 
     def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:
-        self.program = program
-        self._devices = _devices(target, model)
-        self.caveats = dict.fromkeys(self._devices.caveats)  # in order, each once
+        if (chip := target.chip) is None:
+            raise ValueError(
+                f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target"
+            )
+        self.program, self.target = program, target
+        cores, lanes = (chip.cores, chip.lanes) if isinstance(chip, Gpu) else (1, 128)
+        self._rates = Rates(chip.matmul_flops, chip.vector_flops, chip.memory_bandwidth, cores)
+        # 16 exponentials a clock and core: compute capabilities 8.0, 9.0 and 10.0 (`CostModel.special_function_cost`).
+        fitted = CostModel(matmul_efficiency=chip.matmul_efficiency, special_function_cost=lanes / 16)
+        self._model = model or fitted
+        self._host_rate = None if chip.host_bandwidth is None else chip.host_bandwidth * chip.host_efficiency
+        # in order, each once
+        first = f"times are simulated from published peaks and fitted efficiencies: {chip.compared_with}"
+        self.caveats: dict[str, None] = {first: None}
         self._operations: dict[str, tuple[TimedOp, ...]] = {}
-        self._totals: dict[str, Total] = {}
 
     def operations(self, computation: str) -> tuple[TimedOp, ...]:
         """Return a computation's operations in schedule order, without those that take no time."""
@@ -93,7 +82,7 @@ class Schedule:
         if step.kind == "call":
             return TimedOp("call", step, inner=called)
         copies = is_host_copy(step, computation, self.program)
-        if copies and (rate := self._devices.host_rate) is not None:
+        if copies and (rate := self._host_rate) is not None:
             moved = cost(step, computation, self.program).bytes / 2  # what is read is written
             return TimedOp("host start" if step.is_start else "host sync", step, moved / rate, moved)
         if copies or step.kind in ("send", "recv", "infeed", "outfeed"):
@@ -101,7 +90,7 @@ class Schedule:
         if (target := unknown_work(step)) is not None:
             self._warn(f"the work inside {target} is not known: timed by its bytes alone", step)
         work = cost(step, computation, self.program)
-        duration = seconds(work, self._devices.rates, self._devices.model)
+        duration = seconds(work, self._rates, self._model)
         return TimedOp("kernel", step, duration, work.bytes, work) if work.launches else None
 
     def _collectives(self, step: Instruction) -> Iterator[tuple[float, float]]:
@@ -109,7 +98,7 @@ class Schedule:
         if step.kind in KINDS:
             c = collective_of(step, self.program)
             payload = c.payload_bytes if c.group_size > 1 else 0
-            yield self._devices.collective(c.kind, payload, c.groups) if payload else 0.0, payload
+            yield collective_seconds(c.kind, payload, c.groups, self.target) if payload else 0.0, payload
         elif step.kind in ("fusion", "async", "custom-call"):
             for name in (name for names in step.called.values() for name in names):
                 for inner in self.program[name]:
@@ -127,58 +116,22 @@ class Schedule:
         line = self.program.source_line(step)
         self.caveats[f"{caveat} ({line})" if line else caveat] = None
 
-    def total(self, computation: str) -> Total:
-        """Return the sums over one execution of a computation; of a conditional, those of its longest branch."""
-        if computation not in self._totals:
-            total = Total()
-            for op in self.operations(computation):
-                if op.kind == "kernel":
-                    matmul = Counter([op.seconds] if op.cost.flops else [])
-                    fused = op.seconds if op.cost.attention else 0.0
-                    work = op.cost
-                    total.add(Total(op.seconds, 0.0, 0.0, work.flops, work.bytes, work.launches, matmul, fused))
-                elif op.kind in ("start", "sync"):
-                    total.communication += op.seconds
-                elif op.kind in ("host start", "host sync"):
-                    total.host += op.seconds
-                elif op.kind == "branch":
-                    total.add(self.total(self.longest_branch(op)))
-                else:
-                    for name in op.inner:
-                        total.add(self.total(name), op.trips)
-            self._totals[computation] = total
-        return self._totals[computation]
+    def executed(self, computation: str, times: int = 1) -> Iterator[tuple[TimedOp, int]]:
+        """Yield what `times` executions of a computation run, and how often; of a conditional its longest branch."""
+        for op in self.operations(computation):
+            if op.kind not in ("loop", "call", "branch"):
+                yield op, times
+                continue
+            for name in (self.longest_branch(op),) if op.kind == "branch" else op.inner:
+                yield from self.executed(name, times * op.trips)
+
+    def busy(self, computation: str) -> Counter[str]:
+        """Return lane -> seconds that one execution keeps it busy, as if none overlapped."""
+        lanes = Counter[str]()
+        for op, times in self.executed(computation):
+            lanes[LANES.get(op.kind, "")] += op.seconds * times  # pyright: ignore[reportArgumentType]
+        return lanes
 
     def longest_branch(self, op: TimedOp) -> str:
         """Return the branch of a conditional that keeps the lanes busy longest."""
-        return max(op.inner, key=lambda name: self.total(name).compute + self.total(name).communication)
-
-
-# The devices.
-
-
-@dataclass(frozen=True)
-class _Devices:
-    rates: Rates
-    model: CostModel
-    collective: Callable[[str, float, tuple[tuple[int, ...], ...]], float]  # kind, payload, groups -> seconds
-    caveats: tuple[str, ...]
-    host_rate: float | None = None  # bytes/s to or from host memory
-
-
-def _devices(target: Target, model: CostModel | None) -> _Devices:
-    if (chip := target.chip) is None:
-        raise ValueError(
-            f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target"
-        )
-    cores, lanes = (chip.cores, chip.lanes) if isinstance(chip, Gpu) else (1, 128)
-    rates = Rates(chip.matmul_flops, chip.vector_flops, chip.memory_bandwidth, cores)
-    # 16 exponentials a clock and core: compute capabilities 8.0, 9.0 and 10.0 (`CostModel.special_function_cost`).
-    fitted = CostModel(matmul_efficiency=chip.matmul_efficiency, special_function_cost=lanes / 16)
-    return _Devices(
-        rates,
-        model or fitted,
-        lambda kind, payload, groups: collective_seconds(kind, payload, groups, target),
-        (f"times are simulated from published peaks and fitted efficiencies: {chip.compared_with}",),
-        None if chip.host_bandwidth is None else chip.host_bandwidth * chip.host_efficiency,
-    )
+        return max(op.inner, key=lambda name: self.busy(name)[COMPUTE] + self.busy(name)[COMMUNICATION])

@@ -14,16 +14,15 @@ before it wrote. `parts` adds up the seconds of computing by what they are spent
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jdp.foresight.program.module import Program
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing.kernels import CostModel
-from jdp.foresight.timing.operations import Schedule, TimedOp, Total
+from jdp.foresight.timing.operations import COMMUNICATION, COMPUTE, HOST, LANES, Schedule, TimedOp
 
-COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 MOST_EVENTS = 5000
 _ROUNDS_SHOWN = 2  # of a loop, one by one
 _STEADY = 1e-9  # relative difference below which two rounds take equally long
@@ -52,17 +51,14 @@ class Timeline:
     communication_seconds: float  # likewise
     exposed_seconds: float  # communication that overlaps with no computation: compute waits
     flops: float  # executed, of matrix products, convolutions and fused attention; recomputation included
-    bytes: float  # memory traffic of all kernels
     matmul_seconds: float  # of all kernels that contain a matrix product, fused attention among them
-    median_matmul_seconds: float  # half of `matmul_seconds` is spent in kernels that take at most this long
-    kernels: int  # launches
     # both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`
     events: tuple[Event, ...] = field(repr=False)
     caveats: tuple[str, ...]  # where the model may be wrong about this program
     attention_seconds: float = 0.0  # of fused attention
     host_seconds: float = 0.0
     host_wait_seconds: float = 0.0  # that compute waits for copies from and to host memory
-    # seconds of computing by what they are spent on (`parts`), the costliest first
+    # seconds of computing by what they are spent on (`_part`), the costliest first
     parts: Mapping[str, float] = field(default_factory=dict[str, float], repr=False)
     error: float | None = None  # the chip's `time_error`, of these seconds; None where it is not known
 
@@ -75,7 +71,11 @@ class Timeline:
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:
     """Simulate one execution of a compiled step."""
     schedule = Schedule(program, target, model)
-    total = schedule.total(program.entry)
+    busy, parts, flops = schedule.busy(program.entry), Counter[str](), 0
+    for op, times in schedule.executed(program.entry):
+        if op.kind == "kernel":
+            parts[_part(op)] += op.seconds * times  # pyright: ignore[reportArgumentType]
+            flops += op.cost.flops * times
     walk = _Walk(schedule)
     walk.computation(program.entry)
     walk.wait_for_host(walk.host)  # for what leaves last
@@ -85,20 +85,17 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         caveats.append(f"only the {MOST_EVENTS} longest events are shown")
     return Timeline(
         step_seconds=step,
-        compute_seconds=total.compute,
-        communication_seconds=total.communication,
-        exposed_seconds=max(0.0, step - total.compute - walk.host_wait),
-        flops=total.flops,
-        bytes=total.bytes,
-        matmul_seconds=sum(each * count for each, count in total.matmuls.items()),
-        median_matmul_seconds=_median(total.matmuls),
-        kernels=total.kernels,
+        compute_seconds=busy[COMPUTE],
+        communication_seconds=busy[COMMUNICATION],
+        exposed_seconds=max(0.0, step - busy[COMPUTE] - walk.host_wait),
+        flops=flops,
+        matmul_seconds=parts[PRODUCTS] + parts[ATTENTION],
         events=tuple(sorted(events, key=lambda event: event.start)),
         caveats=tuple(caveats),
-        attention_seconds=total.attention,
-        host_seconds=total.host,
+        attention_seconds=parts[ATTENTION],
+        host_seconds=busy[HOST],
         host_wait_seconds=walk.host_wait,
-        parts=parts(schedule),
+        parts=dict(parts.most_common()),
         error=None if model is not None or target.chip is None else target.chip.time_error,
     )
 
@@ -120,11 +117,11 @@ class _Walk:
         for op in self.schedule.operations(name):
             match op.kind:
                 case "kernel":
-                    self._record(op, COMPUTE, self.compute)
+                    self._record(op, self.compute)
                     self.compute += op.seconds
                 case "start" | "sync":
                     begin = max(self.compute, self.lane)
-                    self._record(op, COMMUNICATION, begin)
+                    self._record(op, begin)
                     self.lane = begin + op.seconds
                     if op.kind == "start":
                         pending[op.step.name] = self.lane
@@ -132,7 +129,7 @@ class _Walk:
                         self.compute = self.lane
                 case "host start" | "host sync":
                     begin = max(self.compute, self.host)
-                    self._record(op, HOST, begin)
+                    self._record(op, begin)
                     self.host = begin + op.seconds
                     if op.kind == "host start":
                         copies[op.step.name] = self.host
@@ -182,91 +179,36 @@ class _Walk:
         """Return how far communication and the host's copies are behind computing."""
         return max(0.0, self.lane - self.compute), max(0.0, self.host - self.compute)
 
-    def _record(self, op: TimedOp, lane: str, start: float) -> None:
+    def _record(self, op: TimedOp, start: float) -> None:
         if self.recording and op.seconds:
             what, source = self._origin(op)
-            self.events.append(Event(op.step.name, lane, start, op.seconds, what, source, bytes=op.bytes))
+            self.events.append(Event(op.step.name, LANES[op.kind], start, op.seconds, what, source, bytes=op.bytes))
 
     def _record_remaining_rounds(self, op: TimedOp) -> None:
         """Record one event a lane for the rounds not shown, as long as the lane is busy in them."""
         if not self.recording:
             return
-        times, total = op.trips - _ROUNDS_SHOWN, Total()
+        times, busy = op.trips - _ROUNDS_SHOWN, Counter[str]()
         for name in op.inner:
-            total.add(self.schedule.total(name), times)
+            busy += self.schedule.busy(name)
         what, source = self._origin(op)
-        what = f"{what}: {times} more rounds"
-        for lane, start, busy in (
-            (COMPUTE, self.compute, total.compute),
-            (COMMUNICATION, max(self.compute, self.lane), total.communication),
-            (HOST, max(self.compute, self.host), total.host),
-        ):
-            if busy:
-                self.events.append(Event(op.step.name, lane, start, busy, what, source, times))
+        for lane, free in {COMPUTE: self.compute, COMMUNICATION: self.lane, HOST: self.host}.items():
+            if seconds := times * busy[lane]:
+                start, words = max(self.compute, free), f"{what}: {times} more rounds"
+                self.events.append(Event(op.step.name, lane, start, seconds, words, source, times))
 
     def _origin(self, op: TimedOp) -> tuple[str, str | None]:
         return op.step.op_name or op.step.kind, self.schedule.program.source_line(op.step)
 
 
-def _median(durations: Counter[float]) -> float:
-    """Return the duration that half of the time is spent at or below."""
-    half, passed = sum(each * count for each, count in durations.items()) / 2, 0.0
-    for each in sorted(durations):
-        passed += each * durations[each]
-        if passed >= half:
-            return each
-    return 0.0
-
-
-ATTENTION, PRODUCTS, LOSS = "attention", "matrix products", "loss"
-COPIES, OPTIMIZER, ELEMENTWISE = "copies", "optimizer", "element-wise"
-_LENGTH = 256
-"""A dimension this long that an array of four or more has twice is a sequence's length."""
+ATTENTION, PRODUCTS, COPIES, ELEMENTWISE = "attention", "matrix products", "copies", "element-wise"
 _COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeeze", "reshape", "broadcast_in_dim")
-_LOSSES = re.compile(r"losses[^/\\]*(?:[/\\][^/\\]+)?$")
-"""Of "file:line": the file or its folder is named so; the folders that a checkout is in say nothing."""
 
 
-def parts(schedule: Schedule) -> dict[str, float]:
-    """Return the seconds of a step's kernels by part, the costliest part first."""
-    kernels = list(_kernels(schedule, schedule.program.entry, 1))
-    square = {_line(schedule, op) for op, _ in kernels if not op.cost.flops and _has_length_twice(op)} - {None}
-    seconds = defaultdict[str, float](float)
-    for op, times in kernels:
-        seconds[_part(schedule, op, _line(schedule, op) in square)] += op.seconds * times
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-
-def _kernels(schedule: Schedule, computation: str, times: int) -> Iterator[tuple[TimedOp, int]]:
-    """Yield each kernel that a computation runs, and how often."""
-    for op in schedule.operations(computation):
-        if op.kind == "kernel":
-            yield op, times
-        else:
-            for name in (schedule.longest_branch(op),) if op.kind == "branch" else op.inner:
-                yield from _kernels(schedule, name, times * op.trips)
-
-
-def _part(schedule: Schedule, op: TimedOp, beside_attention: bool) -> str:
-    name, last = op.step.op_name or "", (op.step.op_name or op.step.kind).rpartition("/")[2]
-    if op.cost.attention or (not op.cost.flops and _has_length_twice(op)):
-        return ATTENTION
+def _part(op: TimedOp) -> str:
+    """Return what a kernel's time is spent on; attention is that of fused kernels."""
     if op.cost.flops:
-        batches = beside_attention and any(product.batch > 1 for product in op.cost.products)
-        return ATTENTION if batches else PRODUCTS
-    if any(_LOSSES.search(line) for line in schedule.program.source_lines(op.step)[:2]):
-        return LOSS
-    if last in _COPIES or (not name and re.search("copy|transpose|slice", op.step.name)):
-        return COPIES
-    return OPTIMIZER if name and "jvp(" not in name else ELEMENTWISE
-
-
-def _line(schedule: Schedule, op: TimedOp) -> str | None:
-    return schedule.program.source_line(op.step)
-
-
-def _has_length_twice(op: TimedOp) -> bool:
-    return any(
-        len(dims) > 3 and max((size for size, count in Counter(dims).items() if count > 1), default=0) >= _LENGTH
-        for _, dims in op.step.shapes
-    )
+        return ATTENTION if op.cost.attention else PRODUCTS
+    name, operation = op.step.op_name, (op.step.op_name or op.step.kind).rpartition("/")[2]
+    is_copy = operation in _COPIES or (not name and re.search("copy|transpose|slice", op.step.name))
+    return COPIES if is_copy else ELEMENTWISE

@@ -24,77 +24,8 @@ from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollectiv
 from jdp.foresight.traffic.origin import Parameters, Piece, Reading, is_own_line, users_line
 from jdp.foresight.traffic.theory import Promise, Theory
 
+_ELEMENTWISE = "Take jdp.muon, whose exchange of matrices is planned, or an optimizer that is element-wise."
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
-
-
-@dataclass(frozen=True)
-class Stray:
-    """What belongs to no parameter, sent from one source line by one kind of collective."""
-
-    kind: str  # of collective
-    wire_bytes: float  # what each device sends of it, a step
-    words: str  # the same in a sentence, with the source line and the remedy
-
-
-def strays(collectives: Iterable[MeshCollective], promised: Theory, reading: Reading, step: Step) -> tuple[Stray, ...]:
-    """Return what runs along the batch axes and has no parameter's shape: activations, data; most bytes first.
-
-    Left out are the statistics of batch norms, as far as they are planned, and what is no larger than counts and
-    metrics are.
-    """
-    tensors = _tensors((each for each in collectives if each.over_batch), promised, reading)
-    unknown = ((each, piece) for each, piece in tensors if not reading.parameters.like(piece.dims))
-    faults = _Judge(promised, reading.parameters, step).faults(unknown)
-    return tuple(
-        Stray(fault.sent_by.collective.kind, fault.excess_bytes, str(fault))
-        for fault in faults
-        if fault.payload_bytes > TINY
-    )
-
-
-def breaches(
-    collectives: Iterable[MeshCollective],
-    promised: Theory,
-    verdict: Verdict,
-    reading: Reading,
-    step: Step,
-    stray: Sequence[Stray] = (),
-) -> tuple[str, ...]:
-    """Return why the contract is not kept, one sentence a reason; empty when it is. `stray`: what `strays` found."""
-    if verdict.kept:
-        return ()
-    blamed = {row.kind for row in verdict.rows if not row.kept}
-    if sum(each.wire_bytes for each in stray) > SLACK * promised.wire_bytes:
-        blamed |= {each.kind for each in stray}
-    blamed = blamed or {row.kind for row in verdict.rows}
-    counted = [each for each in collectives if each.over_batch and each.collective.kind in blamed]
-    tensors = sorted(_tensors(counted, promised, reading), key=lambda pair: bits(pair[1].dtype))
-    faults, unsharded = _Judge(promised, reading.parameters, step).faults(tensors), promised.unsharded
-    of_weight = [fault for fault in faults if fault.paths or fault.payload_bytes > TINY]
-    of_weight = of_weight or ([] if unsharded.paths else faults)
-    if of_weight:
-        mentioned = [fault for fault in of_weight if fault.excess_bytes >= _MENTIONED * promised.wire_bytes]
-        return tuple(map(str, mentioned or of_weight[:1]))
-    # No tensor is at fault: what is all-reduced by plan may send more than theory has for it.
-    total, bound = format_bytes(verdict.wire_bytes), format_bytes(promised.wire_bytes)
-    sentence = f"a device sends {total} a step where {bound} are promised."
-    if unsharded.paths:
-        sentence += (
-            f" {listed(unsharded.paths)}, of fewer than {unsharded.fewer_than} elements, are all-reduced whole by "
-            f"plan: {format_bytes(unsharded.wire_bytes)}, more than scattered and gathered in this precision. "
-            "Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
-        )
-    return (sentence,)
-
-
-def _tensors(
-    collectives: Iterable[MeshCollective], promised: Theory, reading: Reading
-) -> Iterator[tuple[MeshCollective, Piece]]:
-    """Yield each collective with each tensor that it sends, without batch statistics."""
-    for each in collectives:
-        for piece in reading.sites.pieces(each.collective):
-            if not (each.statistics_bytes and promised.statistics.fits(piece)):
-                yield each, piece
 
 
 @dataclass(frozen=True)
@@ -132,6 +63,63 @@ class Fault:
         return f"{sent}: {self.reason.words}. {excess} {self.reason.remedy}"
 
 
+def strays(collectives: Iterable[MeshCollective], promised: Theory, reading: Reading, step: Step) -> list[Fault]:
+    """Return what runs along the batch axes and has no parameter's shape: activations, data; most bytes first.
+
+    Left out are the statistics of batch norms, as far as they are planned, and what is no larger than counts and
+    metrics are.
+    """
+    tensors = _tensors((each for each in collectives if each.over_batch), promised, reading)
+    unknown = ((each, piece) for each, piece in tensors if not reading.parameters.like(piece.dims))
+    faults = _Judge(promised, reading.parameters, step).faults(unknown)
+    return [fault for fault in faults if fault.payload_bytes > TINY]
+
+
+def breaches(
+    collectives: Iterable[MeshCollective],
+    promised: Theory,
+    verdict: Verdict,
+    reading: Reading,
+    step: Step,
+    stray: Sequence[Fault] = (),
+) -> tuple[str, ...]:
+    """Return why the contract is not kept, one sentence a reason; empty when it is. `stray`: what `strays` found."""
+    if verdict.kept:
+        return ()
+    blamed = {row.kind for row in verdict.rows if not row.kept}
+    if sum(fault.excess_bytes for fault in stray) > SLACK * promised.wire_bytes:
+        blamed |= {fault.sent_by.collective.kind for fault in stray}
+    blamed = blamed or {row.kind for row in verdict.rows}
+    counted = [each for each in collectives if each.over_batch and each.collective.kind in blamed]
+    tensors = sorted(_tensors(counted, promised, reading), key=lambda pair: bits(pair[1].dtype))
+    faults, unsharded = _Judge(promised, reading.parameters, step).faults(tensors), promised.unsharded
+    of_weight = [fault for fault in faults if fault.paths or fault.payload_bytes > TINY]
+    of_weight = of_weight or ([] if unsharded.paths else faults)
+    if of_weight:
+        mentioned = [fault for fault in of_weight if fault.excess_bytes >= _MENTIONED * promised.wire_bytes]
+        return tuple(map(str, mentioned or of_weight[:1]))
+    # No tensor is at fault: what is all-reduced by plan may send more than theory has for it.
+    total, bound = format_bytes(verdict.wire_bytes), format_bytes(promised.wire_bytes)
+    sentence = f"a device sends {total} a step where {bound} are promised."
+    if unsharded.paths:
+        sentence += (
+            f" {listed(unsharded.paths)}, of fewer than {unsharded.fewer_than} elements, are all-reduced whole by "
+            f"plan: {format_bytes(unsharded.wire_bytes)}, more than scattered and gathered in this precision. "
+            "Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
+        )
+    return (sentence,)
+
+
+def _tensors(
+    collectives: Iterable[MeshCollective], promised: Theory, reading: Reading
+) -> Iterator[tuple[MeshCollective, Piece]]:
+    """Yield each collective with each tensor that it sends, without batch statistics."""
+    for each in collectives:
+        for piece in reading.sites.pieces(each.collective):
+            if not (each.statistics_bytes and promised.statistics.fits(piece)):
+                yield each, piece
+
+
 class _Judge:
     """Compares tensors with the promises, and keeps what is left of each parameter's share of them."""
 
@@ -167,10 +155,8 @@ class _Judge:
         counts = packed and (not parameters or c.kind == "all-to-all")
         if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
             return None
-        named = c.op_name or "" if step.plan.whole_matrices else piece.op_names
-        mixed = UPDATE in named and piece.payload_bytes > TINY
-        if mixed and (not parameters or not step.plan.whole_matrices):
-            return Reason("the optimizer's update mixes the elements of matrices", self._whole_matrices())
+        if not parameters and UPDATE in (c.op_name or "") and piece.payload_bytes > TINY:
+            return Reason("the optimizer's update mixes the elements of matrices", _ELEMENTWISE)
         if not parameters:
             words = "no parameter has this shape, so it is activations or a part of the batch"
             return Reason(words, self._keep_local())
@@ -253,16 +239,9 @@ class _Judge:
         if self.step.partitioning == "manual":
             innermost = [line for each in self._issued(kind, piece) for line in each.source_lines[:1]]
             if innermost and all(map(is_own_line, innermost)):
-                meanwhile = "" if self.step.overlap is False else " Until then, try make_train_step(overlap=False)."
-                return f"jdp itself sends it, not the loss: report that as a fault of jdp.{meanwhile}"
+                return "jdp itself sends it, not the loss: report that as a fault of jdp."
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
         return "Use partitioning='manual': each device sums its own first, and they synchronise once."
-
-    def _whole_matrices(self) -> str:
-        """Return the remedy: have the update take each matrix whole on one device."""
-        if not self.step.plan.whole_matrices:
-            return "Leave out Plan(whole_matrices=False): then each matrix is whole on one device for its update."
-        return "Making the state reported why these cannot be whole on one device: take an element-wise optimizer."
 
     def _keep_local(self) -> str:
         """Return the remedy: keep a tensor on its device."""

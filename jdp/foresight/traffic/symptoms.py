@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from jdp.base.formatting import format_bytes, listed
+from jdp.foresight.memory import path_of_name
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
 from jdp.foresight.traffic.origin import Parameters, Reading, line_of
@@ -174,9 +175,3 @@ def _held_twice(program: Program, donated: Mapping[int, str], placing: str) -> I
             f"Donation: {listed(first)} ({format_bytes(sum(large.values()))} a device) cannot be updated in place "
             f"and is held twice while the step runs: {placing}"
         )
-
-
-def path_of_name(name: str) -> str:
-    """Return the path of an argument's name: `state.params['layers']['kernel']` -> params/layers/kernel."""
-    keys = re.findall(r"\['?(.*?)'?\]|\.(\w+)", name.removeprefix("state"))
-    return "/".join(key or attribute for key, attribute in keys)

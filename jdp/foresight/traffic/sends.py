@@ -1,0 +1,83 @@
+"""What a compiled step sends, tensor by tensor: by kind of collective, source line, and the arguments of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jdp.base.formatting import format_bytes, format_percent, listed
+from jdp.foresight.traffic.contract import TINY, MeshCollective
+from jdp.foresight.traffic.origin import Reading
+
+_LISTED = 12  # rows of a table
+_SHARE = 0.01  # of what a device sends, below which a line is not worth a sentence
+_LINES = 4  # that get one
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Tensors of one shape that one kind of collective sends from one line."""
+
+    kind: str  # of collective
+    dtype: str  # of each tensor
+    dims: tuple[int, ...]  # an all-gather's result, a reduce-scatter's shard, else the operand, on one device
+    axes: tuple[str, ...]  # of the mesh, along which it is sent
+    over_batch: bool  # among them are the batch's
+    source: str | None  # "file:line" that the user wrote, else the library's; None: the program has neither
+    like: tuple[str, ...]  # paths of the arguments that have the shape, whole or a shard; empty: an activation, say
+    count: int  # how many a step, rounds of loops included
+    wire_bytes: float  # what each device sends of all of them, a step, by the ring algorithms
+    caveats: tuple[str, ...] = ()  # why `count` may differ from what runs
+
+    def __str__(self) -> str:
+        times = f" {self.count} times" if self.count > 1 else ""
+        what = f"the shape of {listed(self.like)}" if self.like else "no argument has this shape"
+        at = f", at {self.source}" if self.source else ""
+        tensor = f"{self.kind} of {self.dtype}{list(self.dims)}{times}{at}"
+        return f"{tensor} ({what}): {format_bytes(self.wire_bytes)} a device"
+
+
+def sent_by(reading: Reading, collectives: Sequence[MeshCollective]) -> tuple[Sent, ...]:
+    """Return what a compiled step sends, most bytes first."""
+    sent = dict[tuple[Any, ...], Sent]()
+    for each in collectives:
+        c, axes = each.collective, each.axes
+        for piece in reading.sites.pieces(c):
+            like = tuple(placement.path for placement in reading.parameters.like(piece.dims))
+            wire = c.wire_bytes * piece.payload_bytes / max(c.payload_bytes, 1)
+            key = (c.kind, piece.dtype, piece.dims, axes, each.over_batch, piece.source_line, like)
+            before = sent.get((*key, c.caveats), Sent(*key, 0, 0.0, c.caveats))
+            after = replace(before, count=before.count + c.count, wire_bytes=before.wire_bytes + wire)
+            sent[*key, c.caveats] = after
+    return tuple(sorted(sent.values(), key=lambda each: -each.wire_bytes))
+
+
+def sent_table(sent: Sequence[Sent]) -> list[tuple[str, ...]]:
+    """Return headings, and a row for each of the tensors that send most."""
+    rows = [("collective", "tensor", "times", "axes", "wire a device", "at", "the shape of")]
+    for each in sent[:_LISTED]:
+        tensor, like = f"{each.dtype}{list(each.dims)}", listed(each.like, 2) or "no argument"
+        wire, axes = format_bytes(each.wire_bytes), ", ".join(each.axes)
+        rows.append((each.kind, tensor, str(each.count), axes, wire, each.source or "", like))
+    rest = sum(each.wire_bytes for each in sent[_LISTED:])
+    return [*rows, *([("others", "", "", "", format_bytes(rest), "", "")] if rest else [])]
+
+
+def activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:
+    """Tensors that no argument has the shape of, sent along the batch's axes, by line."""
+    total, lines = sum(each.wire_bytes for each in sent), dict[str | None, list[Sent]]()
+    for each in sent:
+        if each.over_batch and not each.like:
+            lines.setdefault(each.source, []).append(each)
+    for line, those in sorted(lines.items(), key=lambda pair: -sum(each.wire_bytes for each in pair[1]))[:_LINES]:
+        wire = sum(each.wire_bytes for each in those)
+        if wire >= _SHARE * total and wire > TINY:
+            kinds = ", ".join(f"{each.kind} of {each.dtype}{list(each.dims)}" for each in those[:2])
+            yield (
+                f"Activations: {format_bytes(wire)} a device, {format_percent(wire / total)} of what it sends, are "
+                f"{kinds}{' and others' * (len(those) > 2)}{f' ({line})' if line else ''}: no argument has these "
+                f"shapes, so it is activations or a part of the batch that travels along {', '.join(batch_axes)}. Keep "
+                "each row on its device: jax.lax.with_sharding_constraint(x, "
+                f"PartitionSpec({', '.join(map(repr, batch_axes))})) on what that line computes with."
+            )

@@ -1,0 +1,182 @@
+"""The runs of a proof: which are made, what prevents one, and how one is compared with the record of the reference.
+
+Every strategy runs on one device and on all of them, with one microbatch a step and with several. One run more is
+saved in the middle, and resumed under another setting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+from jdp.base.words import StrategyName
+from jdp.checkpoint import Checkpoints
+from jdp.core.init.train_state import abstract_state, init_state
+from jdp.core.sharding.axes import batch_unit
+from jdp.core.sharding.strategy import STRATEGIES
+from jdp.core.state import TrainState
+from jdp.core.step import Step
+from jdp.core.types import Batch
+from jdp.data.feed import shard_batches
+from jdp.prove.bounds import Closest, Record, snapshot
+from jdp.prove.reference import Training
+
+Batches = Callable[[int], Batch]
+"""`batches(index)` -> the global batch of the step after `index` consumed batches, as NumPy arrays."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one run is done; none of these choices may change what is learnt.
+
+        >>> print(jdp.prove.Setting("zero3", devices=8, accumulate=2))
+        zero3 8 devices K=2
+
+    Attributes:
+        strategy: "ddp", "zero1", "zero2" or "zero3".
+        devices: number of devices.
+        accumulate: microbatches a step, K.
+    """
+
+    strategy: StrategyName = "ddp"
+    devices: int = 1
+    accumulate: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.devices} device{'s' * (self.devices > 1)} K={self.accumulate}"
+
+
+def changes(setting: Setting, other: Setting) -> int:
+    """Return how many of the three choices differ."""
+    return sum(a != b for a, b in zip(astuple(setting), astuple(other), strict=True))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: a setting, from the first step to the last; or saved after step `at`, and resumed under another one."""
+
+    setting: Setting
+    at: int = 0
+    onto: Setting | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.setting}" if self.onto is None else f"resume after step {self.at}: {self.setting}, onto {self.onto}"
+        )
+
+    @property
+    def causal_order(self) -> tuple[int, ...]:
+        """Sorts differing runs by possible cause.
+
+        A setting may have the faults of those with fewer changes from one device, a resumed run those of its settings.
+        """
+        plain = self.setting
+        return self.at, changes(plain, Setting()), plain.devices, plain.accumulate
+
+
+# Which runs are made.
+
+
+def steps_of(
+    training: Training, accumulates: Sequence[int], rows: int, no_microbatches: str | None
+) -> tuple[dict[Setting, Step], dict[str, str]]:
+    """Return the step of each setting that can run batches of `rows`; and part of others' names -> why they cannot."""
+    steps, skipped = dict[Setting, Step](), dict[str, str]()
+    for devices, name, k in itertools.product((training.devices, 1), STRATEGIES, accumulates):
+        try:
+            plan = training.plan(name, devices)
+            batch_unit(plan.mesh.shape, k).check(rows)
+        except ValueError as error:
+            skipped[f"{Setting(name, devices, k)}".removeprefix(f"{name} ")] = str(error)
+            continue
+        if k > 1 and no_microbatches:
+            skipped[f"K={k}"] = no_microbatches
+        else:
+            steps[Setting(name, devices, k)] = training.step_on(plan, k)
+    return steps, skipped
+
+
+def choose_trials(
+    settings: Sequence[Setting], own: Setting, *, steps: int, only: Sequence[str] = (), quick: bool = False
+) -> list[Trial]:
+    """Return the runs of a proof: every setting, then the user's own resumed under another; or some of these.
+
+    It is resumed under the setting on several devices that differs most, of several the highest stage.
+    """
+    several, stages = [setting for setting in settings if setting.devices > 1], list(STRATEGIES)
+    if not several:
+        return []
+    first = own if own in several else several[0]
+    other = max(several, key=lambda each: (changes(each, first), stages.index(each.strategy)))
+    trials = [*map(Trial, settings), *([Trial(first, steps // 2, other)] if steps > 1 else [])]
+    if unknown := [text for text in only if not any(text in str(trial) for trial in trials)]:
+        raise ValueError(
+            f"`only` keeps runs by a part of their names; given {', '.join(unknown)}, in none of: "
+            f"{'; '.join(map(str, trials))}. Name a part of one of these."
+        )
+    if quick:
+        return trials[-1:]
+    return [trial for trial in trials if not only or any(text in str(trial) for text in only)]
+
+
+# How one run is compared.
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Runs under different settings, all compared with one record."""
+
+    training: Training
+    steps: Mapping[Setting, Step]
+    batches: Batches  # the data
+    record: Record  # of the reference
+
+    def run_all(self, trials: Sequence[Trial], begin: Callable[[str], None]) -> dict[Trial, Closest]:
+        """Return the result of each run, and of the settings of a resumed one that differs: the fault may be theirs."""
+        results = dict[Trial, Closest]()
+        for trial in trials:
+            begin(str(trial))
+            results[trial] = self._run(trial)
+        begin("")
+        for trial in [trial for trial, at in results.items() if trial.onto is not None and at.ratio > 1]:
+            suspects = [Trial(setting) for setting in (trial.setting, trial.onto) if setting is not None]
+            results |= {suspect: self._run(suspect) for suspect in suspects if suspect not in results}
+        return results
+
+    def _run(self, trial: Trial) -> Closest:
+        """Run until the end or the first step beyond a bound; return the element closest to its bound or beyond it."""
+        closest = Closest()
+        for element in self._compared(trial):
+            closest = max(closest, element, key=lambda each: each.ratio)
+            if element.ratio > 1:
+                return element
+        return closest
+
+    def _compared(self, trial: Trial) -> Iterator[Closest]:
+        training, last, step = self.training, len(self.record.values) - 1, self.steps[trial.setting]
+        drawn = {"rng": training.rng, "wrt": training.wrt}
+        holder, saved_at = [init_state(training.init, training.tx, step.plan, **drawn)], trial.at or last
+        yield self.record.compare(0, snapshot(holder[0]))
+        yield from self._steps(step, holder, range(1, saved_at + 1), position=0)
+        if trial.onto is not None:
+            step = self.steps[trial.onto]
+            with tempfile.TemporaryDirectory(prefix="jdp-prove-") as folder, Checkpoints(folder) as checkpoints:
+                checkpoints.save(holder.pop(), {"done": saved_at})
+                checkpoints.wait()
+                state, restored = checkpoints.restore(abstract_state(training.init, training.tx, step.plan, **drawn))
+            yield self.record.compare(saved_at, snapshot(state))
+            yield from self._steps(step, [state], range(saved_at + 1, last + 1), position=restored["done"])
+
+    def _steps(self, step: Step, holder: list[TrainState], numbers: range, position: int) -> Iterator[Closest]:
+        """Run and compare steps with the batches from `position` on.
+
+        `holder` is a list of one state, which is replaced by the last one: no other reference keeps its memory.
+        """
+        loader = (self.batches(index) for index in range(position, len(self.record.values) - 1))
+        with shard_batches(loader, step.plan, prefetch=1) as feed:
+            for number in numbers:
+                state, metrics = step(holder.pop(), next(feed))
+                holder.append(state)
+                yield self.record.compare(number, snapshot(state, metrics))
