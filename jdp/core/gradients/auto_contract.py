@@ -35,8 +35,6 @@ def leaf_breach(trained: Iterable[Placement]) -> str | None:
     """Describe how auto would reduce the gradients of parameters that are stored like this otherwise than promised."""
     stacked = None
     for placement in trained:
-        if placement.flat is not None:
-            return "auto would all-reduce the gradients of parameters that are stored flat and padded"
         if placement.dim == 0 and len(placement.shape) > 2:
             stacked = stacked or placement.path
     return f"auto would all-reduce the gradient of {stacked}, which is sharded over its layers" if stacked else None

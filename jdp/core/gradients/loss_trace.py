@@ -32,7 +32,7 @@ from jdp.core.gradients.row_proof.quotients import flattened
 from jdp.core.precision import Precision
 from jdp.core.random.match_draws import drawing
 from jdp.core.sharding.placement import axes_of
-from jdp.core.state import AnyState, own_shapes
+from jdp.core.state import AnyState
 from jdp.core.tracing.collectives import gathers_at_use, is_gather
 from jdp.core.tracing.graph import Graph, Value, before, read
 from jdp.core.tracing.jaxprs import every_eqn, user_line
@@ -253,7 +253,7 @@ def trace_loss(
         return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
 
     arguments = (
-        precision.working_shapes(own_shapes(state.params, state.static)),
+        precision.working_shapes(state.params),
         jax.tree.map(plain, state.model_state),
         jax.tree.map(fewer, batch),
         plain(state.rng) if train else None,

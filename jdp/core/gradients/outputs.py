@@ -19,7 +19,7 @@ from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.spec import GradientSpec
-from jdp.core.state import AnyState, own_shapes
+from jdp.core.state import AnyState
 from jdp.core.types import Batch, PyTree
 
 FIX = (
@@ -91,7 +91,7 @@ class _Trace:
             return jax.ShapeDtypeStruct((rows * leaf.shape[0] // total, *leaf.shape[1:]), dtype)
 
         return jax.make_jaxpr(self.within(probe), return_shape=True)(
-            self.spec.settings.precision.working_shapes(own_shapes(self.state.params, self.state.static)),
+            self.spec.settings.precision.working_shapes(self.state.params),
             jax.tree.map(_shape, self.state.model_state),
             jax.tree.map(part, self.batch),
             _shape(self.state.rng),

@@ -91,5 +91,5 @@ def gathering(step: Step, state: TrainState) -> Gathering | None:
         return None
     sizes = dict(step.plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(step.plan.param_placements(state.params, state.static))
-    elements = {leaf.path: math.prod(leaf.own_shape) // shards(leaf.compute, sizes) for leaf in placements}
+    elements = {leaf.path: math.prod(leaf.shape) // shards(leaf.compute, sizes) for leaf in placements}
     return Gathering(step.sends.gathered, step.accumulate, elements)
