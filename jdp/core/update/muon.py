@@ -243,7 +243,8 @@ class Form:
 def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Apply a function of a stack [n, a, b], a ≤ b, to a tree of matrices; each device computes its part of a stack."""
     named, treedef = jax.tree.flatten_with_path(tree)
-    forms = [Form.of(leaf, own) for (_, leaf), own in zip(named, treedef.flatten_up_to(dims), strict=True)]
+    numbers = treedef.flatten_up_to(dims)
+    forms = [Form.of(leaf, each) for (_, leaf), each in zip(named, numbers, strict=True)]
     alike, results = dict[Any, list[int]](), [leaf for _, leaf in named]
     for i, (leaf, form) in enumerate(zip(results, forms, strict=True)):
         alike.setdefault((form.matrix, leaf.dtype), []).append(i)
@@ -253,8 +254,8 @@ def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Arr
         stack, count = jnp.concatenate(parts), 1 if mesh is None else mesh.shape[DATA]
         if 2 * len(stack) <= count:
             notice(
-                f"jdp.muon divides {len(stack)} matrices {list(stack.shape[1:])} among {DATA}={count} devices, of which "
-                "most get padding; a mesh with a replica axis sends less of it"
+                f"jdp.muon divides {len(stack)} matrices {list(stack.shape[1:])} among {DATA}={count} devices, so most "
+                "of a stack is padding; a mesh with a replica axis sends less of it"
             )
         stack = jnp.pad(stack, ((0, -len(stack) % count), (0, 0), (0, 0)))
         if (noted := _STACKS.get()) is not None:
