@@ -1,8 +1,8 @@
 """The end of a step: clip the gradient, update the optimizer, and keep the old state if a value is not finite.
 
 A gradient can be finite and its update not: a learning rate is NaN, or a weight overflows. So the new parameters and
-the new optimizer state are checked too, in the pass that writes them; the devices exchange one byte for each leaf, in
-one collective.
+the new optimizer state are checked too. XLA computes them once for the check, and once where they are written; the
+devices exchange one byte for each parameter, in one collective.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.base.tree_paths import path_of
 from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.tracing.collectives import update_scope
 from jdp.core.types import PyTree
@@ -68,8 +69,18 @@ def broken(before: PyTree, after: PyTree) -> PyTree:
 
 
 def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
-    found = (leaf.any() for leaf in jax.tree.leaves(broken(before, after)))
-    return jnp.logical_not(reduce(jnp.logical_or, found, jnp.bool_(False)))
+    """Return False if a number of a state turned into NaN or infinity.
+
+    A parameter and the optimizer's leaves that mirror it are one reduction: with several, XLA keeps what they share,
+    the stacked gradients of Llama 3 8B's layers under ddp, 23 GiB.
+    """
+    flags = dict[str, jax.Array]()
+    for path, leaf in jax.tree.leaves_with_path(broken(before, after)):
+        keys = path_of(path).split("/")[1:]
+        ends = ("/".join(keys[start:]) for start in range(len(keys) + 1))
+        name = next((end for end in ends if end in flags and flags[end].shape == leaf.shape), "/".join(keys))
+        flags[name] = flags[name] | leaf if name in flags else leaf
+    return jnp.logical_not(reduce(jnp.logical_or, (flag.any() for flag in flags.values()), jnp.bool_(False)))
 
 
 def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
