@@ -15,7 +15,7 @@ SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
-    "Plan": ("(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, whole_matrices=True, offload=None)"),
+    "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, offload=None)",
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
@@ -36,6 +36,12 @@ SIGNATURES = {
     "foresee": "(step, *arguments, target=None, cache=True, **other)",
     "with_ema": "(tx, decay, *, debias=False)",
     "ema_params": "(state)",
+    "muon": (
+        "(learning_rate, *, ns_coeffs='standard', ns_steps=5, beta=0.95, eps=1e-08, weight_decay=0.0, "
+        "weight_decay_mask=None, mu_dtype=None, nesterov=True, adaptive=False, preconditioning='frobenius', "
+        "adam_b1=0.9, adam_b2=0.999, adam_eps_root=0.0, adam_weight_decay=0.0, adam_learning_rate=None, "
+        "muon_weight_dimension_numbers=None, consistent_rms=None)"
+    ),
     "scaled_lr": "(base_lr, *, base_batch, batch, rule='linear')",
     "warmup": "(rate, steps, *, start=0.0)",
     "scan_layers": "(block, stacked, x, *, remat=None)",

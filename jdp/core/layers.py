@@ -294,12 +294,6 @@ def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) ->
     if placement.dim < leading:
         if gathers.keep:
             return leaf, None
-        if placement.flat is not None:
-            notice(
-                f"{placement.path} {list(placement.own_shape)} is stored flat and padded with all its layers, so it is "
-                "gathered for the whole step"
-            )
-            return leaf, None
         notice(
             f"{placement.path} {list(placement.shape)} is sharded over its layer dimension, so it is gathered for the "
             f"whole step; pin another one with a rule: "

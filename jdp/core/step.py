@@ -240,12 +240,12 @@ class Step(Generic[Kind]):
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
 
     def bare(self, state: TrainState) -> TrainState:
-        """Return an abstract state without what belongs to a mesh: shardings and padding.
+        """Return an abstract state without what belongs to a mesh: its shardings.
 
         Args:
             state: a train state, real or abstract.
         """
-        return jax.eval_shape(lambda state: state, state).unpadded()
+        return jax.eval_shape(lambda state: state, state)
 
     def on(self, mesh: Mesh) -> Step[Kind]:
         """Return this step for another mesh, with what was found when its loss was tried.
@@ -288,6 +288,6 @@ def _train(loss: PartitionedLoss, state: TrainState, batch: Batch) -> tuple[Trai
     key = jax.random.fold_in(state.rng, state.consumed)
     grads, sums, model_state = loss.gradients(state, batch, key)
     state, grads = fetched(plan, state, grads)
-    new, norm = guarded_update(settings.clip_norm, plan, state, grads, sums.total, sums.weight, model_state)
+    new, norm = guarded_update(settings.clip_norm, state, grads, sums.total, sums.weight, model_state)
     new = at_rest(plan, new)
     return new, {**means(sums), "grad_norm": norm, "skipped": new.skipped}

@@ -86,8 +86,7 @@ def value_and_grad(
             `nnx.Module`, or any pytree of arrays, sharded by `jdp.init` or `jdp.place`. The loss gets it in the compute
             dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`), and draw from `rng`,
             not from streams of their own.
-        plan: the mesh and the strategy, of all models. A parameter stays replicated here if none of its dimensions
-            divides by the devices: only a train state's can be padded (`Plan.pad`).
+        plan: the mesh and the strategy, of all models.
         argnums: which of the models are differentiated: several of them when one loss trains several. The others are
             only read, and sharded alike at rest.
         has_aux: True when you need arrays beside the loss, such as logits. The loss returns a pair (loss, aux), aux a

@@ -27,7 +27,7 @@ from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.views import view_gradients
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.state import TrainState, own_shaped, trained_part
+from jdp.core.state import TrainState, trained_part
 from jdp.core.step import Step
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
@@ -135,8 +135,7 @@ class Inspection:
             gradients = view_gradients(view.partitioning, spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), state.params
             grads, sums, _ = gradients(params, state.model_state, batch, key)
-            own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
-            trees = {"batch": batch, "params": own[0], "gradients": own[1]}
+            trees = {"batch": batch, "params": params, "gradients": grads}
             found = {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
             return found | {"updated": self._updated(state, grads, sums)}
 
@@ -148,10 +147,9 @@ class Inspection:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
         state, grads = fetched(step.plan, state, grads)
         norm, loss = optax.tree.norm(grads), sums.total / sums.weight
-        new = clipped_update(step.clip_norm, step.plan, state, grads, norm, loss)
+        new = clipped_update(step.clip_norm, state, grads, norm, loss)
         before = tuple(getattr(state, name) for name in fields)
-        trees = zip(fields, broken(before, new), strict=True)
-        flags = {name: own_shaped(tree, name, state.static) for name, tree in trees}
+        flags = dict(zip(fields, broken(before, new), strict=True))
         return {path_of(path): _by_place(x) for path, x in jax.tree.leaves_with_path(flags) if x.size}
 
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:

@@ -84,8 +84,6 @@ def gather_with_reduced_grad(
             if not at_use:
                 return (Held(cotangent.astype(dtype)),)
             gradient = cotangent.astype(precision.reduce_dtype)
-            if placement.flat is not None:
-                gradient = placement.flat.to_rest(gradient)
             if earlier is not None and finish is None:
                 gradient = earlier + gradient
             with reduction_scope(placement.path):
@@ -120,6 +118,4 @@ def cast_and_gather(
         if placement.dim is not None:
             shard = jax.lax.optimization_barrier(shard)
     gathered = gather(shard, placement, leading)
-    if placement.flat is not None:
-        gathered = placement.flat.from_rest(gathered)
     return gathered.astype(dtype) if cast and narrow else gathered

@@ -20,7 +20,7 @@ from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
 from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.precision import Precision
-from jdp.core.state import AnyState, own_shapes
+from jdp.core.state import AnyState
 from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
@@ -199,7 +199,7 @@ def trace_loss(
         return sums, aux, after
 
     jaxpr = jax.make_jaxpr(within(call))(
-        precision.working_shapes(own_shapes(state.params, state.static)),
+        precision.working_shapes(state.params),
         jax.tree.map(shape_of, state.model_state),
         jax.tree.map(fewer, batch),
         None if key is None else shape_of(key),

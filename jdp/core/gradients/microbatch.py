@@ -94,9 +94,6 @@ def microbatch_gradients(
         differentiate = pipelined(differentiate, after=jax.tree.leaves(earlier))
     (_, (sums, after)), grads = differentiate(trained_part(shards, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.settings.precision.reduce_dtype), grads)
-    if spec.strategy.gather != "use":
-        to_rest: Any = lambda g, placement: g if placement.flat is None else placement.flat.to_rest(g)  # noqa: E731
-        grads = jax.tree.map(to_rest, grads, spec.trained_placements)
     if earlier is not None:
         whole = not spec.strategy.shard_state
         add = partial(jax.tree.map, lambda g, e, placement: g if is_reduced_at_use(placement, whole) else g + e)

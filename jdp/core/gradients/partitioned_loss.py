@@ -183,7 +183,7 @@ class PartitionedLoss:
             return self._place(self.plan, state)
         leaves, structure = jax.tree.flatten(state.params)
         static, shapes = state.static, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
-        key = structure, shapes, static.specs, static.trained, static.flat
+        key = structure, shapes, static.specs, static.trained
         if key not in self._placements:
             self._placements[key] = self.plan.param_placements(state.params, static)
         return self._placements[key]

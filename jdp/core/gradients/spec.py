@@ -22,8 +22,8 @@ class Collectives:
     """How arrays are gathered, reduced and sharded in one partitioning.
 
     Attributes:
-        gather: a shard at its rest spec -> the array at its compute spec, still flat and padded if it rests so.
-        reduce: a gradient at its compute spec, flat and padded likewise -> at its rest spec, summed over `data`.
+        gather: a shard at its rest spec -> the array at its compute spec.
+        reduce: a gradient at its compute spec -> at its rest spec, summed over `data`.
         constrain: an accumulator of gradients -> the same values, sharded as the strategy accumulates.
         finish: a gradient at its rest spec -> summed over the batch axes that `reduce` left out.
         sum: scalar -> its sum over the batch axes.
