@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
+from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.gradients.row_proof.quotients import Reading, sums_of_quotient
-from jdp.core.layers import Gather, GatherTable, gathering
+from jdp.core.layers import GatherTable, gathering
 from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
@@ -91,8 +92,7 @@ class TracedLoss:
         fn: the user's loss function.
         adapter: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
-        gather: how a shard is gathered where it is used; None where the operands are gathered already.
-        keep, whole: as in `GatherTable`.
+        boundary: how weights are gathered and their gradients summed; None where the operands are gathered already.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
         reading: how a scalar that ends in a quotient of sums is read; None for other losses.
@@ -101,11 +101,9 @@ class TracedLoss:
     fn: LossFn
     adapter: Any
     placements: PyTree
-    gather: Gather | None
+    boundary: Boundary | None
     sync_axes: tuple[str, ...] = ()
     training: bool = True
-    keep: bool = False
-    whole: bool = False
     reading: Reading | None = None
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
@@ -150,14 +148,13 @@ class TracedLoss:
     def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
         """Return what the loss function returns, its aux, and the model state afterwards."""
         weights, context, gathers = operands, contextlib.nullcontext(), None
-        if self.gather is not None:
-            gather = self.gather
-            with top_scope():
-                weights = jax.tree.map(lambda placement, shard: gather(shard, placement, 0), self.placements, operands)
+        if (boundary := self.boundary) is not None:
             placements, tree = jax.tree.flatten(self.placements)
-            leaves = zip(jax.tree.leaves(weights), tree.flatten_up_to(operands), placements, strict=True)
-            table = {id(leaf): (leaf, shard, placement) for leaf, shard, placement in leaves}
-            gathers = GatherTable(gather, table, self.keep, self.whole)
+            sources = [x if isinstance(x, Weight) else Weight(x) for x in tree.flatten_up_to(operands)]
+            with top_scope():
+                weights = tree.unflatten(map(boundary, sources, placements))
+            leaves = zip(jax.tree.leaves(weights), sources, placements, strict=True)
+            gathers = GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves})
             context = gathering(gathers)
         with context:
             model = weights
@@ -168,7 +165,8 @@ class TracedLoss:
             if self.adapter is not None:
                 model_state = self.adapter.changed(model)
         sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
-        if gathers is not None and not self.keep and not gathers.used and self.training and key is not None and sharded:
+        trains = self.training and key is not None and sharded
+        if trains and gathers is not None and gathers.boundary.again and not gathers.used:
             others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
             notice(
                 f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "

@@ -131,8 +131,7 @@ def _identity(loss: Any) -> Hashable:
         return id(loss)
     fn: Any = loss.fn
     of_fn = (id(fn.fn), fn.by_row, fn.structure) if isinstance(fn, LossWithAux) else id(fn)
-    gathers = loss.gather is not None and (loss.keep, loss.whole)
-    return of_fn, loss.adapter, loss.sync_axes, loss.training, gathers, loss.reading
+    return of_fn, loss.adapter, loss.sync_axes, loss.training, loss.boundary, loss.reading
 
 
 def _context() -> Hashable:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.cluster.agreement import processes_of
@@ -26,7 +25,6 @@ from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_program import Programs
-from jdp.core.gradients.overlap_cost import settled
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.spec import GradientSpec
@@ -207,13 +205,12 @@ class PartitionedLoss:
 
     def gradient_spec(self, state: AnyState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
-        overlap = settled(self.settings.overlap, self.plan.mesh)
         return GradientSpec(
             self.loss_fn,
             state.static.adapter,
             self.param_placements(state),
             self.plan.row,
-            replace(self.settings, overlap=overlap),
+            self.settings,
             state.static.trained,
             reading=reading,
         )
@@ -227,14 +224,10 @@ class PartitionedLoss:
     ) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
         choice = self.choose(state, batch)
-        spec = replace(spec or self.gradient_spec(state), reading=choice.reading, off=[])
+        spec = replace(spec or self.gradient_spec(state), reading=choice.reading)
         with self._handed_on(spec, state, batch) as spec:
             run = VIEWS[choice.partitioning].gradients(spec, self.plan)
             grads, sums, model_state = run(state.params, state.model_state, batch, key)
-        for found in spec.off[:1]:
-            why = f"{choice.why}; overlap off: {found}"
-            notice(f"{self.noun} under {self.plan.strategy}: overlap off: {found}; overlap=True turns it on")
-            self._choices[_shapes(state, batch)] = replace(choice, why=why)
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state
 

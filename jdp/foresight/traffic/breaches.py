@@ -253,8 +253,7 @@ class _Judge:
         if self.step.partitioning == "manual":
             innermost = [line for each in self._issued(kind, piece) for line in each.source_lines[:1]]
             if innermost and all(map(is_own_line, innermost)):
-                meanwhile = "" if self.step.overlap is False else " Until then, try make_train_step(overlap=False)."
-                return f"jdp itself sends it, not the loss: report that as a fault of jdp.{meanwhile}"
+                return "jdp itself sends it, not the loss: report that as a fault of jdp."
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
         return "Use partitioning='manual': each device sums its own first, and they synchronise once."
 
