@@ -41,7 +41,7 @@ class LayerDerivative:
 
     def __call__(self, meanwhile: Sequence[Any], *args: Any) -> Any:
         """Evaluate it, while the arrays of two trees are sent `meanwhile`."""
-        waiting = dict(zip(self._waiting, meanwhile, strict=False))
+        waiting = dict(zip(self._waiting, filter(None, meanwhile), strict=False))
 
         def evaluated(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             if eqn.outvars[0] in self._wide:

@@ -273,7 +273,8 @@ class _Body:
         """
         platform = traced_device().platform
         few = self.layers <= _MOST_UNROLLED.get(platform, 0)
-        stays = self.is_loop or (platform == "cpu" and self.is_rematerialised)
+        computes_again = self.is_rematerialised or (self.boundary is not None and self.boundary.again)
+        stays = self.is_loop or (platform == "cpu" and computes_again)
         return few and not stays and not traced_model_axes()
 
     @property
