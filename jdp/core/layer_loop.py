@@ -110,25 +110,27 @@ class LayerLoop:
             return results[0], {"outputs": results[1], "kept": kept}
 
         carry, stacks = self._forward(call, weights, others, carry)
-        return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["kept"])
+        last = [] if self._keeps else stacks["last"]
+        return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["kept"], last)
 
     def _forward(self, call: Any, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
         """Run `call`(gathered weights, others, carry) -> (carry, what is stacked) for all layers."""
 
         def round_(state: Any, k: Any) -> Any:
             carry, gathered = state
-            following = [] if not self._is_ahead or _is(k, self.count - 1) else self._gather(weights, k + 1, gathered)
+            is_last = _is(k, self.count - 1) or not self._is_ahead
+            following = gathered if is_last else self._gather(weights, k + 1, gathered)
             gathered = gathered or self._gather(weights, k)
             carry, results = call(gathered, _at(others, k), carry)
             return (carry, following), {name: (k, x) for name, x in results.items()}
 
         first = self._gather(weights, 0) if self._is_ahead else []
-        (carry, _), stacks = self._rounds(round_, (carry, first), range(self.count), {})
-        return carry, stacks
+        (carry, gathered), stacks = self._rounds(round_, (carry, first), range(self.count), {})
+        return carry, {**stacks, "last": gathered}
 
     def _backward(self, saved: Any, cotangents: Any) -> Any:
         """Return the cotangents of (weights, others, carry, outer)."""
-        weights, others, outer, kept = saved
+        weights, others, outer, kept, last = saved
         d_carry, d_outputs = _floats(cotangents[0]), _floats(cotangents[1])
         gathers = self._is_ahead and not self._keeps
 
@@ -136,10 +138,10 @@ class LayerLoop:
             d_carry, gathered, d_weights, d_outer = state
             following = [] if not gathers or _is(k, 0) else self._gather(weights, k - 1, (gathered, d_weights))
             reduced = [] if _is(k, self.count - 1) else self._reduce(weights, k + 1, d_weights)
-            gathered = gathered or ([] if self._keeps else self._gather(weights, k))
             mine = _at(kept, k)
             if self.is_unrolled:  # what is computed again is not merged with the first time
                 mine, d_carry = jax.lax.optimization_barrier((mine, d_carry))
+            gathered = gathered or ([] if self._keeps else self._gather(weights, k, d_carry))
             given = d_carry, _at(d_outputs, k), gathered, _at(others, k), mine, outer
             if self._derivative is None:
                 self._derivative = LayerDerivative(self._differentiated, *given)
@@ -147,8 +149,7 @@ class LayerLoop:
             results = {"others": (k, d_others), **({"weights": (k + 1, reduced)} if reduced else {})}
             return (d_carry, following, d_weights, jax.tree.map(jnp.add, d_outer, more)), results
 
-        first = self._gather(weights, self.count - 1, d_carry) if gathers else []
-        state = d_carry, first, [], jax.tree.map(jnp.zeros_like, _floats(outer))
+        state = d_carry, last, [], jax.tree.map(jnp.zeros_like, _floats(outer))
         slots = [weight.slot for weight in weights if weight.slot is not None]
         stacks = {} if self.is_unrolled else {"weights": slots}
         order = range(self.count - 1, -1, -1)
