@@ -62,8 +62,8 @@ def expected():
     [
         {"partitioning": "auto"},
         {"partitioning": "auto", "accumulate": 2},
-        {"partitioning": "manual", "overlap": True},
-        {"partitioning": "manual", "accumulate": 2, "overlap": True},
+        {"partitioning": "manual"},
+        {"partitioning": "manual", "accumulate": 2},
     ],
     ids=["auto", "auto, K=2", "manual", "manual, K=2"],
 )

@@ -82,7 +82,9 @@ def _sends_in_loops(spec: GradientSpec, collectives: Collectives, params: PyTree
 
 def _refuse_varying(spec: GradientSpec, collectives: Collectives, gradient: Microbatch, *first: Any) -> None:
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
-        refuse_varying(gradient.state_after, *first, carried=spec.settings.accumulate > 1)
+        boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows what depends on what
+        plain = Microbatch.of(spec, collectives, gradient.params, gradient.values, boundary)
+        refuse_varying(plain.state_after, *first, carried=spec.settings.accumulate > 1)
 
 
 def _summed(spec: GradientSpec, collectives: Collectives, boundary: Boundary, grads: PyTree, seed_of: Any) -> PyTree:
@@ -113,7 +115,8 @@ def scan_microbatches(
     spec = gradient.spec
     count = spec.settings.accumulate
     slices = jnp.arange(count, dtype=jnp.uint32), collectives.microbatches(batch, count)
-    changed, shapes = _probe(gradient, model_state, *microbatches(spec, collectives, batch, key)[1:])
+    _, *first = microbatches(spec, collectives, batch, key)
+    changed, shapes = _probe(gradient, model_state, *first, seeds(spec.settings.wire, key)(0))
     add = partial(_add_microbatch, collectives, (model_state, changed), batch_rows(batch) // count, key)
 
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
