@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jdp.base.words import Rematerialise
-from jdp.core.tracing.jaxprs import every_eqn
+from jdp.core.tracing.jaxprs import ELEMENTWISE, REDUCTIONS, every_eqn
 
 Remat = Rematerialise | Callable[..., bool] | None
 
@@ -20,7 +20,8 @@ STATISTICS = "statistics"
 """The name of a norm's statistics: one number a row or two."""
 _FUSED = "dot_product_attention_fwd_wrapper"  # cuDNN's attention in jax: its output, and the statistics of its softmax
 _GATHERS = {"all_gather", "sharding_constraint", "optimization_barrier"}
-_SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "concatenate"}
+_SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate"}
+_CHEAP = ELEMENTWISE | REDUCTIONS | _GATHERS | _SHAPE_ONLY | {"iota", "random_bits", "random_wrap", "random_unwrap"}
 
 
 def remat_policy(remat: Remat) -> Callable[..., bool]:
@@ -59,6 +60,16 @@ def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
         _, batch = params["dimension_numbers"]
         return not any(batch)
     return _save_attention(prim, **params)
+
+
+def keep_costly(prim: Any, *_: Any, **params: Any) -> bool:
+    """A policy for a whole loss: keep all but gathered weights, and what costs little to compute again.
+
+    So convolutions, fused attention, anyone's kernels, collectives and embeddings' rows are computed once.
+    """
+    if prim.name == "dot_general":
+        return _save_products(prim, **params)
+    return prim.name not in _CHEAP
 
 
 def _save_attention(prim: Any, *_: Any, **params: Any) -> bool:

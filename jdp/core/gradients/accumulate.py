@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.base.notices import notice
 from jdp.core.batch import batch_rows, joined
 from jdp.core.gradients.boundary import Boundary
 from jdp.core.gradients.loss_call import Sums
@@ -29,8 +30,11 @@ from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves, sum_l
 from jdp.core.gradients.wire import seeds
 from jdp.core.sharding.placement import Placement
 from jdp.core.state import trained_part, with_trained
-from jdp.core.tracing.collectives import reduced_by_layer
+from jdp.core.tracing.collectives import gathers_by_layer, reduced_by_layer
+from jdp.core.tracing.jaxprs import every_eqn
 from jdp.core.types import Batch, PyTree
+
+_PRINTS = frozenset(("debug_print", "debug_callback", "io_callback", "pure_callback"))
 
 
 def step_gradients(
@@ -53,6 +57,7 @@ def step_gradients(
     sums_once = count > 1 and not spec.strategy.reduce_each_microbatch
     gradient = of(boundary_of(spec, collectives, in_loops=in_loops and not sums_once))
     last = of(boundary_of(spec, collectives, in_loops=True, sums_others=True)) if in_loops and sums_once else None
+    gradient = replace(gradient, is_plain=_gathers_again(spec, gradient, model_state, *first))
     _refuse_varying(spec, collectives, gradient, model_state, *first)
     if count == 1:
         grads, sums, after = gradient(model_state, *first, seed_of(0))
@@ -78,6 +83,29 @@ def _sends_in_loops(spec: GradientSpec, collectives: Collectives, params: PyTree
     elements = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
     reduced = reduced_by_layer(jax.make_jaxpr(probe)(*first).jaxpr)
     return bool(reduced) and all(count <= elements[path] for path, count in reduced.items())
+
+
+def _gathers_again(spec: GradientSpec, gradient: Microbatch, *first: Any) -> bool:
+    """Return True if the backward pass gathers all weights again, as no layer loop gathers any; report what it holds.
+
+    Not of a loss that prints or calls back, which would do so twice.
+    """
+    sharded = [placement.path for placement in jax.tree.leaves(spec.placements) if placement.dim is not None]
+    if spec.strategy.gather != "use" or not sharded:
+        return False
+    traced = jax.make_jaxpr(gradient.state_after)(*first)
+    if gathers_by_layer(traced.jaxpr):
+        return False
+    others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
+    holds = "gathers them again in the backward pass, all at once where XLA's scheduler does so"
+    if prints := any(eqn.primitive.name in _PRINTS for eqn in every_eqn(traced.jaxpr)):
+        holds = "holds them whole until the backward pass is done, as zero2 does, because the loss prints or calls back"
+    notice(
+        f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and {holds}. jdp.scan_layers gathers "
+        "one layer at a time, also of linen and equinox: jdp/core/scan_layers.md has recipes, help(jdp.scan_layers) "
+        "the arguments"
+    )
+    return not prints
 
 
 def _refuse_varying(spec: GradientSpec, collectives: Collectives, gradient: Microbatch, *first: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -63,8 +63,8 @@ class Boundary:
             that were gathered at the top of the loss.
     """
 
-    gather: Collective | None
-    reduce: Reduction | None
+    gather: Collective | None = field(compare=False)
+    reduce: Reduction | None = field(compare=False)
     precision: Precision
     whole: bool = False
     completes: bool = False

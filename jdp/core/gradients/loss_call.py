@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.gradients.row_proof.quotients import Reading, sums_of_quotient
@@ -147,15 +146,14 @@ class TracedLoss:
 
     def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
         """Return what the loss function returns, its aux, and the model state afterwards."""
-        weights, context, gathers = operands, contextlib.nullcontext(), None
+        weights, context = operands, contextlib.nullcontext()
         if (boundary := self.boundary) is not None:
             placements, tree = jax.tree.flatten(self.placements)
             sources = [x if isinstance(x, Weight) else Weight(x) for x in tree.flatten_up_to(operands)]
             with top_scope():
                 weights = tree.unflatten(map(boundary, sources, placements))
             leaves = zip(jax.tree.leaves(weights), sources, placements, strict=True)
-            gathers = GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves})
-            context = gathering(gathers)
+            context = gathering(GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves}))
         with context:
             model = weights
             if self.adapter is not None:
@@ -164,15 +162,6 @@ class TracedLoss:
             value, aux = both(model, batch, key)
             if self.adapter is not None:
                 model_state = self.adapter.changed(model)
-        sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
-        trains = self.training and key is not None and sharded
-        if trains and gathers is not None and gathers.boundary.again and not gathers.used:
-            others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
-            notice(
-                f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
-                "the backward pass is done, as zero2 does. jdp.scan_layers gathers one layer at a time, also of linen "
-                "and equinox: jdp/core/scan_layers.md has recipes, help(jdp.scan_layers) the arguments"
-            )
         return value, aux, model_state
 
 

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.boundary import Boundary, Weight, cast_and_gather
 from jdp.core.gradients.loss_call import Sums, TracedLoss
+from jdp.core.gradients.model_state import changed_leaves
 from jdp.core.gradients.rowwise_loss import RowwiseLoss
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves
 from jdp.core.gradients.wire import seeds_by_row
 from jdp.core.random.row_keys import BatchKey
+from jdp.core.rematerialisation import keep_costly
 from jdp.core.sharding.placement import Placement
+from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
 
@@ -97,6 +100,8 @@ class Microbatch:
         loss: the loss behind this boundary.
         params: the parameters at rest.
         values: what the boundary gathers: these, or what `working_copy` returns.
+        is_plain: True if no layer loop gathers weights: the backward pass then gathers all of them again, and computes
+            again what costs little.
     """
 
     spec: GradientSpec
@@ -104,6 +109,7 @@ class Microbatch:
     loss: RowwiseLoss
     params: PyTree
     values: PyTree
+    is_plain: bool = False
 
     @staticmethod
     def of(
@@ -126,22 +132,26 @@ class Microbatch:
         """
         seeds = None if seed is None else seeds_by_row(self.spec.placements, self.slots, seed)
 
+        changed: list[bool] = []
+
         def total(slots: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
             sums, after = self.loss(self._weights(slots, earlier, seeds), model_state, batch, key)
+            changed[:] = changed_leaves(model_state, after)
             return sums.total, (sums, after)
 
-        (_, (sums, after)), grads = jax.value_and_grad(total, has_aux=True)(self.slots)
-        return grads, sums, after
+        function = jax.checkpoint(total, policy=keep_costly) if self.is_plain else total
+        (_, (sums, after)), grads = jax.value_and_grad(function, has_aux=True)(self.slots)
+        return grads, sums, with_trained(model_state, trained_part(after, changed), changed)
 
     def state_after(self, model_state: PyTree, batch: Batch, key: Any) -> PyTree:
         """Return the model state after a call of the loss."""
         return self.loss(self._weights(self.slots, None, None), model_state, batch, key)[1]
 
-    def _weights(self, slots: PyTree, earlier: PyTree, seeds: PyTree) -> PyTree:
+    def _weights(self, *fields: PyTree) -> PyTree:
         placements = self.spec.placements
         nothing = jax.tree.map(lambda _: None, placements)
-        fields = self.values, *(nothing if tree is None else tree for tree in (slots, earlier, seeds))
-        return jax.tree.map(lambda _, *fields: Weight(*fields), placements, *fields)
+        given = [nothing if tree is None else tree for tree in fields]
+        return jax.tree.map(lambda _, *leaves: Weight(*leaves), placements, self.values, *given)
 
     @property
     def slots(self) -> PyTree:

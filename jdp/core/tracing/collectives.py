@@ -129,6 +129,11 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     return TracedCollectives(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
 
 
+def gathers_by_layer(jaxpr: Any) -> bool:
+    """Return True if a trace gathers a parameter elsewhere than at the top of the loss."""
+    return any(_PARAMETER.search(scope) and _AT_TOP not in scope for _, _, scope in _walk(jaxpr, 1, ""))
+
+
 def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
     """Return for each parameter how many elements a trace reduces, all layers and uses together.
 
