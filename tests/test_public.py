@@ -20,7 +20,7 @@ SIGNATURES = {
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "wire=None, buckets=None, overlap=None, "
+        "wire=None, buckets=None, "
         "check_loss=True, donate=True, compiler='auto')"
     ),
     "make_eval_step": (
@@ -28,7 +28,7 @@ SIGNATURES = {
     ),
     "value_and_grad": (
         "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
-        "sync_batch_norm=True, wire=None, overlap=None, check_loss=True)"
+        "sync_batch_norm=True, wire=None, check_loss=True)"
     ),
     "init": "(init, plan, *, rng=None, of=None)",
     "place": "(tree, plan, *, of=None)",

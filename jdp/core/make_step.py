@@ -26,7 +26,6 @@ def make_train_step(
     sync_batch_norm: bool = True,
     wire: Encoding | None = None,
     buckets: int | None = None,
-    overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
     compiler: CompilerOptions | Compiler = "auto",
@@ -67,10 +66,6 @@ def make_train_step(
         buckets: the bytes up to which XLA's compiler for GPUs joins collectives of one kind into one, in place of the
             limits that `compiler` sets. Give it, such as 25 * 2**20, for models of many small parameters, whose
             collectives take latency; joined ones start later. On CPUs it does nothing.
-        overlap: under "manual", have `scan_layers` communicate while it computes. A layer's weights are gathered during
-            the layer before, and its gradient is reduced during the next. That takes memory for one more layer's
-            weights and gradient, and some compile time: give False when this memory is needed. None: where less is
-            waited for, by an estimate from the trace, the mesh and the chip; on CPUs never.
         check_loss: before a loss is called on parts of the batch ("manual", or K > 1), try on a few rows that it is a
             sum over rows. A loss that is none, or that cannot be tried, gets "auto" with K = 1, or an error. Give False
             when you know that it is a sum and the trial refuses it.
@@ -94,7 +89,7 @@ def make_train_step(
     check_plan(plan, "jdp.make_train_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
     check_settings(accumulate, partitioning)
-    check_training_settings(clip_norm, overlap, donate)
+    check_training_settings(clip_norm, donate)
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=settled_partitioning(partitioning, wire),
@@ -102,7 +97,6 @@ def make_train_step(
         clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
         wire=wire,
-        overlap=overlap,
         check_loss=check_loss,
         donate=donate,
         compiler=Compiler.of(compiler, buckets),

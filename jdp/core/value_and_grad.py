@@ -38,7 +38,6 @@ from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
 from jdp.core.step_settings import (
     StepSettings,
     check_settings,
-    check_training_settings,
     checked_numbers,
     settled_partitioning,
 )
@@ -59,7 +58,6 @@ def value_and_grad(
     partitioning: Partitioning | None = None,
     sync_batch_norm: bool = True,
     wire: Encoding | None = None,
-    overlap: bool | None = None,
     check_loss: bool = True,
 ) -> ValueAndGrad[*Arguments]:
     """Make `gradient(*models, batch, rng) -> (metrics, gradients)`, to call in a jitted function of your own.
@@ -96,7 +94,7 @@ def value_and_grad(
             belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate, precision, partitioning, sync_batch_norm, overlap, check_loss: as for `jdp.make_train_step`,
+        accumulate, precision, partitioning, sync_batch_norm, check_loss: as for `jdp.make_train_step`,
             and needed when it needs them.
         wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, so it is right on average if each call gets
             another key.
@@ -116,7 +114,6 @@ def value_and_grad(
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
     check_settings(accumulate, partitioning)
-    check_training_settings(None, overlap, True)
     numbers = checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
     settings = StepSettings(
@@ -125,7 +122,6 @@ def value_and_grad(
         accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
         wire=wire,
-        overlap=overlap,
         check_loss=check_loss,
     )
     loss = LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn)
@@ -179,7 +175,7 @@ class ValueAndGrad(Generic[*Arguments]):
         plan: the mesh and the strategy.
         settings: all settings in one object; the gradient itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
-        precision, accumulate, sync_batch_norm, wire, overlap, check_loss: as in `make_train_step`.
+        precision, accumulate, sync_batch_norm, wire, check_loss: as in `make_train_step`.
     """
 
     __slots__ = (
@@ -199,7 +195,6 @@ class ValueAndGrad(Generic[*Arguments]):
     accumulate: int = read_only("settings.accumulate")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
     wire: Encoding | None = read_only("settings.wire")
-    overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
 
     def __init__(self, loss: PartitionedLoss, argnums: int | tuple[int, ...], wrt: Any) -> None:

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax._src import cloud_tpu_init, xla_bridge
 from jax._src.clusters import OmpiCluster, SlurmCluster
 from jax._src.core import trace_state_clean
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
+from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import custom_staging_rules
 from jax.extend.core.primitives import jit_p
 
@@ -28,6 +30,7 @@ TAKEN = {
     "jax._src.core.trace_state_clean": "core/step.py",
     "jax._src.cudnn.fused_attention_stablehlo": "foresight/targets/relocate.py models/attention.py",
     "jax._src.distributed.global_state": "core/cluster/barrier.py",
+    "jax._src.interpreters.batching.BatchTracer": "core/layers.py",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.xla_bridge": "base/machine.py",
 }
@@ -70,6 +73,13 @@ def test_custom_staging_rules_have_one_for_jit_which_is_looked_up_at_each_call(m
     inner = jax.jit(lambda x: x + 1)
     jax.make_jaxpr(lambda x: inner(x))(1.0)
     assert {*seen} == {()}
+
+
+def test_batchtracer_is_what_a_function_gets_under_vmap():
+    seen = []
+    note = lambda x, y: seen.append([isinstance(each, BatchTracer) for each in (x, y)]) or x  # noqa: E731
+    jax.jit(jax.vmap(note, (0, None)))(jnp.zeros(3), 1.0)
+    assert seen == [[True, False]]
 
 
 def test_cloud_tpu_init_says_whether_this_is_a_tpu_vm():

@@ -195,7 +195,6 @@ def test_a_changed_copy_of_a_step_chooses_for_itself(plan):
     assert copy.partitioning is None
     changed = [
         ({"accumulate": 0}, "at least 1; given 0"),
-        ({"overlap": "no"}, "overlap is True, False, or None"),
         ({"compiler": "fast"}, "The compiler's options are"),
         ({"clip_norm": -1.0, "wire": "int8"}, "given clip_norm, wire. Make another step with it"),
     ]

@@ -82,9 +82,7 @@ def abstract_batch(config, rows):
 
 
 @functools.cache
-def compiled(
-    config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, triton=False, overlap=None
-):
+def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, triton=False):
     """The train step of `config`, compiled for the target `on`. What is sent, and which weights are gathered when,
     depends neither on the optimizer nor on how matrix products are computed: no AdamW, no Triton kernels."""
     devices = target(on).devices
@@ -93,7 +91,7 @@ def compiled(
     state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0), wrt=wrt)
     batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
     compiler = {"xla_disable_hlo_passes": "triton-softmax-rewriter"} if triton else WITHOUT_TRITON
-    settings = {"precision": precision, "partitioning": partitioning, "compiler": compiler, "overlap": overlap}
+    settings = {"precision": precision, "partitioning": partitioning, "compiler": compiler}
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings)
     program = compile_step(step.lower(state, batch))
     return Program(step, program, report(step, state, program, on))

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
-from jdp.core.layers import Gather, GatherTable, gathering
+from jdp.core.gradients.boundary import Boundary, Weight
+from jdp.core.layers import GatherTable, gathering
 from jdp.core.precision import Precision
 from jdp.core.state import AnyState
 from jdp.core.tracing.collectives import top_scope
@@ -112,8 +112,7 @@ class TracedLoss:
         fn: the user's loss function.
         adapter: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
-        gather: how a shard is gathered where it is used; None where the operands are gathered already.
-        keep, whole: as in `GatherTable`.
+        boundary: how weights are gathered and their gradients summed; None where the operands are gathered already.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
     """
@@ -121,11 +120,9 @@ class TracedLoss:
     fn: LossFn
     adapter: Any
     placements: PyTree
-    gather: Gather | None
+    boundary: Boundary | None
     sync_axes: tuple[str, ...] = ()
     training: bool = True
-    keep: bool = False
-    whole: bool = False
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
@@ -138,16 +135,14 @@ class TracedLoss:
 
     def value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
         """Return what the loss function returns, its aux, and the model state afterwards."""
-        weights, context, gathers = operands, contextlib.nullcontext(), None
-        if self.gather is not None:
-            gather = self.gather
-            with top_scope():
-                weights = jax.tree.map(lambda placement, shard: gather(shard, placement, 0), self.placements, operands)
+        weights, context = operands, contextlib.nullcontext()
+        if (boundary := self.boundary) is not None:
             placements, tree = jax.tree.flatten(self.placements)
-            leaves = zip(jax.tree.leaves(weights), tree.flatten_up_to(operands), placements, strict=True)
-            table = {id(leaf): (leaf, shard, placement) for leaf, shard, placement in leaves}
-            gathers = GatherTable(gather, table, self.keep, self.whole)
-            context = gathering(gathers)
+            sources = [x if isinstance(x, Weight) else Weight(x) for x in tree.flatten_up_to(operands)]
+            with top_scope():
+                weights = tree.unflatten(map(boundary, sources, placements))
+            leaves = zip(jax.tree.leaves(weights), sources, placements, strict=True)
+            context = gathering(GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves}))
         with context:
             model = weights
             if self.adapter is not None:
@@ -156,14 +151,6 @@ class TracedLoss:
             value, aux = both(model, batch, key)
             if self.adapter is not None:
                 model_state = self.adapter.changed(model)
-        sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
-        if gathers is not None and not self.keep and not gathers.used and self.training and key is not None and sharded:
-            others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
-            notice(
-                f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
-                "the backward pass is done, as zero2 does. jdp.scan_layers gathers one layer at a time, also of linen "
-                "and equinox: jdp/core/scan_layers.md has recipes, help(jdp.scan_layers) the arguments"
-            )
         return value, aux, model_state
 
 

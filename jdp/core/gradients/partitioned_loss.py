@@ -24,7 +24,6 @@ from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_view import TrialOnce, Values, View, settle_view
-from jdp.core.gradients.overlap_cost import settled
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import REQUESTED, view_evaluation, view_gradients
 from jdp.core.plan import Plan
@@ -195,7 +194,7 @@ class PartitionedLoss:
             state.static.adapter,
             self.param_placements(state),
             self.plan.row,
-            replace(self.settings, overlap=settled(self.settings.overlap, self.plan.mesh)),
+            self.settings,
             state.static.trained,
             draws=None if view is None else view.draws,
         )

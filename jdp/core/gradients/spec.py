@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax
 from jdp.core.gradients.boundary import Collective, Reduction
 from jdp.core.gradients.wire import seeds_by_leaf
 from jdp.core.random.row_keys import RowDraws
+from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part
 from jdp.core.step_settings import StepSettings
@@ -32,9 +33,7 @@ class Collectives:
         microbatches: (batch, K) -> the batch with leaves [K, rows / K, ...], interleaved.
         key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets, a row key if it draws.
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
-        finish_at_use: `finish` for the gather boundary, which first adds the shards of the microbatches before; None
-            where it only reduces.
-        overlap: True if layer loops gather one layer ahead and reduce one behind.
+        by_layer: True if layer loops gather one layer ahead and reduce one behind.
     """
 
     gather: Collective
@@ -46,8 +45,11 @@ class Collectives:
     microbatches: Callable[[Batch, int], Batch]
     key_of: Callable[[jax.Array, int, Any, int], jax.Array]
     axes: tuple[str, ...] = ()
-    finish_at_use: Collective | None = None
-    overlap: bool = False
+    by_layer: bool = False
+
+    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        """Return a gradient at its rest spec, summed over all batch axes."""
+        return self.finish(self.reduce(x, placement, leading, seed), placement, leading)
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,11 @@ class GradientSpec:
 
     Attributes:
         loss_fn: the loss function.
-        settings: the step's; `overlap` None: by cost.
+        settings: the step's.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
-        keep_gathered: the backward pass uses the weights that the forward pass gathered.
         draws: which draws of the loss count rows; None if it draws nothing, or is called on all rows at once.
-        off: why layer loops do not send while they compute; the trace adds it.
     """
 
     loss_fn: LossFn
@@ -71,9 +71,7 @@ class GradientSpec:
     strategy: Strategy
     settings: StepSettings
     trained: tuple[bool, ...] | None = None
-    keep_gathered: bool = False
     draws: RowDraws | None = None
-    off: list[str] = field(default_factory=list[str], compare=False, repr=False)
 
     @property
     def trained_placements(self) -> PyTree:

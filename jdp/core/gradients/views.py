@@ -187,7 +187,7 @@ def manual_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count), batch),
         key_of=key_of,
         axes=axes,
-        overlap=spec.settings.overlap is not False and replicas > 1,
+        by_layer=replicas > 1,
     )
 
 

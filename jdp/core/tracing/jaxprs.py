@@ -29,6 +29,9 @@ DECOMPOSITIONS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal".split()  # noqa: SIM905
 )
 """Operations on the last two dimensions."""
+REDUCTIONS = frozenset(
+    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
+)
 
 
 def every_eqn(jaxpr: Jaxpr) -> list[JaxprEqn]:
