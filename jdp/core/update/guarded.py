@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from jdp.base.tree_paths import path_of
+from jdp.core.reading.collectives import update_scope
 from jdp.core.state import TrainState, trained_part, with_trained
-from jdp.core.tracing.collectives import update_scope
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import apply
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jdp.base.chips import CHIPS
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import trace_loss
+from jdp.core.reading.flops import count_flops
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.tracing.flops import count_flops
 from jdp.core.types import Batch
 
 
