@@ -99,7 +99,7 @@ def test_what_public_objects_offer(name, members):
 
 def test_records_have_the_promised_fields():
     fields = lambda kind: list(kind.__dataclass_fields__)  # noqa: E731
-    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory", "flat"]
+    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory"]
     assert fields(jdp.Placement) == placement
     assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
 
