@@ -286,7 +286,8 @@ class Report(StepReport):
         rows += [(*row.cells(), "along the model's own axes: not promised") for row in self.model_axes]
         if self.statistics is not None:
             rows.append((*self.statistics.cells(), "statistics of batch norms, and metrics: not promised"))
-        return [[self.like_zero2] * bool(self.like_zero2), align_columns(rows) if len(rows) > 1 else []]
+        paragraphs = [[self.like_zero2] if self.like_zero2 else [], align_columns(rows) if len(rows) > 1 else []]
+        return [*filter(None, paragraphs)]
 
     @property
     def heading(self) -> str:
