@@ -221,18 +221,6 @@ def at(function, text):
     return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_with_replicas_the_contract_is_kept(strategy):
-    report = verified(plain, strategy, mesh=(("replica", 2), ("data", 4)), accumulate=2, partitioning="manual")
-    assert report.kept, report
-    assert report.ratio == pytest.approx(1, abs=0.001)  # the rest are scalars
-    kinds = {(s.collective.kind, s.axes) for s in report.collectives if s.collective.payload_bytes > 1000}
-    expected = {
-        "ddp": {("all-reduce", ("replica", "data"))},
-    }.get(strategy, {("reduce-scatter", ("data",)), ("all-gather", ("data",)), ("all-reduce", ("replica",))})
-    assert kinds == expected
-
-
 SPLIT = {"mesh": (("data", 4), ("model", 2)), "rules": (("w", P(None, "model")), ("v", P("model")))}
 
 
