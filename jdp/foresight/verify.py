@@ -36,9 +36,8 @@ from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
-from jdp.foresight.traffic.gathering import Gather, gathers, like_zero2
 from jdp.foresight.traffic.origin import Parameters, Reading
-from jdp.foresight.traffic.sends import sent_by
+from jdp.foresight.traffic.sends import Gather, gathers, like_zero2, sent_by
 from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 
@@ -143,15 +142,7 @@ def report(
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
     reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.accumulate)
-    promised = theory(
-        step.plan,
-        state.params,
-        replace(step.settings, sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto"),
-        static=state.static,
-        gathered=None if step.sends is None else step.sends.gathered,
-        metrics=_metrics(reading, state),
-        exchanged=exchanged(step.plan, state),
-    )
+    promised = _promised(step, state, reading)
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
     verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
@@ -185,6 +176,18 @@ def report(
         gathers=gathers(step, state),
         symptoms=symptoms(reading),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
+    )
+
+
+def _promised(step: Step, state: TrainState, reading: Reading) -> Theory:
+    return theory(
+        step.plan,
+        state.params,
+        replace(step.settings, sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto"),
+        static=state.static,
+        gathered=None if step.sends is None else step.sends.gathered,
+        metrics=_metrics(reading, state),
+        exchanged=exchanged(step.plan, state),
     )
 
 
