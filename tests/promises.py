@@ -46,7 +46,7 @@ NAMES = {
     "export": "test_guides.py::test_its_python_runs[jdp/checkpoint/hugging_face.md]",
     "guard": "guard/test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows[zero3]",
     "models": "models/test_models.py::test_logits_are_those_of_a_plain_reference",
-    "prove": "prove/test_prove.py::test_the_covering_list_is_equal_with_room",
+    "prove": "prove/test_prove.py::test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_resume",
 }
 """The public names of `jdp`."""
 

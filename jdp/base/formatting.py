@@ -1,5 +1,7 @@
-"""Numbers with units as text, three digits each; tables, also as HTML for a notebook; long lists of names; numbers as
-JSON has them; and text for a terminal: without control characters, in lines of its width."""
+"""Numbers with units as text, three digits each; tables and long lists of names; numbers as JSON has them.
+
+Also a table as HTML for a notebook, and text for a terminal: without control characters, in lines of its width.
+"""
 
 import math
 import os

@@ -1,5 +1,7 @@
-"""What a step sends, tensor by tensor: by kind of collective, source line, and the arguments of its shape; what zero3
-gathers of each parameter, by layer or at the top."""
+"""What a step sends, tensor by tensor: by kind of collective, source line, and the arguments of its shape.
+
+Under zero3 also what its own trace gathers of each parameter, by layer or at the top.
+"""
 
 from __future__ import annotations
 
