@@ -286,9 +286,13 @@ class Report(StepReport):
         """Return a table of what is sent and promised, by kind of collective."""
         rows = [("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")]
         rows += [(*row.cells(), "<-" if self.kept is not None and not row.kept else "") for row in self.rows]
-        rows += [(*row.cells(), "along the model's own axes: not promised") for row in self.model_axes]
+        rows += [
+            (*row.cells(), "the model's own axes, which the contract leaves to the model") for row in self.model_axes
+        ]
         if self.statistics is not None:
-            rows.append((*self.statistics.cells(), "statistics of batch norms, and metrics: not promised"))
+            rows.append(
+                (*self.statistics.cells(), "Statistics of batch norms, and metrics, which the contract leaves out")
+            )
         paragraphs = [[self.like_zero2] if self.like_zero2 else [], align_columns(rows) if len(rows) > 1 else []]
         return [*filter(None, paragraphs)]
 
