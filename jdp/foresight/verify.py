@@ -105,19 +105,22 @@ def operands(
     name: str, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
 ) -> tuple[TrainState, Batch, str | Target | None]:
     """Return (state, batch, target) of a call of `jdp.<name>` with a step of jdp's."""
-    names = ("state", "batch", "target")
-    given = {**dict(zip(names, arguments, strict=False)), **other}
-    twice = {*names[: len(arguments)]} & {*other, *(["target"] if target is not None else [])}
-    if len(arguments) > 3 or twice or {*given} - {"target"} != {"state", "batch"}:
+    keywords = {**other, **({} if target is None else {"target": target})}
+
+    def given(state: TrainState, batch: Batch, target: str | Target | None = None) -> Any:
+        return state, batch, target
+
+    try:
+        state, batch, target = given(*arguments, **keywords)
+    except TypeError:
         words = f"{len(arguments)} arguments" + "".join(f", {key}=" for key in other)
         raise ValueError(
             f"jdp.{name} takes a step of jdp.make_train_step with its state and batch; given {words}. Call "
             f"jdp.{name}(step, state, batch, target)."
-        )
-    target = given.get("target", target)
-    check_state(given["state"], f"jdp.{name}(step, state, batch)", given["batch"])
+        ) from None
+    check_state(state, f"jdp.{name}(step, state, batch)", batch)
     check_target(target)
-    return given["state"], given["batch"], target
+    return state, batch, target
 
 
 def report(
