@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_seconds
+from jdp.cli.baseline import Baseline, SentFrom
 from jdp.core.sharding.axes import factors
-from jdp.foresight.any_step.baseline import Baseline, SentFrom
 from jdp.foresight.traffic.contract import TINY
 
 _SHARE = 0.001  # of all that is sent, below which a line is never worse
