@@ -107,11 +107,11 @@ def operands(
     """Return (state, batch, target) of a call of `jdp.<name>` with a step of jdp's."""
     keywords = {**other, **({} if target is None else {"target": target})}
 
-    def given(state: TrainState, batch: Batch, target: str | Target | None = None) -> Any:
+    def bind(state: TrainState, batch: Batch, target: str | Target | None = None) -> Any:
         return state, batch, target
 
     try:
-        state, batch, target = given(*arguments, **keywords)
+        state, batch, target = bind(*arguments, **keywords)
     except TypeError:
         words = f"{len(arguments)} arguments" + "".join(f", {key}=" for key in other)
         raise ValueError(
