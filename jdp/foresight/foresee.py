@@ -21,7 +21,6 @@ from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_program import sharing_traces
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -127,11 +126,10 @@ def make_plan_report(
     """Compile every candidate for `target`."""
     store, estimates = Cache.usual(cache), list[Estimate]()
     count, unit = (tokens, "tokens") if tokens else count_batch(candidates[0].batch)
-    with sharing_traces():
-        for done, candidate in enumerate(candidates):
-            if progress is not None:
-                progress(done, len(candidates), candidate.name)
-            estimates.append(estimate(candidate, target, tokens=count, cache=store))
+    for done, candidate in enumerate(candidates):
+        if progress is not None:
+            progress(done, len(candidates), candidate.name)
+        estimates.append(estimate(candidate, target, tokens=count, cache=store))
     if progress is not None:
         progress(len(candidates), len(candidates), "")
     return PlanReport(str(target), len(target.devices), tuple(estimates), _notes(candidates, estimates), unit)
