@@ -47,7 +47,7 @@ NAMES = {
     "export": "test_guides.py::test_its_python_runs[jdp/checkpoint/hugging_face.md]",
     "guard": "guard/test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows[zero3]",
     "models": "models/test_models.py::test_logits_are_those_of_a_plain_reference",
-    "prove": "prove/test_prove.py::test_the_covering_list_is_equal_with_room",
+    "prove": "prove/test_prove.py::test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_resume",
 }
 """The public names of `jdp`."""
 
@@ -91,7 +91,7 @@ CONTRACTS = {
     "masks and initial weights are those of any mesh": "core/test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
     "a loss that mixes examples is refused where it cannot be right": "core/test_loss_check.py::test_a_loss_that_mixes_examples_is_refused_where_auto_is_not_allowed[contrastive-{'accumulate': 2}]",
     "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[raw-zero3-auto]",
-    "any step is compared with its baseline, by source line": "foresight/test_any_program.py::test_a_baseline_is_equal_until_a_line_sends_more",
+    "any step is compared with its baseline, by source line": "cli/test_programs.py::test_a_baseline_is_equal_until_a_line_sends_more",
     "a user's mistake is one error and exit 2": "cli/test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
     "processes that are missing are named": "core/test_roll_call.py::test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process",
     "a bad call is one error with the fix": "core/test_bad_calls.py::test_a_bad_call_is_one_error_with_the_fix",

@@ -1,10 +1,9 @@
 """Tools that every package uses; nothing here imports another package of jdp.
 
-formatting     numbers, tables and names in messages and notebooks; `notices` reports once
+formatting     numbers, tables and names in messages, notebooks and terminals; `notices` reports once
 toml, words    values of experiment files; the words that settings take, as types, and the nearest of them
 user_path      paths that a user gives; `hub_source` has the sources that `datasets` reads; `tree_paths` names leaves
 machine        processors, memory and devices of this host; `cpu_allocator` keeps freed memory
 progress_file  tells the supervisor (`jdp launch`) that a run has made progress
-terminal       text in lines of a terminal's width
 disk_cache     files that later processes read
 """

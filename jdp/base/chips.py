@@ -186,22 +186,21 @@ GPUS = {
 # units: "How to Scale Your Model" (jax-ml/scaling-book, tpus.md): 8 x 128 lanes with 4 units each, on 2 cores at 1.75
 # GHz for v5p and one at 1.5 GHz for v5e; v6e has the same lanes, and its clock, which is not published, is taken to be
 # v5p's. A float32 product is one bfloat16 pass by default.
-def _tpu(name: str, memory: int, bandwidth: float, bf16: float, s8: float, vector: float, ici: float, dcn: float):
-    """Return a TPU's row: memory in GiB; bandwidths of memory, interconnect and network in GB/s; rates in 10^12."""
-    return Chip(
+_TPU_ROWS = {  # name, memory in GiB, bandwidth in GB/s, bf16 and int8 in 10^12, vector units, GB/s of links and network
+    "tpu-v5e": ("TPU v5 lite", 16, 819, 197, 393, 6.1, 200, 3.125),
+    "tpu-v5p": ("TPU v5", 95, 2765, 459, 918, 14, 600, 6.25),
+    "tpu-v6e": ("TPU v6 lite", 32, 1638, 918, 1836, 7.2, 400, 12.5),
+}
+TPUS = {
+    kind: Chip(
         name=name,
         memory_bytes=memory * _GIB,
         memory_bandwidth=1e9 * bandwidth,
         matmul_flops=_peaks({"bf16": bf16, "f32": bf16, "s8": s8}),
         vector_flops=1e12 * vector,
-        link_bandwidth=1e9 * ici,
-        network_bandwidth=1e9 * dcn,
+        link_bandwidth=1e9 * links,
+        network_bandwidth=1e9 * network,
     )
-
-
-TPUS = {
-    "tpu-v5e": _tpu("TPU v5 lite", 16, 819, 197, 393, 6.1, 200, 3.125),
-    "tpu-v5p": _tpu("TPU v5", 95, 2765, 459, 918, 14, 600, 6.25),
-    "tpu-v6e": _tpu("TPU v6 lite", 32, 1638, 918, 1836, 7.2, 400, 12.5),
+    for kind, (name, memory, bandwidth, bf16, s8, vector, links, network) in _TPU_ROWS.items()
 }
 CHIPS: Mapping[str, Chip] = GPUS | TPUS

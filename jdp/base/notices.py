@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Generator
 
-from jdp.base.terminal import for_stream
+from jdp.base.formatting import for_stream
 
 logger = logging.getLogger("jdp")
 _said: set[str] = set()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.base.terminal import escaped
+from jdp.base.formatting import escaped
 from jdp.base.toml import brief
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse, stdout_to_stderr

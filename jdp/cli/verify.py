@@ -102,8 +102,8 @@ def _run_program(options: Options, overrides: dict[str, str]) -> int:
     check_only(options, overrides, TAKEN)
     tolerance = _tolerance(options)
     with stdout_to_stderr():  # the user's file may print
-        from jdp.foresight.any_step.baseline import baseline_of, read_baseline
-        from jdp.foresight.any_step.compare import WORSE, compare, report_markdown
+        from jdp.cli.baseline import baseline_of, read_baseline
+        from jdp.cli.compare import WORSE, compare, report_markdown
 
         before = None if options.against is None else read_baseline(options.against)
         named = options.target or (None if before is None else before.target)

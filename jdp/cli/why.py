@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from jdp.base.terminal import for_stream
+from jdp.base.formatting import for_stream
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse
 

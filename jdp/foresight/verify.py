@@ -36,9 +36,8 @@ from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
-from jdp.foresight.traffic.gathering import Gather, gathers, like_zero2
 from jdp.foresight.traffic.origin import Parameters, Reading
-from jdp.foresight.traffic.sends import sent_by
+from jdp.foresight.traffic.sends import Gather, gathers, like_zero2, sent_by
 from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 
@@ -106,19 +105,22 @@ def operands(
     name: str, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
 ) -> tuple[TrainState, Batch, str | Target | None]:
     """Return (state, batch, target) of a call of `jdp.<name>` with a step of jdp's."""
-    names = ("state", "batch", "target")
-    given = {**dict(zip(names, arguments, strict=False)), **other}
-    twice = {*names[: len(arguments)]} & {*other, *(["target"] if target is not None else [])}
-    if len(arguments) > 3 or twice or {*given} - {"target"} != {"state", "batch"}:
+    keywords = {**other, **({} if target is None else {"target": target})}
+
+    def bind(state: TrainState, batch: Batch, target: str | Target | None = None) -> Any:
+        return state, batch, target
+
+    try:
+        state, batch, target = bind(*arguments, **keywords)
+    except TypeError:
         words = f"{len(arguments)} arguments" + "".join(f", {key}=" for key in other)
         raise ValueError(
             f"jdp.{name} takes a step of jdp.make_train_step with its state and batch; given {words}. Call "
             f"jdp.{name}(step, state, batch, target)."
-        )
-    target = given.get("target", target)
-    check_state(given["state"], f"jdp.{name}(step, state, batch)", given["batch"])
+        ) from None
+    check_state(state, f"jdp.{name}(step, state, batch)", batch)
     check_target(target)
-    return given["state"], given["batch"], target
+    return state, batch, target
 
 
 def report(
@@ -143,15 +145,7 @@ def report(
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
     reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.accumulate)
-    promised = theory(
-        step.plan,
-        state.params,
-        step.settings,
-        static=state.static,
-        gathered=None if step.sends is None else step.sends.gathered,
-        metrics=_metrics(reading, state),
-        exchanged=exchanged(step.plan, state),
-    )
+    promised = _promised(step, state, reading)
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
     verdict = compare(collectives, promised, sum(each.excess_bytes for each in stray))
@@ -185,6 +179,18 @@ def report(
         gathers=gathers(step, state),
         symptoms=symptoms(reading),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
+    )
+
+
+def _promised(step: Step, state: TrainState, reading: Reading) -> Theory:
+    return theory(
+        step.plan,
+        state.params,
+        step.settings,
+        static=state.static,
+        gathered=None if step.sends is None else step.sends.gathered,
+        metrics=_metrics(reading, state),
+        exchanged=exchanged(step.plan, state),
     )
 
 
@@ -283,10 +289,15 @@ class Report(StepReport):
         """Return a table of what is sent and promised, by kind of collective."""
         rows = [("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")]
         rows += [(*row.cells(), "<-" if self.kept is not None and not row.kept else "") for row in self.rows]
-        rows += [(*row.cells(), "along the model's own axes: not promised") for row in self.model_axes]
+        rows += [
+            (*row.cells(), "the model's own axes, which the contract leaves to the model") for row in self.model_axes
+        ]
         if self.statistics is not None:
-            rows.append((*self.statistics.cells(), "statistics of batch norms, and metrics: not promised"))
-        return [[self.like_zero2] * bool(self.like_zero2), align_columns(rows) if len(rows) > 1 else []]
+            rows.append(
+                (*self.statistics.cells(), "Statistics of batch norms, and metrics, which the contract leaves out")
+            )
+        paragraphs = [[self.like_zero2] if self.like_zero2 else [], align_columns(rows) if len(rows) > 1 else []]
+        return [*filter(None, paragraphs)]
 
     @property
     def heading(self) -> str:

@@ -27,7 +27,7 @@ from jdp.core.types import Batch, InitFn
 from jdp.guard.memory_check import check_proof
 from jdp.prove.bounds import PAIRS
 from jdp.prove.proof import Proof
-from jdp.prove.reference import Reference, Training, record_reference
+from jdp.prove.reference import Reference, record_reference
 from jdp.prove.runs import Batches, Setting, Trials, choose_trials, steps_of
 
 OnProgress = Callable[[int, int, str], None]
@@ -86,12 +86,11 @@ def prove(
     _check(train_step, steps, accumulate)
     key = jax.random.key(0) if rng is None else rng
     key = key if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-    training, devices = Training(init, tx, train_step, key, wrt, quick), train_step.plan.mesh.size
-    reference, first = Reference(training), batches(0)
-    shapes = reference.abstract_state()
+    reference, first = Reference(init, tx, train_step, key, wrt, quick), batches(0)
+    shapes, devices = reference.abstract_state(), train_step.plan.mesh.size
     check_proof(shapes, devices=devices, steps=steps, precision=train_step.precision, available=available_memory())
     counts = sorted({1, *accumulate})
-    settings, skipped = steps_of(training, counts, batch_rows(first), _no_microbatches(reference, shapes, first))
+    settings, skipped = steps_of(reference, counts, batch_rows(first), _no_microbatches(reference, shapes, first))
     own = Setting(train_step.plan.strategy, devices, train_step.accumulate)
     texts = (only,) if isinstance(only, str) and only else tuple(only)
     trials = choose_trials([*settings], own, steps=steps, only=texts, quick=quick)
@@ -106,7 +105,7 @@ def prove(
             progress(next(done), total, name)
 
     record = record_reference(reference, batches, steps, begin)
-    results = Trials(training, settings, batches, record).run_all(trials, begin)
+    results = Trials(reference, settings, batches, record).run_all(trials, begin)
     return Proof.of(results, record, skipped, quick=quick)
 
 

@@ -13,7 +13,7 @@ is the reference itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -46,41 +46,6 @@ QUICK: dict[str, CompilerValue] = {"xla_backend_optimization_level": 0}
 """Compiles in half of the time on CPU. What is proven is the same: XLA partitions the program before that."""
 
 
-@dataclass(frozen=True)
-class Training:
-    """What is trained and how, independent of strategy, devices and microbatches.
-
-    Attributes:
-        init, tx, wrt: as for `jdp.init_state`.
-        step: the step under the user's own setting.
-        rng: the typed key from which all random numbers derive.
-        quick: LLVM's optimisations are off.
-    """
-
-    init: InitFn
-    tx: optax.GradientTransformation
-    step: Step
-    rng: jax.Array
-    wrt: Any = None
-    quick: bool = False
-
-    @property
-    def devices(self) -> int:
-        """How many the user's plan has."""
-        return self.step.plan.mesh.size
-
-    def plan(self, strategy: StrategyName, devices: int) -> Plan:
-        """Return the plan on the first devices: `data` takes what other axes leave; on one device each has size 1."""
-        plan = self.step.plan
-        sizes = {name: 1 if devices == 1 else -1 if name == DATA else size for name, size in plan.mesh.shape.items()}
-        return replace(plan, mesh=make_mesh(devices=[*plan.mesh.devices.flat][:devices], **sizes), strategy=strategy)
-
-    def step_on(self, plan: Plan, accumulate: int) -> Step:
-        """Return the step on another plan; the proof itself compares losses, so that none is tried."""
-        options = {**dict(self.step.compiler.options), **(QUICK if self.quick else {})}
-        return self.step.changed(plan=plan, accumulate=accumulate, check_loss=False, compiler=Compiler.of(options))
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Noise:
@@ -95,13 +60,36 @@ SILENT = Noise(np.uint32(0), np.float32(0))
 
 @dataclass(frozen=True)
 class Reference:
-    """The plain training loop."""
+    """What is trained and how, as a plain loop on the first device of the user's plan.
 
-    training: Training
+    Attributes:
+        init, tx, wrt: as for `jdp.init_state`.
+        step: the step under the user's own setting, of which loss, precision and clipping are taken.
+        rng: the typed key from which all random numbers derive.
+        quick: LLVM's optimisations are off.
+    """
+
+    init: InitFn
+    tx: optax.GradientTransformation
+    step: Step
+    rng: jax.Array
+    wrt: Any = None
+    quick: bool = False
+
+    def plan(self, strategy: StrategyName, devices: int) -> Plan:
+        """Return the plan on the first devices: `data` takes what other axes leave; on one device each has size 1."""
+        plan = self.step.plan
+        sizes = {name: 1 if devices == 1 else -1 if name == DATA else size for name, size in plan.mesh.shape.items()}
+        return replace(plan, mesh=make_mesh(devices=[*plan.mesh.devices.flat][:devices], **sizes), strategy=strategy)
+
+    def step_on(self, plan: Plan, accumulate: int) -> Step:
+        """Return the step on another plan; the proof itself compares losses, so that none is tried."""
+        options = {**dict(self.step.compiler.options), **(QUICK if self.quick else {})}
+        return self.step.changed(plan=plan, accumulate=accumulate, check_loss=False, compiler=Compiler.of(options))
 
     def abstract_state(self) -> TrainState:
         """Return the state's shapes."""
-        return jax.eval_shape(self._initial, self.training.rng)
+        return jax.eval_shape(self._initial, self.rng)
 
     def returns_loss(self, state: TrainState, batch: Batch) -> bool:
         """Return True if the loss function returns a `Loss`."""
@@ -110,34 +98,34 @@ class Reference:
 
     @property
     def _device(self) -> Device:
-        return self.training.step.plan.mesh.devices.flat[0]
+        return self.step.plan.mesh.devices.flat[0]
 
     def initial_state(self) -> TrainState:
         """Return the state before the first step."""
-        return self._jitted_initial(jax.device_put(self.training.rng, self._device))
+        return self._jitted_initial(jax.device_put(self.rng, self._device))
 
-    def step(self, state: TrainState, batch: Batch, noise: Noise = SILENT) -> tuple[TrainState, dict[str, jax.Array]]:
+    def next(self, state: TrainState, batch: Batch, noise: Noise = SILENT) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return the state after one more batch (global, NumPy), and "loss", "weight", "grad_norm"."""
         return self._jitted_step(state, *jax.device_put((batch, noise), self._device))
 
     @cached_property
     def _jitted_initial(self) -> Any:
-        return jax.jit(self._initial, compiler_options=QUICK if self.training.quick else None)
+        return jax.jit(self._initial, compiler_options=QUICK if self.quick else None)
 
     @cached_property
     def _jitted_step(self) -> Any:
-        return jax.jit(self._next, donate_argnums=0, compiler_options=QUICK if self.training.quick else None)
+        return jax.jit(self._next, donate_argnums=0, compiler_options=QUICK if self.quick else None)
 
     def _initial(self, rng: jax.Array) -> TrainState:
-        model, specs = flax_nnx.built(self.training.init, jax.random.fold_in(rng, 0))
+        model, specs = flax_nnx.built(self.init, jax.random.fold_in(rng, 0))
         params, model_state, adapter = flax_nnx.split(model)
-        static = Static(self.training.tx, adapter, specs, resolve(params, adapter, self.training.wrt))
-        opt_state = self.training.tx.init(trained_part(params, static.trained))
+        static = Static(self.tx, adapter, specs, resolve(params, adapter, self.wrt))
+        opt_state = self.tx.init(trained_part(params, static.trained))
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, static)
 
     def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
-        training, precision = self.training, self.training.step.precision
+        precision = self.step.precision
         key, trained = jax.random.fold_in(state.rng, state.step + state.skipped), state.static.trained
         working = jax.tree.map(lambda p: p.astype(precision.compute_dtype), state.params)
         working = _with_noise(working, replace(noise, amplitude=FORWARD * noise.amplitude), stream=0)
@@ -151,12 +139,12 @@ class Reference:
         grads = jax.tree.map(lambda g: g.astype(precision.reduce_dtype).astype(jnp.float32) / sums.weight, grads)
         grads = _with_noise(grads, noise, stream=1, absolute=True)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-        if (limit := training.step.clip_norm) is not None:
+        if (limit := self.step.clip_norm) is not None:
             grads = jax.tree.map(lambda g: jnp.where(norm > limit, g * limit / norm, g), grads)
         params = trained_part(state.params, trained)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-        tx, loss = optax.with_extra_args_support(training.tx), sums.total / sums.weight
+        tx, loss = optax.with_extra_args_support(self.tx), sums.total / sums.weight
         updates, opt_state = tx.update(grads, state.opt_state, params, value=loss)
         params = with_trained(state.params, optax.apply_updates(params, updates), trained)
         updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
@@ -168,7 +156,7 @@ class Reference:
     def _loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
         adapter = state.static.adapter
         model = working if adapter is None else adapter.merge(working, state.model_state, key)
-        value = self.training.step.loss_fn(model, batch, key)
+        value = self.step.loss_fn(model, batch, key)
         return value, state.model_state if adapter is None else adapter.changed(model)
 
 
@@ -213,27 +201,22 @@ def record_reference(
 ) -> Record:
     """Run the reference and its shadows, and record them; `begin` gets the name of each run before it starts."""
     batch = batches(0)
-    record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.training.step.precision, batch)
-    begin("one device, plainly: the reference")
-    for _, values in _snapshots(reference, batches, steps, SILENT):
-        record.add(values)
-    for index in range(2 * PAIRS):
-        begin(f"shadow {index + 1} of {2 * PAIRS}: the reference with exaggerated rounding")
-        shadow = Noise(np.uint32(index // 2), np.float32(-amplitude if index % 2 else amplitude))
-        for step, values in _snapshots(reference, batches, steps, shadow):
-            record.widen(step, values)
+    record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.step.precision, batch)
+    shadows = [Noise(np.uint32(index // 2), np.float32(amplitude * (-1) ** index)) for index in range(2 * PAIRS)]
+    for index, noise in enumerate([SILENT, *shadows]):
+        exaggerated = f"shadow {index} of {2 * PAIRS}: the reference with exaggerated rounding"
+        begin(exaggerated if index else "one device, plainly: the reference")
+        state = reference.initial_state()
+        values = snapshot(state)
+        for step in range(steps + 1):
+            if step:
+                state, metrics = reference.next(state, batches(step - 1), noise)
+                values = snapshot(state, metrics)
+            if index:
+                record.widen(step, values)
+            else:
+                record.add(values)
     record.close()
     if not math.isfinite(loss := float(record.values[1]["loss"])):
         raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
     return record
-
-
-def _snapshots(
-    reference: Reference, batches: Callable[[int], Batch], steps: int, noise: Noise
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, snapshot) before the first step and after each."""
-    state = reference.initial_state()
-    yield 0, snapshot(state)
-    for step in range(1, steps + 1):
-        state, metrics = reference.step(state, batches(step - 1), noise)
-        yield step, snapshot(state, metrics)

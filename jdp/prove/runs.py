@@ -21,7 +21,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.data.feed import shard_batches
 from jdp.prove.bounds import Closest, Record, snapshot
-from jdp.prove.reference import Training
+from jdp.prove.reference import Reference
 
 Batches = Callable[[int], Batch]
 """`batches(index)` -> the global batch of the step after `index` consumed batches, as NumPy arrays."""
@@ -80,13 +80,13 @@ class Trial:
 
 
 def steps_of(
-    training: Training, accumulates: Sequence[int], rows: int, no_microbatches: str | None
+    reference: Reference, accumulates: Sequence[int], rows: int, no_microbatches: str | None
 ) -> tuple[dict[Setting, Step], dict[str, str]]:
     """Return the step of each setting that can run batches of `rows`; and part of others' names -> why they cannot."""
     steps, skipped = dict[Setting, Step](), dict[str, str]()
-    for devices, name, k in itertools.product((training.devices, 1), STRATEGIES, accumulates):
+    for devices, name, k in itertools.product((reference.step.plan.mesh.size, 1), STRATEGIES, accumulates):
         try:
-            plan = training.plan(name, devices)
+            plan = reference.plan(name, devices)
             batch_unit(plan.mesh.shape, k).check(rows)
         except ValueError as error:
             skipped[f"{Setting(name, devices, k)}".removeprefix(f"{name} ")] = str(error)
@@ -94,7 +94,7 @@ def steps_of(
         if k > 1 and no_microbatches:
             skipped[f"K={k}"] = no_microbatches
         else:
-            steps[Setting(name, devices, k)] = training.step_on(plan, k)
+            steps[Setting(name, devices, k)] = reference.step_on(plan, k)
     return steps, skipped
 
 
@@ -128,7 +128,7 @@ def choose_trials(
 class Trials:
     """Runs under different settings, all compared with one record."""
 
-    training: Training
+    reference: Reference
     steps: Mapping[Setting, Step]
     batches: Batches  # the data
     record: Record  # of the reference
@@ -155,9 +155,9 @@ class Trials:
         return closest
 
     def _compared(self, trial: Trial) -> Iterator[Closest]:
-        training, last, step = self.training, len(self.record.values) - 1, self.steps[trial.setting]
-        drawn = {"rng": training.rng, "wrt": training.wrt}
-        holder, saved_at = [init_state(training.init, training.tx, step.plan, **drawn)], trial.at or last
+        reference, last, step = self.reference, len(self.record.values) - 1, self.steps[trial.setting]
+        drawn = {"rng": reference.rng, "wrt": reference.wrt}
+        holder, saved_at = [init_state(reference.init, reference.tx, step.plan, **drawn)], trial.at or last
         yield self.record.compare(0, snapshot(holder[0]))
         yield from self._steps(step, holder, range(1, saved_at + 1), position=0)
         if trial.onto is not None:
@@ -165,7 +165,7 @@ class Trials:
             with tempfile.TemporaryDirectory(prefix="jdp-prove-") as folder, Checkpoints(folder) as checkpoints:
                 checkpoints.save(holder.pop(), {"done": saved_at})
                 checkpoints.wait()
-                state, restored = checkpoints.restore(abstract_state(training.init, training.tx, step.plan, **drawn))
+                state, restored = checkpoints.restore(abstract_state(reference.init, reference.tx, step.plan, **drawn))
             yield self.record.compare(saved_at, snapshot(state))
             yield from self._steps(step, [state], range(saved_at + 1, last + 1), position=restored["done"])
 

@@ -3,7 +3,6 @@
 import json
 import pathlib
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,30 +120,6 @@ def test_what_is_reported_is_what_the_users_own_jit_compiles_to():
 
 
 # equinox
-
-
-def test_an_equinox_step():
-    mesh = mesh_of()
-    tx = optax.sgd(0.1)
-
-    @eqx.filter_jit(donate="all")
-    def train_step(model, opt_state, x, key):
-        grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-        updates, opt_state = tx.update(grads, opt_state, model)
-        return eqx.apply_updates(model, updates), opt_state, jax.random.split(key)[0]
-
-    model = eqx.nn.MLP(64, 64, 128, depth=1, key=jax.random.key(0))
-    arrays, static = eqx.partition(model, eqx.is_array)
-    model = eqx.combine(jax.device_put(arrays, NamedSharding(mesh, P())), static)
-    x = jax.device_put(jnp.ones((ROWS, 64)), NamedSharding(mesh, P("data")))
-    state = tx.init(eqx.filter(model, eqx.is_array))
-    report = jdp.verify(train_step, model, state, x, jax.random.key(1), target="cpu:8", against="ddp", params=0)
-    assert report.mesh == {"data": 8}
-    assert report.kept
-    assert report.ratio == pytest.approx(1, abs=0.01)
-    assert "model/layers/0/weight" in {each.path for each in report.memory.arguments}
-    assert any("model/layers/0/weight" in each.like for each in report.sent)
-    assert {each.source.partition(":")[0] for each in report.sent if each.source} == {str(HERE)}
 
 
 # jdp's own gradient in a step of the user's, which follows to other sizes though it is a shard_map

@@ -110,17 +110,6 @@ def test_groups_on_a_two_dimensional_mesh(where, axes, groups):
     assert found.wire_bytes == 2 * (n - 1) / n * 4096
 
 
-@ON_BOTH
-def test_groups_of_a_partitioned_program_with_a_split_axis(where):
-    """The sum over an eighth's neighbours, left to the partitioner: pairs of an axis of 8, then everyone's parts."""
-    mesh = mesh_of(where)
-    x = jax.ShapeDtypeStruct((64, 128), F32, sharding=NamedSharding(mesh, P("data")))
-    text = jax.jit(lambda x: jnp.sin(x.reshape(4, 16, 128)).sum(1)).lower(x).compile().as_text()
-    reduced, gathered = collectives(text)
-    assert (reduced.kind, reduced.groups) == ("all-reduce", ((0, 1), (2, 3), (4, 5), (6, 7)))
-    assert (gathered.kind, gathered.groups) == ("all-gather", ((0, 2, 4, 6), (1, 3, 5, 7)))
-
-
 # Loops and branches
 
 

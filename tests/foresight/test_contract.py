@@ -15,11 +15,10 @@ from judged import judged
 
 import jdp
 from jdp.core.step_settings import StepSettings
-from jdp.foresight.program.collectives import Collective, collectives
-from jdp.foresight.program.module import parse
+from jdp.foresight.program.collectives import Collective
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.traffic.contract import MeshCollective, axes_along, compare
-from jdp.foresight.traffic.origin import Parameters, Sites, line_of
+from jdp.foresight.traffic.origin import Parameters, line_of
 from jdp.foresight.traffic.theory import theory
 
 # Theory. 64 x 128 + 128 x 8 + 8 = 9224 parameters, of which the last 8 are too few to shard: still promised.
@@ -118,41 +117,7 @@ def test_the_verdicts_bounds(scattered, gathered, other, kept):
     assert verdict.wire_bytes == pytest.approx(7 / 8 * (scattered + gathered + 2 * other))
 
 
-# The loop over the microbatches, in texts as XLA writes them
-
 OWN = Path(jdp.__file__).parent.as_posix()
-SCAN_AT = f"{OWN}/core/gradients/accumulate.py"
-
-
-def looped(trips, *, scan_name, copy_name=None, frames=True):
-    """A while with one all-reduce in its body, and one in the entry."""
-    copied = f', metadata={{op_name="{copy_name}"}}' if copy_name else ""
-    place = f' source_file="{SCAN_AT}" source_line=91' if frames else ""
-    name = f'op_name="{scan_name}"{place}' if frames else ""
-    config = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
-    everyone = "replica_groups={{0,1,2,3,4,5,6,7}}"
-    inner = f'all-reduce(%x), {everyone}, to_apply=%add, metadata={{op_name="{scan_name}/body/psum"}}'
-    text = f"""HloModule jit_train_step, is_scheduled=true, num_partitions=8
-
-%body (x: f32[64]) -> f32[64] {{
-  %x = f32[64]{{0}} parameter(0)
-  ROOT %inside = f32[64]{{0}} {inner}
-}}
-
-ENTRY %main (p: f32[64]) -> f32[64] {{
-  %p = f32[64]{{0}} parameter(0)
-  %outside = f32[64]{{0}} all-reduce(%p), {everyone}, to_apply=%add{copied}
-  ROOT %w = f32[64]{{0}} while(%outside), condition=%cond, body=%body, metadata={{{name}}}, {config}
-}}
-
-%cond (x: f32[64]) -> pred[] {{
-  %x.1 = f32[64]{{0}} parameter(0)
-  ROOT %c = pred[] constant(true)
-}}
-"""
-    program = parse(text)
-    sites = Sites(program, accumulate=4)
-    return {c.name: sites.in_accumulation_loop(c) for c in collectives(program)}
 
 
 # Lines and parameters
@@ -253,18 +218,6 @@ def at(function, text):
     """The source line of the line of `function` that contains `text`."""
     lines, first = inspect.getsourcelines(function)
     return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
-def test_with_replicas_the_contract_is_kept(strategy):
-    report = verified(plain, strategy, mesh=(("replica", 2), ("data", 4)), accumulate=2, partitioning="manual")
-    assert report.kept, report
-    assert report.ratio == pytest.approx(1, abs=0.001)  # the rest are scalars
-    kinds = {(s.collective.kind, s.axes) for s in report.collectives if s.collective.payload_bytes > 1000}
-    expected = {
-        "ddp": {("all-reduce", ("replica", "data"))},
-    }.get(strategy, {("reduce-scatter", ("data",)), ("all-gather", ("data",)), ("all-reduce", ("replica",))})
-    assert kinds == expected
 
 
 SPLIT = {"mesh": (("data", 4), ("model", 2)), "rules": (("w", P(None, "model")), ("v", P("model")))}

@@ -160,12 +160,6 @@ def test_people_get_tables_and_sentences(told):
         assert len(rows) == 2, "one of memory, one of time"
 
 
-def test_a_batch_that_does_not_divide_is_raised_and_said(jdp_command):
-    arguments = ("--target", "h100:1x8", "--json", "--strategy", "ddp", "--train.batch_size", "9")
-    code, out, _ = jdp_command("plan", *arguments)
-    assert code == 0 and "given 9: 16 are taken" in json.loads(out)["notes"][0]
-
-
 @pytest.mark.aot
 def test_what_does_not_fit_has_no_times_and_options_are_the_compilers(jdp_command):
     options = "{xla_gpu_enable_latency_hiding_scheduler = true, xla_gpu_gone = 1}"

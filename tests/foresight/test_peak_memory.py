@@ -53,8 +53,7 @@ def compiled(config, strategy, accumulate, rows=2):
     """(what XLA says, the step, its state, its memory); `rows` of a microbatch on each device."""
     plan, state, batch, loss = abstract(config, strategy, rows * accumulate)
     compiler = WITHOUT_TRITON if isinstance(config, GPTConfig) else "default"  # cuBLAS's products have workspaces
-    settings = {"precision": "bf16", "compiler": compiler}
-    step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings)
+    step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision="bf16", compiler=compiler)
     found = compile_step(step.lower(state, batch))
     return found, step, state, memory(found, step, state)
 

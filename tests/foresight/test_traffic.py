@@ -35,12 +35,7 @@ MLP = MLPConfig(features_in=256, hidden=(512, 512), features_out=64)
 # Wide against biases and norms, and widths that divide by 64 devices.
 RESNET = ResNetConfig(classes=64, blocks=(1, 1), width=192, image_size=16, stem="small")
 VIT = ViTConfig(classes=64, layers=2, width=512, heads=8, patch=8, image_size=32, channels=3)
-# The same for up to 512 devices: every width divides by 512.
-WIDE = {
-    "gpt": GPTConfig(vocab_size=1024, context=64, layers=4, width=512, heads=4, tied=True, remat="full"),
-    "unrolled": GPTConfig(vocab_size=1024, context=64, layers=2, width=512, heads=4, tied=True, scan=False),
-    "mlp": MLPConfig(features_in=256, hidden=(2048, 2048), features_out=64),
-}
+WIDE = MLPConfig(features_in=256, hidden=(2048, 2048), features_out=64)  # every width divides by 64
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -131,17 +126,7 @@ def keeps(report):
 
 def test_across_hosts_too():
     """The cheapest model; ResNet and ViT go across hosts below, a GPT in test_hsdp."""
-    keeps(compiled(WIDE["mlp"], "zero2", None, 4, on="h100:8x8").report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("on", ["h100:1x8", "h100:8x8", "h100:64x8"])
-@pytest.mark.parametrize("name", WIDE)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_model_on_every_target(name, strategy, accumulate, on):
-    """All of the matrix: experiments/benchmarks/traffic.py keeps the measured table."""
-    keeps(compiled(WIDE[name], strategy, None, accumulate, on=on).report)
+    keeps(compiled(WIDE, "zero2", None, 4, on="h100:8x8").report)
 
 
 # Images: convolutions and attention over patches, for 64 devices on 8 hosts.
@@ -191,25 +176,6 @@ def test_only_what_is_trained_has_gradients_to_reduce(strategy, accumulate):
     theory = program.report.theory
     assert theory.most_gathered_bytes == (0 if strategy == "ddp" else 2 * 2 * program.params)
     assert theory.payload_bytes.get("all-gather", 0) >= 0.95 * theory.most_gathered_bytes  # the embedding: once
-
-
-@pytest.mark.parametrize("config", [GPT, UNROLLED], ids=["scanned", "unrolled"])
-def test_zero3_gathers_layers_again_in_the_backward_pass(config):
-    """Each layer's weights are gathered twice and never all at once: no collective carries more than one layer or the
-    embedding, and the gathers add up to more than one copy of the model."""
-    program = compiled(config, "zero3", None, 4)
-    gathers = [c for c in program.collectives if c.kind == "all-gather"]
-    assert sum(c.payload_bytes * c.count for c in gathers) > 4 * 1.6 * 2 * program.params
-    if config is GPT:
-        embedding = 2 * (512 + 64) * 256  # and of positions; XLA may combine their gathers with a layer's
-        assert max(c.payload_bytes for c in gathers) <= embedding + (2 * program.params - embedding) / GPT.layers
-
-
-def test_one_synchronisation_however_many_microbatches():
-    """ddp and zero1 send the same for one microbatch and four, outside of the loop; zero2 and zero3 reduce each."""
-    for strategy in ("ddp", "zero1"):
-        one, four = (compiled(MLP, strategy, None, k).report.wire_bytes_per_device for k in (1, 4))
-        assert abs(four - one) < 0.01 * one
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`jdp.verify` from Python: the report in words and as JSON."""
+"""`jdp.verify` from Python: the step on a target's devices, and the report in words and as JSON."""
 
 import json
 
@@ -10,6 +10,8 @@ import pytest
 from judged import judged
 
 import jdp
+from jdp.foresight.targets.relocate import abstract_on
+from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import verify
 
 
@@ -106,3 +108,44 @@ def test_results_come_from_the_cache(tmp_path, monkeypatch):
     again = verify(*made(), "h100:1x8")
     assert again.to_json() == first.to_json()
     assert len(list(tmp_path.iterdir())) == 1
+
+
+# A step, its state and its batch on a target's devices
+
+
+def test_a_step_moves_to_a_targets_devices():
+    step, state, batch = made("zero3", abstract=False, accumulate=2)
+    moved = abstract_on(step, state, batch, "h100:2x8")
+    mesh = moved.step.plan.mesh
+    assert dict(mesh.shape) == {"data": 16}
+    assert mesh.devices.flat[0].platform == "gpu"
+    assert moved.state.params["w"].sharding == jax.NamedSharding(mesh, jax.P(None, "data"))
+    assert moved.state.opt_state[0].mu["w"].sharding == moved.state.params["w"].sharding
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), moved.state) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert moved.step.accumulate == 2
+    assert step.plan.mesh.devices.flat[0].platform == "cpu"
+
+
+def test_other_axes_keep_their_sizes_or_do_not_divide():
+    axes = {"replica": 2, "data": 2, "model": 2}
+    moved = abstract_on(*made(mesh=axes), target("h100:4x8"))
+    assert dict(moved.step.plan.mesh.shape) == {"replica": 2, "data": 8, "model": 2}
+    with pytest.raises(ValueError, match=r"h100:1x6: .* model=2 \(the others make 4\), but there are 6 devices"):
+        abstract_on(*made(mesh=axes), "h100:1x6")
+
+
+def test_rows_are_rounded_up_with_a_note():
+    moved = abstract_on(*made(rows=24, accumulate=3), "h100:8x8")
+    assert moved.batch["x"].shape == (192, 64)
+    assert moved.batch["x"].sharding == moved.step.plan.batch_sharding
+    [note] = moved.notes
+    assert note == "a batch's rows must divide by data=64 × accumulate=3 = 192; given 24: 192 are taken"
+    assert abstract_on(*made(rows=128), "h100:8x8").notes == ()
+
+
+def test_without_a_target_everything_keeps_its_placement():
+    step, state, batch = made(devices=jax.devices()[:4], abstract=False)
+    moved = abstract_on(step, state, batch)
+    assert moved.step is step
+    assert jax.tree.map(lambda x: x.sharding, moved.state.params) == jax.tree.map(lambda x: x.sharding, state.params)
+    assert (moved.batch["x"].shape, moved.notes) == ((16, 64), ())

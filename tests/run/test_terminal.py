@@ -16,7 +16,7 @@ from tiny_experiment import points_text, tables, write_points, write_tiny
 from tiny_runs import train
 
 from jdp.base import notices
-from jdp.base.terminal import escaped
+from jdp.base.formatting import escaped
 from jdp.run.outputs.terminal import Display
 
 ROW = {"loss": 1.2345, "accuracy": 0.51, "lr": 3e-4, "grad_norm": 12.5, "skipped": 1, "tokens_per_second": 20400.0}

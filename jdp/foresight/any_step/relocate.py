@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,8 +55,8 @@ def move(
     function: Callable[..., Any], given: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
 ) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
-    cudnn = None if target is None else cudnn_of(target)
-    with nullcontext() if target is None or cudnn is None else answered_for(target.devices[0], cudnn):
+    device, cudnn = (None, None) if target is None else (target.devices[0], cudnn_of(target))
+    with answered_for(device, cudnn):
         return _move(function, given, target, sizes)
 
 

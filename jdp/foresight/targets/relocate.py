@@ -11,7 +11,7 @@
 import threading
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,8 @@ _IMPOSSIBLE = {
 @contextmanager
 def lowering_for(device: Device, cudnn: int | None) -> Generator[None]:
     """Lower for a device inside of the context: answer for its cuDNN, explain jax's errors, hide a warning."""
-    described = nullcontext() if cudnn is None else answered_for(device, cudnn)
     try:
-        with warnings.catch_warnings(), described:
+        with warnings.catch_warnings(), answered_for(device, cudnn):
             # Which arguments were not donated is read off the program, with their paths (`traffic.symptoms`).
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             yield
@@ -184,9 +183,9 @@ def version_in(config: str) -> int:
 
 
 @contextmanager
-def answered_for(device: Device, version: int) -> Generator[None]:
+def answered_for(device: Device | None, version: int | None) -> Generator[None]:
     """Answer jax's questions for a described GPU while the context lasts, in which a program for it is traced."""
-    if device.platform != "gpu":
+    if device is None or version is None or device.platform != "gpu":
         yield
         return
     capability = _parts(device.compute_capability)

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
-from jdp.base.formatting import format_rate
-from jdp.base.terminal import escaped, wrapped
+from jdp.base.formatting import escaped, format_rate, wrapped
 
 _BETWEEN = "  "
 _SHORTEST_BAR, _LONGEST_BAR = 8, 40

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from jdp.cli import main as cli
-from jdp.foresight.any_step.baseline import Baseline, HeldBytes, SentFrom, read_baseline
-from jdp.foresight.any_step.compare import compare
+from jdp.cli.baseline import Baseline, HeldBytes, SentFrom, read_baseline
+from jdp.cli.compare import compare
 
 PROGRAM = """\
 import jax

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_seconds
+from jdp.cli.baseline import Baseline, SentFrom
 from jdp.core.sharding.axes import factors
-from jdp.foresight.any_step.baseline import Baseline, SentFrom
 from jdp.foresight.traffic.contract import TINY
 
 _SHARE = 0.001  # of all that is sent, below which a line is never worse
@@ -180,21 +180,26 @@ def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
     """Return each line before with the same line now, most bytes first; None where there is no other."""
     left, pairs = [*before], list[_Pair]()
     unpaired = [*now]
-    same: tuple[Callable[[SentFrom, SentFrom], bool], ...] = (
-        lambda old, new: old.source == new.source and old.text == new.text,
-        lambda old, new: _file(old) == _file(new) and old.text == new.text,
-        lambda old, new: old.wire_bytes > 0 and abs(old.wire_bytes - new.wire_bytes) <= _EQUAL * old.wire_bytes,
-        lambda old, new: old.source == new.source,
-    )
-    for is_same in same:
+    for rule in range(4):
         for new in [*unpaired]:
-            old = next((each for each in left if each.kind == new.kind and is_same(each, new)), None)
+            old = next((each for each in left if each.kind == new.kind and _same(rule, each, new)), None)
             if old is not None:
                 pairs.append((old, new))
                 left.remove(old)
                 unpaired.remove(new)
     pairs += [(old, None) for old in left] + [(None, new) for new in unpaired]
     return sorted(pairs, key=lambda pair: -max(each.wire_bytes for each in pair if each is not None))
+
+
+def _same(rule: int, old: SentFrom, new: SentFrom) -> bool:
+    """Return True if two lines are the same by one of the rules, the surest first."""
+    if rule == 0:
+        return old.source == new.source and old.text == new.text
+    if rule == 1:
+        return _file(old) == _file(new) and old.text == new.text
+    if rule == 2:
+        return old.wire_bytes > 0 and abs(old.wire_bytes - new.wire_bytes) <= _EQUAL * old.wire_bytes
+    return old.source == new.source
 
 
 def _file(line: SentFrom) -> str:
