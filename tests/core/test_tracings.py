@@ -1,4 +1,6 @@
-"""How often the first step calls the user's Python: it is traced once for each number of rows, and handed on."""
+"""How often the first step calls the user's Python."""
+
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,7 @@ def batch():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_first_step_calls_the_loss_once_or_twice(strategy, accumulate, precision, partitioning):
+def test_a_first_step_calls_the_loss_a_few_times(strategy, accumulate, precision, partitioning):
     plan = jdp.Plan(jdp.make_mesh(data=8), strategy, min_shard_size=1)
     state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
     settings = {"accumulate": accumulate, "precision": precision, "partitioning": partitioning}
@@ -48,9 +50,9 @@ def test_a_first_step_calls_the_loss_once_or_twice(strategy, accumulate, precisi
     step, gradient = jdp.make_train_step(loss, plan, **settings), jdp.value_and_grad(same, plan, **settings)
     step.lower(state, shapes_of(batch()))
     jax.jit(gradient).lower(state.params, shapes_of(batch()), jax.random.key(0))
-    one_call = step.partitioning == "auto" and accumulate == 1
     rows = ROWS // accumulate // (8 if step.partitioning == "manual" else 1)
-    assert of_step == of_gradient == ([ROWS] if one_call else [rows, ROWS])
+    for calls in (of_step, of_gradient):  # to choose; to see what layer loops send; and the step's own
+        assert {*calls} == {rows, ROWS} and max(Counter(calls).values()) <= 4
 
 
 def shapes_of(tree):

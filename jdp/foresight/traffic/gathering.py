@@ -21,6 +21,8 @@ from jdp.core.tracing.collectives import Gathered
 
 MOSTLY = 0.5
 """Share of the gathered parameters' bytes; a zero3 that gathers more than this at the top is called a zero2."""
+_TWICE = 1.5
+"""Times a microbatch above which the backward pass gathers again what is gathered at the top, and nothing is held."""
 _HEADERS = ("gathered", "times a microbatch", "parameters", "payload", "")
 
 
@@ -41,8 +43,8 @@ class Gathering:
         return self.elements[each.path] * each.payload_bytes / max(each.elements, 1)
 
     def like_zero2(self) -> str:
-        """Return a sentence if most of the parameters' bytes are gathered at the top, else an empty string."""
-        at_top = [each for each in self.gathered if each.at_top]
+        """Return a sentence if most of the parameters' bytes are held from the top on, else an empty string."""
+        at_top = [each for each in self.gathered if each.at_top and self.times(each) < _TWICE]
         paths, top = {each.path for each in at_top}, sum(map(self.held_bytes, at_top))
         layered = sum(self.held_bytes(each) for each in self.gathered if each.path not in paths)
         if top <= MOSTLY * (top + layered):
