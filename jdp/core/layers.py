@@ -200,7 +200,8 @@ class _Body:
             for i, (name, leaf, is_state) in enumerate(leaves)
             if i not in self.fixed
         ]
-        self.block, self.layer, self.leading, self.remat, self.is_loop = block, layer, leading, remat, is_loop
+        self.block, self.layer, self.leading, self.is_loop = block, layer, leading, is_loop
+        self.remat: Remat = remat
         self.boundary = None if gathers is None else gathers.boundary
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
         gathers_here = any(placement is not None for placement in self.placements)

@@ -50,7 +50,8 @@ def step_gradients(
     The gradients are a tree like `trained_part(params)`: frozen parameters have none.
     """
     count, seed_of = spec.settings.accumulate, seeds(spec.settings.wire, key)
-    _, *first = microbatches(spec, collectives, batch, key)
+    _, part, its_key = microbatches(spec, collectives, batch, key)
+    first = part, its_key
     values = params if count == 1 else working_copy(spec, collectives, params)
     of = partial(Microbatch.of, spec, collectives, params, values)
     in_loops = _sends_in_loops(spec, collectives, params, model_state, *first)
