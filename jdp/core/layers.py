@@ -6,8 +6,8 @@ over the *shards* (`layer_loop.py`); the gather at the start is then dead code, 
 was cast or reshaped before is not in the table. It is used as it is: correct, but gathered for the whole step, which is
 reported once.
 
-Where XLA inserts the collectives ("auto"), for a list of layers, and under `vmap`, ZeRO-3 gathers a layer in the call
-of the block, which is rematerialised, and nothing is sent ahead.
+Nothing is sent ahead where XLA inserts the collectives ("auto"), of a list of layers, and under `vmap`. There ZeRO-3
+gathers a layer in the call of the block, which is rematerialised.
 """
 
 from __future__ import annotations

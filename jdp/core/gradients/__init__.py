@@ -71,9 +71,9 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
                                            the old state where a value is not finite (update/guarded.py)
     new state, metrics                     params S at rest, p; metrics: global
 
-Under manual, on several devices, a layer loop gathers one layer ahead and reduces one behind, in every strategy: zero2
-and zero3 in each microbatch, ddp and zero1 in the last, where the boundary adds the gradients of the others before it
-reduces. A loss that uses a layer's weights in several places is reduced at the top (`accumulate._sends_in_loops`).
+Under manual, on several devices, a layer loop gathers one layer ahead and reduces one behind, in every strategy. zero2
+and zero3 reduce in each microbatch, ddp and zero1 in the last: there the boundary first adds the others' gradients.
+A loss that uses a layer's weights in several places is reduced at the top (`accumulate._sends_in_loops`).
 
 A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
 come back in the order of the batch, from those without.
