@@ -172,12 +172,12 @@ class LayerLoop:
         d_outputs: list[Any],
         gathered: list[Any],
         others: list[Any],
-        kept: list[Any],
+        residuals: list[Any],
         outer: list[Any],
     ) -> tuple[list[Any], list[Any], tuple[list[Any], list[Any]]]:
         """Return the cotangents of a layer's weights, in the dtype in which they are summed; its carry; the rest."""
         structure, places, results = self._residuals
-        rest, at_hand = iter(kept), jax.tree.leaves((gathered, others, outer))
+        rest, at_hand = iter(residuals), jax.tree.leaves((gathered, others, outer))
         back = jax.tree.unflatten(structure, [next(rest) if place is None else at_hand[place] for place in places])
         given = zip(results, (d_carry, d_outputs), strict=True)
         d_weights, d_others, d_carry, *d_outer = back(tuple(_with_floats(*pair, _zero) for pair in given))

@@ -321,7 +321,7 @@ def _operand(
     _, weight, placement = gathers.table[id(leaf)]
     gathers.used.add(name)
     is_small = leaf.ndim <= leading + 1 and leaf.nbytes <= leaf.shape[0] * _SMALL if in_loop else False
-    if is_small or not (in_loop or again) or not (placement.dim is not None or gathers.boundary.whole):
+    if is_small or not (in_loop or again) or not (placement.dim is not None or gathers.boundary.with_replicated):
         return leaf, None
     if placement.dim is not None and placement.dim < leading:
         if again:
