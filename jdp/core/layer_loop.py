@@ -19,15 +19,17 @@ would copy a layer's weights and gradient in each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layer_order import LayerDerivative
+from jdp.core.reading.jaxprs import run
 from jdp.core.sharding.placement import Placement
 
 Layer = Callable[..., Any]
@@ -67,6 +69,11 @@ class LayerLoop:
     policy: Callable[..., bool]
     is_unrolled: bool
     count: int
+    _layer: Layer = field(init=False)
+    _is_ahead: bool = field(init=False)  # gathers are sent before they are needed
+    _keeps: bool = field(init=False)  # gathered weights are kept for the backward pass
+    _residuals: _Residuals = field(init=False)
+    _derivative: LayerDerivative | None = field(init=False, default=None)
 
     def __call__(self, layer: Layer, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Any]:
         """Return what a scan returns: what the last layer carries, and the layers' outputs, stacked.
@@ -80,9 +87,8 @@ class LayerLoop:
         self.is_unrolled |= self.count < 3
         sends = self.boundary.gather is not None and any(each.dim is not None for each in self.placements)
         self._is_ahead, self._keeps = sends, sends and not self.boundary.again
-        shapes = jax.eval_shape(lambda w, o, c: (self._gather(w, 0), _at(o, 0), c), weights, others, carry)
-        self._layer, carry, outer = _closed(layer, *shapes[:2], carry)
-        self._derivative: LayerDerivative | None = None
+        gathered, slices = jax.eval_shape(lambda w, o: (self._gather(w, 0), _at(o, 0)), weights, others)
+        self._layer, carry, outer = _closed(layer, gathered, slices, carry)
         loop = jax.custom_vjp(self._plain)
         loop.defvjp(self._saving, self._backward)
         return loop(weights, others, carry, outer)
@@ -166,12 +172,12 @@ class LayerLoop:
         d_outputs: list[Any],
         gathered: list[Any],
         others: list[Any],
-        kept: list[Any],
+        residuals: list[Any],
         outer: list[Any],
     ) -> tuple[list[Any], list[Any], tuple[list[Any], list[Any]]]:
         """Return the cotangents of a layer's weights, in the dtype in which they are summed; its carry; the rest."""
         structure, places, results = self._residuals
-        rest, at_hand = iter(kept), jax.tree.leaves((gathered, others, outer))
+        rest, at_hand = iter(residuals), jax.tree.leaves((gathered, others, outer))
         back = jax.tree.unflatten(structure, [next(rest) if place is None else at_hand[place] for place in places])
         given = zip(results, (d_carry, d_outputs), strict=True)
         d_weights, d_others, d_carry, *d_outer = back(tuple(_with_floats(*pair, _zero) for pair in given))
@@ -244,11 +250,11 @@ def _closed(layer: Layer, weights: Any, others: Any, carry: Any) -> tuple[Layer,
     if any(x.dtype != shape.dtype for x, shape in zip(jax.tree.leaves(carry), jax.tree.leaves(shapes[0]), strict=True)):
         carry = jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), carry, shapes[0])  # of a weak type
         closed, shapes = jax.make_jaxpr(layer, return_shape=True)(weights, others, carry)
-    places = [i for i, x in enumerate(closed.consts) if isinstance(x, jax.core.Tracer)]
+    places = [i for i, x in enumerate(closed.consts) if isinstance(x, Tracer)]
 
     def with_outer(weights: Any, others: Any, carry: Any, *outer: Any) -> Any:
         consts = dict(enumerate(closed.consts)) | dict(zip(places, outer, strict=True))
-        leaves = jax.core.eval_jaxpr(closed.jaxpr, list(consts.values()), *jax.tree.leaves((weights, others, carry)))
+        leaves = run(closed, jax.tree.leaves((weights, others, carry)), consts=list(consts.values()))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     return with_outer, carry, [closed.consts[i] for i in places]

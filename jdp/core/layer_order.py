@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jdp.core.reading.jaxprs import bind
+from jdp.core.reading.jaxprs import bind, run
 
 _CALLS = ("jit", "closed_call", "checkpoint", "remat2")
 _SAME_ELEMENTS = ("transpose", "reshape", "squeeze", "copy")
@@ -33,7 +33,7 @@ class LayerDerivative:
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         closed, self._shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        self._program = jax.make_jaxpr(lambda *leaves: _run(closed, leaves))(*jax.tree.leaves(args))
+        self._program = jax.make_jaxpr(lambda *leaves: run(closed, leaves, _written_out))(*jax.tree.leaves(args))
         outputs = self._program.jaxpr.outvars
         first, carried = len(jax.tree.leaves(self._shape[0])), len(jax.tree.leaves(self._shape[1]))
         self._wide = _wide_products(self._program, outputs[:first])
@@ -50,18 +50,8 @@ class LayerDerivative:
             sent = waiting.get(eqn.outvars[0]) if eqn.outvars else None
             return jax.lax.optimization_barrier((results, sent))[0] if sent else results
 
-        leaves = _run(self._program, jax.tree.leaves(args), evaluated)
+        leaves = run(self._program, jax.tree.leaves(args), evaluated)
         return jax.tree.unflatten(jax.tree.structure(self._shape), leaves)
-
-
-def _run(program: ClosedJaxpr, args: Sequence[Any], operation: Callable[..., list[Any]] | None = None) -> list[Any]:
-    """Evaluate a program by `operation`; without one, as it is, what it only calls written out."""
-    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    values |= dict(zip(program.jaxpr.invars, args, strict=True))
-    for eqn in program.jaxpr.eqns:
-        operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
-        values |= zip(eqn.outvars, (operation or _written_out)(eqn, operands), strict=True)
-    return [x.val if isinstance(x, Literal) else values[x] for x in program.jaxpr.outvars]
 
 
 def _written_out(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -70,7 +60,7 @@ def _written_out(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     inner: Any = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
     if eqn.params.get("prevent_cse"):
         operands = jax.lax.optimization_barrier(operands)
-    return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
+    return run(inner, operands, _written_out)
 
 
 def _wide_products(program: ClosedJaxpr, gradients: Sequence[Any]) -> set[Any]:
@@ -92,9 +82,9 @@ def _wide_products(program: ClosedJaxpr, gradients: Sequence[Any]) -> set[Any]:
 
 
 def _is_16_bit_product(eqn: JaxprEqn) -> bool:
-    dtypes = {x.aval.dtype for x in (*eqn.invars, *eqn.outvars)}
+    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     is_plain = eqn.primitive.name == "dot_general" and eqn.params["precision"] is None
-    return is_plain and len(dtypes) == 1 and dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
+    return is_plain and {x.dtype for x in avals} in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
 
 
 def _waiting(program: ClosedJaxpr, carried: Sequence[Any]) -> list[Any]:
@@ -112,7 +102,8 @@ def _waiting(program: ClosedJaxpr, carried: Sequence[Any]) -> list[Any]:
 
 def _multiplications(product: JaxprEqn) -> int:
     (contracted, _), _ = product.params["dimension_numbers"]
-    left, result = product.invars[0].aval, product.outvars[0].aval
+    left: Any = product.invars[0].aval
+    result: Any = product.outvars[0].aval
     return math.prod(result.shape) * math.prod(left.shape[i] for i in contracted)
 
 

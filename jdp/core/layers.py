@@ -6,8 +6,8 @@ over the *shards* (`layer_loop.py`); the gather at the start is then dead code, 
 was cast or reshaped before is not in the table. It is used as it is: correct, but gathered for the whole step, which is
 reported once.
 
-Where XLA inserts the collectives ("auto"), for a list of layers, and under `vmap`, ZeRO-3 gathers a layer in the call
-of the block, which is rematerialised, and nothing is sent ahead.
+Nothing is sent ahead where XLA inserts the collectives ("auto"), of a list of layers, and under `vmap`. There ZeRO-3
+gathers a layer in the call of the block, which is rematerialised.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ class _Body:
             for i, (name, leaf, is_state) in enumerate(leaves)
             if i not in self.fixed
         ]
-        self.block, self.layer, self.leading, self.remat, self.is_loop = block, layer, leading, remat, is_loop
+        self.block, self.layer, self.leading, self.is_loop = block, layer, leading, is_loop
+        self.remat: Remat = remat
         self.boundary = None if gathers is None else gathers.boundary
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
         gathers_here = any(placement is not None for placement in self.placements)
@@ -320,7 +321,7 @@ def _operand(
     _, weight, placement = gathers.table[id(leaf)]
     gathers.used.add(name)
     is_small = leaf.ndim <= leading + 1 and leaf.nbytes <= leaf.shape[0] * _SMALL if in_loop else False
-    if is_small or not (in_loop or again) or not (placement.dim is not None or gathers.boundary.whole):
+    if is_small or not (in_loop or again) or not (placement.dim is not None or gathers.boundary.with_replicated):
         return leaf, None
     if placement.dim is not None and placement.dim < leading:
         if again:

@@ -63,7 +63,7 @@ def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def keep_costly(prim: Any, *_: Any, **params: Any) -> bool:
-    """A policy for a whole loss: keep all but gathered weights, and what costs little to compute again.
+    """Keep all of a loss but gathered weights, and what costs little to compute again.
 
     So convolutions, fused attention, anyone's kernels, collectives and embeddings' rows are computed once.
     """

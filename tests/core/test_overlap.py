@@ -63,11 +63,19 @@ def twice_loss(params, batch, rng):
     return jdp.Loss(jnp.sum(jnp.square(x)), jnp.float32(batch["x"].shape[0]))
 
 
+def by_row_loss(params, batch, rng):
+    """A loss whose model takes one row: each row's gradient must not be sent by itself."""
+    layer = lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"] + each["bias"]  # noqa: E731
+    x = jax.vmap(lambda row: jdp.scan_layers(layer, params["layers"], row))(batch["x"])
+    return jdp.Loss(jnp.sum(jnp.square(x)), jnp.float32(batch["x"].shape[0]))
+
+
 ROWS = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
 PLAIN, FULL, DOTS = (partial(layers_loss, dropout=DROPOUT, remat=remat) for remat in (None, "full", "dots"))
 MODELS = {
     "layers": (init_layers, PLAIN, tokens_of(16)),
     "twice": (partial(init_layers, layers=3, width=16), twice_loss, ROWS),
+    "by row": (partial(init_layers, layers=3, width=16), by_row_loss, ROWS),
     "nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, ROWS),
 }
 CASES = {
@@ -174,6 +182,15 @@ def test_gradients_of_weights_are_summed_in_float32_and_not_rounded_before():
     kinds = Counter((eqn.invars[0].aval.dtype.name, eqn.outvars[0].aval.dtype.name) for eqn in products)
     weights = [x for path, x in jax.tree.leaves_with_path(state.params) if "layers" in jax.tree_util.keystr(path)]
     assert kinds["bfloat16", "float32"] >= sum(x.ndim == 3 for x in weights) and kinds["bfloat16", "bfloat16"]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_under_vmap_a_gradient_is_summed_over_rows_before_it_is_sent(strategy):
+    after, traced = run("by row", by_row_loss, strategy)
+    for one, other in zip(*map(jax.tree.leaves, (on_one_device("by row", None), after)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    sent = [eqn.invars[0].aval.size for eqn in every_eqn(traced) if eqn.primitive.name == "reduce_scatter"]
+    assert sent and max(sent) <= 3 * 16 * 64  # all layers of a matrix
 
 
 def multiplied_meanwhile(lines):

@@ -85,8 +85,9 @@ def traced(*args, **settings):
     return {each.path: (each.at_top, each.elements) for each in step.sends.gathered}, sizes
 
 
-# The trace. A layer's weights: forward and again backward; the bias, which the backward pass of a sum does not need but
-# that of tanh does, since its result is computed again; the head: once, and kept.
+# The trace. A layer's weights: forward and again backward. A bias is small: under auto it is gathered as the weights
+# are, as the backward pass of tanh needs it; in a loop that sends, once for all layers. The head: once, and kept. The
+# last layer's weights stay from the forward to the backward pass, in a loop that sends.
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
@@ -94,18 +95,19 @@ def traced(*args, **settings):
 def test_layers_are_gathered_forward_and_backward_and_the_rest_once(partitioning, k):
     gathered, sizes = traced(scanned, partitioning=partitioning, accumulate=k, precision="bf16")
     assert sizes == {2}
+    times = 2 * LAYERS - (partitioning == "manual")
     assert gathered == {
         "head": (True, k * WIDTH * HEAD),
-        "layers/w": (False, 2 * k * LAYERS * MATRIX),
-        "layers/v": (False, 2 * k * LAYERS * MATRIX),
-        "layers/b": (False, 2 * k * LAYERS * WIDTH),
+        "layers/w": (False, k * times * MATRIX),
+        "layers/v": (False, k * times * MATRIX),
+        "layers/b": (True, k * LAYERS * WIDTH) if partitioning == "manual" else (False, 2 * k * LAYERS * WIDTH),
     }
 
 
 @pytest.mark.parametrize("loop", [one_by_one, cast_before])
-def test_what_scan_layers_is_not_given_as_it_stands_is_gathered_once_at_the_top(loop):
+def test_without_a_layer_loop_weights_are_gathered_at_the_top_and_again_backward(loop):
     gathered, _ = traced(loop, partitioning="manual", accumulate=2)
-    assert gathered["layers/w"] == (True, 2 * LAYERS * MATRIX)
+    assert gathered["layers/w"] == (True, 2 * 2 * LAYERS * MATRIX)
     assert all(top for top, _ in gathered.values())
 
 
@@ -113,35 +115,35 @@ def test_what_scan_layers_is_not_given_as_it_stands_is_gathered_once_at_the_top(
 def test_a_device_gathers_its_own_part_along_the_models_axes(partitioning):
     mesh, rules = jdp.make_mesh(data=4, model=2), [("layers/w", P(None, None, "model"))]
     gathered, _ = traced(scanned, mesh=mesh, rules=rules, partitioning=partitioning)
-    assert gathered["layers/w"] == (False, LAYERS * MATRIX)  # twice, half of it
-    assert gathered["layers/v"] == (False, 2 * LAYERS * MATRIX)
+    times = 2 * LAYERS - (partitioning == "manual")
+    assert gathered["layers/w"] == (False, times * MATRIX // 2)
+    assert gathered["layers/v"] == (False, times * MATRIX)
 
 
 # The step reports it
 
 
 @pytest.fixture
-def zero2_notices(monkeypatch, caplog):
+def top_notices(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
-    return lambda: [line for line in caplog.messages if "as zero2 does" in line]
+    return lambda: [line for line in caplog.messages if line.startswith("zero3 gathers its weights")]
 
 
-def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(zero2_notices):
+def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(top_notices):
     for loop, strategy, count in (
         (scanned, "zero3", 0),
         (one_by_one, "zero2", 0),
-        (cast_before, "zero3", 0),  # scan_layers reports each weight
         (one_by_one, "zero3", 1),
         (one_by_one, "zero3", 1),
     ):
         step, state, batch = made(loop, strategy, partitioning="manual")
         jax.eval_shape(step, state, batch)
-        assert len(zero2_notices()) == count
-    assert zero2_notices()[0].startswith(
-        "zero3 gathers its weights (head and 3 more) at the top of the step and holds them whole"
+        assert len(top_notices()) == count
+    assert top_notices()[0].startswith(
+        "zero3 gathers its weights (head and 3 more) at the top of the step and gathers them again in the backward pass"
     )
-    assert "jdp.scan_layers gathers one layer at a time" in zero2_notices()[0]
+    assert "jdp.scan_layers gathers one layer at a time" in top_notices()[0]
 
 
 # Compiled
@@ -165,7 +167,8 @@ def source_line(function, text):
 def test_the_compiled_program_gathers_what_the_trace_has(partitioning):
     report = verified(scanned, partitioning=partitioning, accumulate=2)
     [row] = [row for row in report.rows if row.kind == "all-gather"]
-    expected = 2 * 2 * (2 * LAYERS * (2 * MATRIX + WIDTH) + WIDTH * HEAD)
+    layers, biases = (2 * LAYERS - 1, LAYERS) if partitioning == "manual" else (2 * LAYERS, 2 * LAYERS)
+    expected = 2 * 2 * (layers * 2 * MATRIX + biases * WIDTH + WIDTH * HEAD)
     assert (row.expected_bytes, row.found_bytes) == (expected, expected)
     assert report.kept, report
     assert report.theory.most_gathered_bytes == 2 * 2 * 2 * report.theory.parameters > expected
@@ -175,10 +178,8 @@ def test_the_compiled_program_gathers_what_the_trace_has(partitioning):
 def test_a_stray_gather_breaks_what_was_below_the_upper_bound():
     report = verified(gathers_activations)
     assert not report.kept
-    at_most = report.theory.most_gathered_bytes + report.theory.payload_bytes["reduce-scatter"]
-    assert report.wire_bytes_per_device < 1.02 * 7 / 8 * at_most  # which was all that was asked before
     expected = source_line(gathers_activations, "all_gather")
-    [gather] = [breach for breach in report.breaches if breach.startswith("all-gather")]
+    gather, *_ = [breach for breach in report.breaches if breach.startswith("all-gather")]
     assert gather.startswith("all-gather of 128 KiB bf16, at " + expected)
     assert "no parameter has this shape" in gather
     assert report.strays == ()
@@ -196,18 +197,23 @@ def test_a_small_stray_is_named_and_kept():
     assert json.loads(json.dumps(report.to_json()))["strays"] == [stray]
 
 
+def half_scanned(layers, x):
+    return scanned(layers | {"v": layers["v"] * 1.0}, x)
+
+
 def test_a_zero3_that_is_a_zero2_is_reported():
-    report = verified(one_by_one)
+    assert verified(one_by_one).like_zero2 == ""
+    report = verified(half_scanned)
     assert report.kept
     assert report.ratio == pytest.approx(1, abs=0.002)
     [first] = [line for line in str(report).splitlines() if line.startswith("This zero3")]
     assert first == report.like_zero2 == report.to_json()["like_zero2"]
-    assert "holds its weights like zero2: 261 KiB of 261 KiB gathered weights a device (100 %)" in first
-    assert "(layers/v, layers/w, head and 1 more)" in first
-    assert "run the layers through jdp.scan_layers" in first
+    assert "holds its weights like zero2: 133 KiB of 261 KiB gathered weights a device (51 %)" in first
+    assert "(layers/v, head, layers/b)" in first
+    assert "only what goes through jdp.scan_layers as it stands" in first
     gathers = {each["parameter"]: each for each in report.to_json()["gathers"]}
-    assert gathers["layers/w"] == {
-        "parameter": "layers/w",
+    assert gathers["layers/v"] == {
+        "parameter": "layers/v",
         "where": "top",
         "times_a_microbatch": 1.0,
         "payload_bytes": 2 * LAYERS * MATRIX,

@@ -57,8 +57,9 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
                                            the old state where a value is not finite (update/guarded.py)
     new state, metrics                     params S at rest, p; metrics: global
 
-In `manual` a layer loop gathers one layer ahead and reduces one behind, under every strategy. ddp and zero1 reduce in
-the last microbatch alone, whose boundary adds the gradients of the others first.
+Under manual, on several devices, a layer loop gathers one layer ahead and reduces one behind, in every strategy. zero2
+and zero3 reduce in each microbatch, ddp and zero1 in the last: there the boundary first adds the others' gradients.
+A loss that uses a layer's weights in several places is reduced at the top (`accumulate._sends_in_loops`).
 
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
 """

@@ -13,7 +13,7 @@ How to gather, reduce and sum is what `auto` and `manual` supply (`Collectives`)
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,20 +50,21 @@ def step_gradients(
     The gradients are a tree like `trained_part(params)`: frozen parameters have none.
     """
     count, seed_of = spec.settings.accumulate, seeds(spec.settings.wire, key)
-    _, *first = microbatches(spec, collectives, batch, key)
+    _, part, its_key = microbatches(spec, collectives, batch, key)
+    first = part, its_key
     values = params if count == 1 else working_copy(spec, collectives, params)
     of = partial(Microbatch.of, spec, collectives, params, values)
     in_loops = _sends_in_loops(spec, collectives, params, model_state, *first)
     sums_once = count > 1 and not spec.strategy.reduce_each_microbatch
     gradient = of(boundary_of(spec, collectives, in_loops=in_loops and not sums_once))
-    last = of(boundary_of(spec, collectives, in_loops=True, sums_others=True)) if in_loops and sums_once else None
+    summing = of(boundary_of(spec, collectives, in_loops=True, sums_others=True)) if in_loops and sums_once else None
     gradient = replace(gradient, is_plain=_gathers_again(spec, gradient, model_state, *first))
     _refuse_varying(spec, collectives, gradient, model_state, *first)
     if count == 1:
         grads, sums, after = gradient(model_state, *first, seed_of(0))
     else:
-        grads, sums, after = scan_microbatches(collectives, gradient, last, model_state, batch, key)
-    grads = _summed(spec, collectives, (last or gradient).boundary, grads, seed_of)
+        grads, sums, after = scan_microbatches(collectives, gradient, summing, model_state, batch, key)
+    grads = _summed(spec, collectives, (summing or gradient).boundary, grads, seed_of)
     total = replace(jax.tree.map(collectives.sum, sums.only), rows=sums.rows, whole=sums.whole)
     return grads, total, collectives.average(model_state, after)
 
@@ -130,71 +131,88 @@ def _summed(spec: GradientSpec, collectives: Collectives, boundary: Boundary, gr
 def scan_microbatches(
     collectives: Collectives,
     gradient: Microbatch,
-    last: Microbatch | None,
+    summing: Microbatch | None,
     model_state: PyTree,
     batch: Batch,
     key: jax.Array,
 ) -> tuple[PyTree, Sums, PyTree]:
     """Return what `gradient` does of one microbatch, of all of them together.
 
-    `last`, if given, is of the last microbatch: it adds the gradients of the others to its own before it sums them over
-    devices.
+    `summing`, if given, is of the last microbatch: it adds the gradients of the others to its own before it sums them
+    over devices.
     """
     spec = gradient.spec
     count = spec.settings.accumulate
     slices = jnp.arange(count, dtype=jnp.uint32), collectives.microbatches(batch, count)
-    _, *first = microbatches(spec, collectives, batch, key)
-    changed, shapes = _probe(gradient, model_state, *first, seeds(spec.settings.wire, key)(0))
-    add = partial(_add_microbatch, collectives, (model_state, changed), batch_rows(batch) // count, key)
+    changed, shapes = _probe(gradient, model_state, *microbatches(spec, collectives, batch, key)[1:], key)
+    turn = _Turn(collectives, model_state, changed, batch_rows(batch) // count, key)
 
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-        grads, sums, outputs = add(gradient, carry[1], xs)
+        grads, sums, outputs = turn(gradient, carry[1], xs)
         return (jax.tree.map(jnp.add, carry[0], grads), sums), outputs
 
     zeros = map_leaves(collectives.constrain, gradient.slots, spec.trained_placements)
     zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     start = zeros, (zero_sums, trained_part(model_state, changed))
-    if last is None:
+    if summing is None:
         (grads, (sums, state)), outputs = jax.lax.scan(body, start, slices)
     else:
         (grads, before), outputs = jax.lax.scan(body, start, jax.tree.map(lambda x: x[:-1], slices))
         # Without the barrier XLA may run the forward pass before the others', and hold the activations of two.
         earlier, xs = jax.lax.optimization_barrier((grads, jax.tree.map(lambda x: x[-1], slices)))
-        grads, (sums, state), end = add(last, before, xs, earlier)
+        grads, (sums, state), end = turn(summing, before, xs, earlier)
         outputs = jax.tree.map(lambda x, y: jnp.concatenate([x, jnp.expand_dims(y, 0)]), outputs, end)
     by_row, whole = [joined(x) for x in outputs[0]], [x[-1] for x in outputs[1]]
     return grads, replace(sums, rows=by_row, whole=whole), with_trained(model_state, state, changed)
 
 
-def _probe(gradient: Microbatch, model_state: PyTree, *first: Any) -> tuple[list[bool], Sums]:
+def _probe(
+    gradient: Microbatch, model_state: PyTree, batch: Batch, batch_key: Any, key: jax.Array
+) -> tuple[list[bool], Sums]:
     """Return which leaves of the model state a call changes, as only those are carried, and the shapes of its sums."""
     changed: list[bool] = []
 
-    def call(*first: Any) -> Sums:
-        _, sums, after = gradient(model_state, *first)
+    def call(batch: Batch, batch_key: Any) -> Sums:
+        _, sums, after = gradient(model_state, batch, batch_key, seeds(gradient.spec.settings.wire, key)(0))
         changed[:] = changed_leaves(model_state, after)
         return sums.only
 
-    shapes = jax.eval_shape(call, *first)
-    return changed, shapes
+    return changed, jax.eval_shape(call, batch, batch_key)
 
 
-def _add_microbatch(
-    collectives: Collectives,
-    carried: tuple[PyTree, list[bool]],
-    rows: int,
-    key: jax.Array,
-    gradient: Microbatch,
-    before: tuple[Sums, PyTree],
-    xs: tuple[jax.Array, Batch],
-    earlier: PyTree = None,
-) -> tuple[PyTree, tuple[Sums, PyTree], tuple[list[jax.Array], list[jax.Array]]]:
-    """Return a microbatch's gradients, the sums and the changed model state after it, and the arrays of its aux."""
-    (model_state, changed), (sums, state), (index, microbatch) = carried, before, xs
-    settings, state = gradient.spec.settings, with_trained(model_state, state, changed)
-    its_key, seed = collectives.key_of(key, rows, index, settings.accumulate), seeds(settings.wire, key)(index)
-    grads, own, after = gradient(state, microbatch, its_key, seed, earlier)
-    return grads, (jax.tree.map(jnp.add, sums, own.only), trained_part(after, changed)), (own.rows, own.whole)
+@dataclass(frozen=True)
+class _Turn:
+    """One microbatch among several.
+
+    Attributes:
+        collectives: of the view.
+        model_state: before the step.
+        changed: which leaves of it calls change.
+        rows: of a microbatch.
+        key: the step's.
+    """
+
+    collectives: Collectives
+    model_state: PyTree
+    changed: list[bool]
+    rows: int
+    key: jax.Array
+
+    def __call__(
+        self,
+        gradient: Microbatch,
+        before: tuple[Sums, PyTree],
+        xs: tuple[jax.Array, Batch],
+        earlier: PyTree = None,
+    ) -> tuple[PyTree, tuple[Sums, PyTree], tuple[list[jax.Array], list[jax.Array]]]:
+        """Return a microbatch's gradients, the sums and the changed model state after it, and the arrays of its aux."""
+        (sums, state), (index, microbatch), settings = before, xs, gradient.spec.settings
+        state = with_trained(self.model_state, state, self.changed)
+        key = self.collectives.key_of(self.key, self.rows, index, settings.accumulate)
+        seed = seeds(settings.wire, self.key)(index)
+        grads, own, after = gradient(state, microbatch, key, seed, earlier)
+        sums = jax.tree.map(jnp.add, sums, own.only)
+        return grads, (sums, trained_part(after, self.changed)), (own.rows, own.whole)
 
 
 def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:

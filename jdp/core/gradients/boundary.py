@@ -56,7 +56,7 @@ class Boundary:
         gather: gathers a shard; None where values are gathered already.
         reduce: sums a gradient; None where it is summed later.
         precision: the dtypes.
-        whole: True if replicated parameters go through `reduce` too (ddp); else their gradients are summed later.
+        with_replicated: True if replicated parameters go through `reduce` too (ddp); else they are summed later.
         completes: True if `reduce` sums over all batch axes; else a step finishes the sum.
         again: the backward pass gathers again (zero3); else it takes what the forward pass gathered.
         in_loops: `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it takes weights
@@ -66,14 +66,14 @@ class Boundary:
     gather: Collective | None = field(compare=False)
     reduce: Reduction | None = field(compare=False)
     precision: Precision
-    whole: bool = False
+    with_replicated: bool = False
     completes: bool = False
     again: bool = False
     in_loops: bool = False
 
     def reduces(self, placement: Placement) -> bool:
         """Return True for a parameter whose gradient leaves the loss as a sum over devices, if it is trained."""
-        return self.reduce is not None and (self.whole or placement.dim is not None)
+        return self.reduce is not None and (self.with_replicated or placement.dim is not None)
 
     def gathered(self, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
         """Return a parameter at its compute spec, in compute dtype."""

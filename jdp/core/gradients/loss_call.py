@@ -141,7 +141,7 @@ class TracedLoss:
             sources = [x if isinstance(x, Weight) else Weight(x) for x in tree.flatten_up_to(operands)]
             with top_scope():
                 weights = tree.unflatten(map(boundary, sources, placements))
-            leaves = zip(jax.tree.leaves(weights), sources, placements, strict=True)
+            leaves: Any = zip(jax.tree.leaves(weights), sources, placements, strict=True)
             context = gathering(GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves}))
         with context:
             model = weights

@@ -53,7 +53,7 @@ def boundary_of(
         collectives.gather if gathers else None,
         collectives.complete if completes else collectives.reduce if reduces else None,
         spec.settings.precision,
-        whole=completes and not strategy.shard_state,
+        with_replicated=completes and not strategy.shard_state,
         completes=completes,
         again=at_use,
         in_loops=in_loops,

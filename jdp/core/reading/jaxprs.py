@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -79,6 +79,22 @@ def user_line(eqn: JaxprEqn) -> str:
     lines = source_lines(eqn)
     own = (line for line in lines if "site-packages" not in line and not line.startswith(f"{PACKAGE}{os.sep}"))
     return next(own, next(iter(lines), "an unknown line"))
+
+
+def run(
+    program: Any,
+    arrays: Sequence[Any],
+    operation: Callable[[JaxprEqn, list[Any]], list[Any]] | None = None,
+    consts: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Evaluate a jaxpr, each operation by `operation`, with other constants than its own if they are given."""
+    jaxpr, own = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, own if consts is None else consts, strict=True))
+    values |= zip(jaxpr.invars, arrays, strict=True)
+    for eqn in jaxpr.eqns:
+        operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
+        values |= zip(eqn.outvars, (operation or bind)(eqn, operands), strict=True)
+    return [x.val if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
 
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
