@@ -79,7 +79,7 @@ def test_what_xla_cpu_sends_is_not_judged(target):
     report = verify(*made("zero1", partitioning="auto"), target)
     headline = str(report).splitlines()[1]
     assert headline.startswith(
-        "Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends 168 KiB a step, 1.500 of"
+        "Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends 168 KiB a step, 1.501 of"
     )
     assert (report.kept, report.breaches, report.to_json()["judged"]) == (None, (), False)
     assert "<-" not in str(report) and "BROKEN" not in str(report)

@@ -2,7 +2,7 @@
 
 A gradient can be finite and its update not: a learning rate is NaN, or a weight overflows. So the new parameters and
 the new optimizer state are checked too. XLA computes them once for the check, and once where they are written; the
-devices exchange one byte for each parameter, in one collective.
+devices exchange two numbers for each parameter, in one collective.
 """
 
 from __future__ import annotations
