@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from jdp.core.types import Loss as Loss
     from jdp.core.update.ema import ema_params as ema_params
     from jdp.core.update.ema import with_ema as with_ema
+    from jdp.core.update.muon import muon as muon
     from jdp.core.update.schedules import scaled_lr as scaled_lr
     from jdp.core.update.schedules import warmup as warmup
     from jdp.core.value_and_grad import ValueAndGrad as ValueAndGrad
@@ -88,6 +89,7 @@ _HOMES = {
     "make_eval_step": "core.make_step",
     "make_mesh": "core.sharding.mesh",
     "make_train_step": "core.make_step",
+    "muon": "core.update.muon",
     "place": "core.init.trees",
     "process_rows": "data.feed",
     "restore": "checkpoint.single",

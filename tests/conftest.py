@@ -57,6 +57,9 @@ TESTS_OF_TRIALS = {
     "test_guides",
     "test_batch_norm",
     "test_agreement",
+    "test_losses_table",
+    "test_outputs",
+    "test_value_and_grad",
 }
 
 
@@ -67,7 +70,7 @@ def no_trials_of_losses(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     It stays on in the tests of that trial, and in every run of the command line as a process of its own.
     """
     if request.module.__name__ not in TESTS_OF_TRIALS:
-        monkeypatch.setattr("jdp.core.gradients.partitioning.mixing", lambda *_: None)
+        monkeypatch.setattr("jdp.core.gradients.loss_check.Trial.finding", lambda *_: None)
 
 
 def pytest_collection_finish() -> None:

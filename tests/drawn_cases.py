@@ -163,4 +163,10 @@ def may_be_refused(case, setting):
     """Whether the case holds what cannot be right where the loss is called on parts of a batch."""
     if setting.unit == 1 or (setting.accumulate == 1 and setting.partitioning != "manual"):
         return False
-    return case.term in ("bare_decay", "negatives", "pairs") or case.state == "counted"
+    if case.loss == "mean" and setting.accumulate > 1:
+        return True
+    return (
+        case.term in ("bare_decay", "negatives", "pairs")
+        or case.state == "counted"
+        or case.noise in ("numbered", "gamma")
+    )

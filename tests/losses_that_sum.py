@@ -395,3 +395,38 @@ def soft_actor(params, batch, rng):
     logp = (-0.5 * noise**2 - log_std - jnp.log(1 - action**2 + 1e-6)).sum(-1)
     q = jnp.minimum(*(jnp.hstack([batch["x"], action]) @ params[name] for name in ("q1", "q2")))
     return (jnp.exp(params["log_alpha"]) * logp - q[:, 0]).mean()
+
+
+# AlgoPerf's that are not above (mlcommons/algorithmic-efficiency): a sum over valid examples, and their number.
+
+
+@entry(SUMS, weights_of(table=(16, 3), up=(5, 4), down=(9, 1)), batch_of(x=floats(5), ids=below(99, 2), weights=uneven))
+def criteo(params, batch, rng):
+    """Rows of one table, taken by hashed index; the logit by an index of rows."""
+    rows = params["table"][(batch["ids"].reshape(-1) % 16)].reshape(len(batch["ids"]), -1)
+    hidden = jnp.concatenate([jax.nn.relu(batch["x"] @ params["up"])[:, :3], rows], axis=1)
+    logits = (hidden @ params["down"])[jnp.arange(len(hidden)), 0]
+    each = optax.sigmoid_binary_cross_entropy(logits, (batch["x"][:, 0] > 0).astype(jnp.float32))
+    return jdp.Loss((each * batch["weights"]).sum(), batch["weights"].sum())
+
+
+@entry(SUMS, weights_of(embed=(WORDS, WIDTH), out=(WIDTH, WORDS)), batch_of(**TEXT))
+def wmt(params, batch, rng):
+    """Smoothed labels, less the least that they allow; padding weighs nothing."""
+    smooth, rest = 0.9, 0.1 / (WORDS - 1)
+    least = -(smooth * np.log(smooth) + (WORDS - 1) * rest * np.log(rest + 1e-20))
+    soft = jax.nn.one_hot(batch["targets"], WORDS) * (smooth - rest) + rest
+    each = -(soft * jax.nn.log_softmax(params["embed"][batch["tokens"]] @ params["out"])).sum(-1) - least
+    return jdp.Loss((each * batch["mask"]).sum(), batch["mask"].sum())
+
+
+IMAGES = {"image": floats(4, 4, 2), "target": floats(4, 4), "mean": floats(), "weights": uneven}
+
+
+@entry(SUMS, init_conv, batch_of(**IMAGES))
+def fastmri(model, batch, rng):
+    """Each image normalised by its own mean and deviation."""
+    wanted = batch["target"] - batch["target"].mean((1, 2), keepdims=True) + batch["mean"][:, None, None]
+    wanted = wanted / (wanted.std((1, 2), keepdims=True) + 1e-6)
+    each = jnp.abs(model(batch["image"])[..., 0] - wanted).mean((1, 2))
+    return jdp.Loss((each * batch["weights"]).sum(), batch["weights"].sum())

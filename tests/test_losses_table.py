@@ -1,4 +1,4 @@
-"""The table of losses is true: computed, by comparing a batch's loss with that of its parts."""
+"""The table of losses is true, computed by comparing a batch's loss with that of its parts; the trial agrees."""
 
 import inspect
 import operator
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from loss_entries import Entry
@@ -16,6 +17,7 @@ from losses_that_sum import SUMS
 import jdp
 
 ROWS = 8
+PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]), min_shard_size=8)
 HALVES = np.concatenate([np.arange(8).reshape(2, 4), np.arange(8).reshape(4, 2).T])
 """The rows of two parts: neighbours; and every second one, which parts neighbours."""
 QUARTERS = np.arange(8).reshape(4, 2)
@@ -97,3 +99,30 @@ def test_a_loss_that_mixes_rows_differs_in_parts(each):
     value, pairs = whole_and_parts(each, HALVES)
     assert np.isfinite(pairs).all() and (pairs[:, 1] > 0).all() and each.marked_lines
     assert max(abs(pairs[1:, 0] / pairs[1:, 1] - value)) > 1e-4 * abs(value)
+
+
+def declared(each: Entry):
+    """The loss as one that returns `jdp.Loss`: what its users have to write for several microbatches."""
+
+    def loss(model, batch, rng):
+        return jdp.Loss(*sums(each, model, batch, rng))
+
+    return loss
+
+
+def trial_of(loss, each: Entry, rows=ROWS):
+    state = jdp.init_state(each.init, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, PLAN, accumulate=2)
+    step.loss.check_first(state, each.batch(rows))
+    return step
+
+
+@pytest.mark.parametrize("each", SUMS, ids=repr)
+def test_the_trial_accepts_a_sum(each):
+    assert trial_of(declared(each), each).partitioning == "manual"
+
+
+@pytest.mark.parametrize("each", MIXES, ids=repr)
+def test_the_trial_refuses_a_loss_that_mixes_rows(each):
+    with pytest.raises(ValueError, match=r"must be a sum over rows.*(change the part of rows|Loss)"):
+        trial_of(declared(each), each)

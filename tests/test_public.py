@@ -15,12 +15,12 @@ SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
-    "Plan": ("(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, whole_matrices=True, offload=None)"),
+    "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, offload=None)",
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "wire=None, buckets=None, overlap=None, "
+        "wire=None, buckets=None, "
         "check_loss=True, donate=True, compiler='auto')"
     ),
     "make_eval_step": (
@@ -28,7 +28,7 @@ SIGNATURES = {
     ),
     "value_and_grad": (
         "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
-        "sync_batch_norm=True, wire=None, overlap=None, check_loss=True)"
+        "sync_batch_norm=True, wire=None, check_loss=True)"
     ),
     "init": "(init, plan, *, rng=None, of=None)",
     "place": "(tree, plan, *, of=None)",
@@ -36,6 +36,12 @@ SIGNATURES = {
     "foresee": "(step, *arguments, target=None, cache=True, **other)",
     "with_ema": "(tx, decay, *, debias=False)",
     "ema_params": "(state)",
+    "muon": (
+        "(learning_rate, *, ns_coeffs='standard', ns_steps=5, beta=0.95, eps=1e-08, weight_decay=0.0, "
+        "weight_decay_mask=None, mu_dtype=None, nesterov=True, adaptive=False, preconditioning='frobenius', "
+        "adam_b1=0.9, adam_b2=0.999, adam_eps_root=0.0, adam_weight_decay=0.0, adam_learning_rate=None, "
+        "muon_weight_dimension_numbers=None, consistent_rms=None)"
+    ),
     "scaled_lr": "(base_lr, *, base_batch, batch, rule='linear')",
     "warmup": "(rate, steps, *, start=0.0)",
     "scan_layers": "(block, stacked, x, *, remat=None)",

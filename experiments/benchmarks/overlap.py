@@ -1,19 +1,14 @@
 """How much of a step's communication is hidden behind computing, by simulated time: experiments × targets × strategies.
 
-    python experiments/benchmarks/overlap.py [--cases gpt_1b@h100:8x8:ddp,zero1 …] [--compiler default] [--off] [--json]
-    python experiments/benchmarks/overlap.py --forms [--sequences 2 16] [--cases …]
+    python experiments/benchmarks/overlap.py [--cases gpt_1b@h100:8x8:ddp,zero1 …] [--compiler default] [--json]
 
 Steps are compiled, not run: no GPU is needed, but `pip install 'jdp[aot]'` and JAX_PLATFORMS=cpu. Each device gets 8192
 tokens a microbatch. "hidden" is the share of the time on the links during which the device computes
-(`jdp.foresight.timing.timeline`), "traffic" the bytes sent over the contract's, "extra" the temporaries' bytes. `--off`
-compiles with `overlap=False`, where a layer's collectives are in the round that computes the layer, and those of ddp,
-zero1 and zero2 before and after the loop over the layers. `--forms` compares the step as jdp makes it by default with
-both forms under both presets of the compiler, in ms, for `--sequences` a GPU in place of 8192 tokens.
+(`jdp.foresight.timing.timeline`), "traffic" the bytes sent over the contract's.
 """
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +29,20 @@ CASES = {
     "llama_8b_zero3@h100:64x8:zero3": 0.97,
 }
 """Experiment, target and strategies -> the share that is to be hidden."""
-FORMS = {
-    "default": (None, "auto"),
-    **{f"{way}, {preset}": (way == "on", preset) for preset in ("default", "overlap") for way in ("on", "off")},
-}
-"""Name of a form -> `overlap` and `compiler`."""
 
 
-def compiled(
-    case: str, accumulate: int, compiler: str, overlap: bool | None, sequences: int | None = None
-) -> list[dict[str, Any]]:
-    """Compile the steps of a case; return their numbers. `sequences` are those of a device's microbatch."""
+def compiled(case: str, accumulate: int, compiler: str) -> list[dict[str, Any]]:
+    """Compile the steps of a case; return their numbers."""
     name, _, rest = case.partition("@")
     on, _, strategies = rest.rpartition(":")
     devices = target(on)
     path = str(EXPERIMENTS / f"{name}.toml")
     length = load(path).model.context
-    rows = len(devices.devices) * accumulate * (sequences or max(1, TOKENS // length))
+    rows = len(devices.devices) * accumulate * max(1, TOKENS // length)
     experiment = load(path, {"train.batch_size": str(rows), "train.accumulate": str(accumulate), "compiler": compiler})
     found = []
     names, numbers = strategies.split(","), (accumulate,)
     for one in candidates_of(experiment, devices, strategies=names, accumulate=numbers):
-        one = replace(one, step=one.step.changed(overlap=overlap))
         began = time.process_time()
         made = estimate(one, devices, tokens=rows * length, cache=Cache.usual(not os.environ.get("JDP_NO_CACHE")))
         if made.timeline is None or made.report is None:
@@ -96,32 +83,15 @@ def row(rows: list[dict[str, Any]]) -> Row:
     )
 
 
-def compare_forms(cases: list[str], accumulate: int, sequences: list[int]) -> None:
-    """Print how long a step takes by default and in each form, and what the default loses to the best."""
-    print(f"{'case, sequences a GPU':45}", *(f"{name:>13}" for name in FORMS), "   over the best")
-    for case, count in ((case, count) for case in cases for count in sequences):
-        found = {name: compiled(case, accumulate, preset, way, count) for name, (way, preset) in FORMS.items()}
-        for steps in zip(*found.values(), strict=True):
-            times = [step["step_ms"] for step in steps]
-            name = f"{case.rpartition(':')[0]}:{steps[0]['strategy']}, {count}"
-            print(f"{name:45}", *(f"{time:13.2f}" for time in times), f"{100 * (times[0] / min(times) - 1):10.1f} %")
-
-
 def main() -> None:
     options = parser(__file__, __doc__)
     options.add_argument("--cases", nargs="*", default=list(CASES), help="EXPERIMENT@TARGET:STRATEGY,STRATEGY")
     options.add_argument("--accumulate", type=int, default=1, help="microbatches a step, of 8192 tokens a device each")
     options.add_argument("--compiler", default="overlap", help="options of XLA's compiler")
-    options.add_argument("--off", action="store_true", help="with overlap=False")
-    options.add_argument("--forms", action="store_true", help="the default beside both forms and presets")
-    options.add_argument("--sequences", type=int, nargs="*", default=[2], help="a GPU, with --forms")
     given = options.parse_args()
-    if given.forms:
-        compare_forms(given.cases, given.accumulate, given.sequences)
-        return
     rows = list[dict[str, Any]]()
     for case in given.cases:
-        found = compiled(case, given.accumulate, given.compiler, False if given.off else None)
+        found = compiled(case, given.accumulate, given.compiler)
         rows += found
         for one in () if given.json else found:
             print(

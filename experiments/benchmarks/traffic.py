@@ -109,8 +109,9 @@ Measured 2026-11-23 with Muon (jax 0.10.2), bf16, the chosen partitioning (manua
               zero1  46030 (5824)     46271 (1040)     46467 (607)
               zero3  57678 (5824)     59376 (1040)     59753 (607)
 
-zero2 sends what zero1 does. As written, each matrix gathered for each product (Plan(whole_matrices=False)), gpt-1b
-sends 18.7 GiB under zero1 for 1x8, with two microbatches, in place of 6.05.
+zero2 sends what zero1 does. With `optax.contrib.muon`, each matrix gathered for each product, gpt-1b sends 18.7 GiB
+under zero1 for 1x8, with two microbatches, in place of 6.05. ddp's figures for 8x8 and 64x8 are of stacks that were
+padded to fewer devices than 64 and 512; now they are padded to all along `data`.
 
 Cost: about 5 s of processor time a program; the 72 took 26 minutes on two cores under a load of 8.
 """

@@ -12,12 +12,12 @@ import jdp
 from jdp.foresight.program.collectives import KINDS, collectives, total_wire_bytes
 
 SIDE, RATE, DECAY = 64, 0.02, 0.95
-MUON = optax.contrib.muon(
-    RATE,
-    beta=DECAY,
-    nesterov=False,
-    muon_weight_dimension_numbers={"layers": optax.contrib.MuonDimensionNumbers(1, 2)},  # [matrices, in, out]
-)
+SETTINGS: dict[str, Any] = {
+    "beta": DECAY,
+    "nesterov": False,
+    "muon_weight_dimension_numbers": {"layers": optax.contrib.MuonDimensionNumbers(1, 2)},  # [matrices, in, out]
+}
+NAIVE, OWNED = optax.contrib.muon(RATE, **SETTINGS), jdp.muon(RATE, **SETTINGS)
 
 
 def init(matrices: int) -> dict[str, jax.Array]:
@@ -65,9 +65,9 @@ def by_jdp(plan: jdp.Plan, tx: optax.GradientTransformation, matrices: int, step
 
 def forms(mesh: jax.sharding.Mesh, strategy: str, steps: int) -> dict[str, Result]:
     """Return AdamW's step (not trained), Muon's without owners, and with, of as many matrices as devices."""
-    plan, naive = jdp.Plan(mesh, strategy), jdp.Plan(mesh, strategy, whole_matrices=False)
+    plan = jdp.Plan(mesh, strategy)
     return {
         "AdamW": by_jdp(plan, optax.adamw(3e-3), mesh.size, 0),
-        "naive": by_jdp(naive, MUON, mesh.size, steps),
-        "owned": by_jdp(plan, MUON, mesh.size, steps),
+        "naive": by_jdp(plan, NAIVE, mesh.size, steps),
+        "owned": by_jdp(plan, OWNED, mesh.size, steps),
     }

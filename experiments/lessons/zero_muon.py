@@ -17,7 +17,7 @@ an all-to-all D/N, as a device has only Ψ/N of them to send. A step with owners
     to shards         to whole matrices       to shards                for the next step
 
 Compiled for 8 H100s (`jdp.verify(..., "h100:1x8")`, jax 0.10.2, 2026-11), naive and owned send the same multiples of D.
-jdp: `jdp.Plan(mesh, "zero1")`, whatever the optimizer; `jdp.Plan(..., whole_matrices=False)` is the naive form.
+jdp: `jdp.muon(rate)`; `optax.contrib.muon(rate)` is the naive form.
 Liu et al. 2025, arXiv:2502.16982, gather the momentum once, and compute all matrices on each device (exercise 11).
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
 """
@@ -31,7 +31,7 @@ import numpy as np
 from devices import use_eight_devices
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from muon_toy import DECAY, MUON, RATE, SIDE, Result, by_jdp, counted, forms, init, total_loss
+from muon_toy import DECAY, RATE, SIDE, Result, counted, forms, init, total_loss
 from narration import keep, parser, show, stacked, tell
 from toy import ROWS, make_batch
 
@@ -103,7 +103,7 @@ def sent_by_owners(mesh: jax.sharding.Mesh, matrices: int) -> float:
     return counted(run.lower(init(matrices)["layers"]).compile()).total
 
 
-# 3. The same by jdp (`muon_toy.py`), naive and with owners, beside AdamW, under each strategy.
+# 3. The same by a step of jdp's (`muon_toy.py`), naive and with owners, beside AdamW, under each strategy.
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,13 +117,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     show("An update of shards, put together", ("update", "devices", "error / norm"), wrong, said)
     found = {strategy: forms(mesh, strategy, 20 * (strategy == "zero1")) for strategy in ("ddp", "zero1", "zero3")}
     adamw, naive, by_owners = found["zero1"].values()
-    ruled = by_jdp(jdp.Plan(mesh, "zero1", rules=[("layers", P("data"))]), MUON, n, 20)
-    zero1 = {"AdamW": adamw, "naive": naive, "by hand": by_hand(mesh, 20), "by jdp": by_owners, "a rule": ruled}
+    zero1 = {"AdamW": adamw, "naive": naive, "by hand": by_hand(mesh, 20), "by jdp": by_owners}
     apart = lambda losses: float(np.abs(np.subtract(losses, naive.losses)).max()) if losses else "-"  # noqa: E731
     rows = [(name, *(r.sent[k] / d for k in kinds), r.total / d, apart(r.losses)) for name, r in zero1.items()]
     said = f"""Naive, each of five Newton-Schulz steps gathers a matrix three times: {naive.total / d:.0f} D. Owners
-        take two all-to-alls, 2D/N. A rule P("data") on stacked layers keeps each matrix whole on a device at rest too,
-        so no all-to-all is left; under zero3 it would gather all layers at once. All learn the same."""
+        take two all-to-alls, 2D/N. All learn the same."""
     show(f"zero1, {n} devices: sent a step, × D", ("form", *kinds, "sum", "losses apart, 20 steps"), rows, said)
     update = {s: {f: (r.flops - each["AdamW"].flops) / 1e6 for f, r in each.items()} for s, each in found.items()}
     rows = [(s, *(r.total / d for r in each.values()), *[*update[s].values()][1:]) for s, each in found.items()]

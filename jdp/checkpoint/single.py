@@ -105,8 +105,7 @@ def restore_params(
     Args:
         path: as for `restore`.
         target: a state, real or abstract, with any optimizer. Or a tree of parameters that have shardings, such as
-            `jdp.abstract_state(...).params`: then a tree of parameters is returned. If leaves are flat and padded
-            (`Plan.pad`), give the state, or the `.params` of `jdp.abstract_state(...).unpadded()`.
+            `jdp.abstract_state(...).params`: then a tree of parameters is returned.
         missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack. Give
             `("*/lora_*",)` to add LoRA to a model that was saved without it. These parameters keep the values of
             `target`, which must be real.

@@ -9,7 +9,7 @@ value_and_grad.py   the gradient alone, for your own loop
 init/           makes the state, sharded from the start
 sharding/       the mesh, the table of strategies, how one array is sharded
 gradients/      the one algorithm behind every strategy, with XLA's collectives (`auto`) or with its own (`manual`)
-update/         how an optimizer updates what is padded or offloaded; weight averages, learning rates
+update/         the end of a step: clip, update, finite guard; muon, weight averages, learning rates
 tracing/        reads and runs traced programs (jaxprs)
 random/         the same random numbers for a row of the batch on any mesh
 cluster/        joins a cluster of processes, whose programs are compared before the first step

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jdp.base.toml import described
 from jdp.core.sharding.traced_mesh import manual_batch_axes
@@ -49,7 +50,8 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not (axes := manual_batch_axes()):
         return x, numbers
     first = jax.lax.axis_index(axes) * x.shape[0]
-    return jax.lax.all_gather(x, axes, axis=0, tiled=True), numbers + first
+    rows = jax.lax.all_gather(x, axes, axis=0, tiled=True)
+    return checkpoint_name(rows, "gathered_rows"), numbers + first  # kept where gathered weights are not
 
 
 @contextmanager

@@ -1,38 +1,39 @@
-"""The layer loop of a deep model: here ZeRO-3 gathers a layer, and rematerialisation is chosen.
+"""The layer loop of a deep model: here a layer is gathered and its gradient summed, and rematerialisation is chosen.
 
-Under ZeRO-3 a step passes the loss function complete parameters, gathered at the start, so that any code is correct. It
-also keeps a table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its leaves up
-there and loops over the *shards*: it gathers one layer inside the loop, and again in the backward pass. The gather at
-the start is then dead code, which the compiler removes. A leaf that was cast or reshaped before is not in the table. It
-is used as it is: correct, but gathered for the whole step, which is reported once.
+A step passes the loss function complete parameters, gathered at the start, so that any code is correct. It also keeps a
+table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its leaves up there and loops
+over the *shards* (`layer_loop.py`); the gather at the start is then dead code, which the compiler removes. A leaf that
+was cast or reshaped before is not in the table. It is used as it is: correct, but gathered for the whole step, which is
+reported once.
+
+Where XLA inserts the collectives ("auto"), for a list of layers, and under `vmap`, ZeRO-3 gathers a layer in the call
+of the block, which is rematerialised, and nothing is sent ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, MutableSequence
+from collections.abc import Callable, Generator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import jax
+from jax._src.interpreters.batching import BatchTracer  # nothing public says that a function is being vmapped
 
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
-from jdp.base.words import Rematerialise
 from jdp.core import flax_nnx
 from jdp.core.flax_nnx import changes
+from jdp.core.gradients.boundary import Boundary, Weight
+from jdp.core.layer_loop import LayerLoop
+from jdp.core.rematerialisation import EXCEPT_MLP, Remat, check_marks, remat_policy
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes
-from jdp.core.tracing.jaxprs import every_eqn
 from jdp.core.types import PyTree
 
-Gather = Callable[[jax.Array, Placement, int], jax.Array]
-"""`gather(shard, placement, leading)`: gather a shard whose first `leading` dimensions a loop sliced off."""
-
-Remat = Rematerialise | Callable[..., bool] | None
 Block = Callable[[Any, Any], Any]
 Activations = TypeVar("Activations")
 
@@ -42,20 +43,19 @@ class GatherTable:
     """The parameters of the loss that is being traced.
 
     Attributes:
-        gather: gathers a shard.
+        boundary: gathers a shard, and sums its gradient.
         table: id of a gathered array -> (that array, its shard, the parameter's placement).
-        keep: False if the backward pass gathers again (zero3); True if it uses the arrays of the forward pass.
-        whole: True if replicated parameters go through `gather` too, whose backward pass reduces (ddp).
         used: names of the weights that `scan_layers` was called with, gathered by layer or not; it adds to them.
     """
 
-    gather: Gather
-    table: dict[int, tuple[jax.Array, jax.Array, Placement]]
-    keep: bool = False
-    whole: bool = False
+    boundary: Boundary
+    table: dict[int, tuple[jax.Array, Weight, Placement]]
     used: set[str] = field(default_factory=set[str])
 
 
+_SMALL = 2**16
+"""Bytes of a norm or bias of a layer, at most: these are gathered for all layers at once. Each by itself would be a
+slice, a cast and a collective in each layer."""
 _MOST_UNROLLED = {"cpu": 8, "gpu": 48}
 """Platform -> the most layers that are compiled one by one. A GPU takes 0.3 seconds to compile each more."""
 _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
@@ -80,9 +80,10 @@ def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat =
         >>> x.shape
         (4, 8)
 
-    Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass. Otherwise, and
-    outside of a step, this is a plain scan (or loop) over the layers. In equinox: `model = eqx.combine(...)` first. In
-    linen:
+    Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass. On several devices a
+    step gathers one layer ahead and sums gradients one layer behind, while it computes (not under
+    partitioning="auto"). Outside of a step this is a plain scan (or loop) over the layers. In equinox:
+    `model = eqx.combine(...)` first. In linen:
 
             x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)
 
@@ -129,7 +130,8 @@ def looped(
             x = _unrolled(block, layer, x, gathers, remat)
         return x
     _check_stacked(stacked)
-    body = _Body(block, changes.flatten(stacked), gathers, leading=1, remat=remat, is_loop=scan is True)
+    in_loop = gathers is not None and gathers.boundary.in_loops and not _is_batched(x)
+    body = _Body(block, changes.flatten(stacked), gathers, remat, leading=1, in_loop=in_loop, is_loop=scan is True)
     if scan == "auto" and traced_device().platform == "gpu":
         notice(f'scan = "auto": {body.chosen}')
     return _scanned(body, stacked, x)
@@ -137,7 +139,7 @@ def looped(
 
 def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
     """Run one layer of a list: a plain call, unless its weights are gathered or its activations rematerialised."""
-    body = _Body(block, changes.flatten(layer), gathers, leading=0, remat=remat)
+    body = _Body(block, changes.flatten(layer), gathers, remat)
     if not body.is_traced:
         with changes.explaining_trace_errors():
             return block(layer, x)
@@ -155,16 +157,25 @@ def _scanned(body: _Body, stacked: PyTree, x: PyTree) -> PyTree:
         jax.eval_shape(body, x, body.first, changes.values(body.outside))
         body.outside = [body.outside[i] for i in body.changed]
 
-    def layer(carry: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
+    def layer(carry: Any, operands: list[Any], call: Any = body.checkpointed) -> tuple[Any, list[Any]]:
         x, outside = carry
-        new, own, outside = body.checkpointed(x, operands, outside)
+        new, own, outside = call(x, operands, outside)
         _check_alike(x, new, stacked)
         return (new, outside), own
 
-    (x, outside), own = jax.lax.scan(layer, (x, changes.values(body.outside)), body.operands, unroll=body.unrolls)
+    carry = x, changes.values(body.outside)
+    if body.sends and body.layers:
+        (x, outside), own = body.loop(layer, carry)
+    else:
+        (x, outside), own = jax.lax.scan(layer, carry, body.operands, unroll=body.unrolls)
     body.layer.write(body.record, own)
     changes.assign(body.outside, outside)
     return x
+
+
+def _is_batched(x: PyTree) -> bool:
+    """Return True under `jax.vmap`: there each row's gradient of a layer would be summed over devices by itself."""
+    return any(isinstance(leaf, BatchTracer) for leaf in jax.tree.leaves(x))
 
 
 class _Body:
@@ -175,26 +186,26 @@ class _Body:
         block: Block,
         layer: changes.Flattened,
         gathers: GatherTable | None,
-        *,
-        leading: int,
         remat: Remat,
+        *,
+        leading: int = 0,
+        in_loop: bool = False,
         is_loop: bool = False,
     ) -> None:
         leaves = layer.arrays
         # leaves that are no arrays (an equinox module's function) are the same in each layer
         self.fixed = {i: leaf for i, (_, leaf, _) in enumerate(leaves) if not hasattr(leaf, "shape")}
         sources = [
-            _operand(name, leaf, None if is_state else gathers, leading)
+            _operand(name, leaf, None if is_state else gathers, leading, in_loop)
             for i, (name, leaf, is_state) in enumerate(leaves)
             if i not in self.fixed
         ]
-        self.block, self.layer, self.gathers, self.leading = block, layer, gathers, leading
-        self.remat: Remat = remat
-        self.is_loop = is_loop
+        self.block, self.layer, self.leading, self.remat, self.is_loop = block, layer, leading, remat, is_loop
+        self.boundary = None if gathers is None else gathers.boundary
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
-        self.keep = gathers is not None and gathers.keep
-        gathers_again = not self.keep and any(placement is not None for placement in self.placements)
-        self.is_rematerialised = remat is not None or gathers_again
+        gathers_here = any(placement is not None for placement in self.placements)
+        self.sends = in_loop and gathers_here
+        self.is_rematerialised = remat is not None or (gathers_here and not in_loop)
         self.is_traced = leading > 0 or self.is_rematerialised
         self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
         self.record: changes.Record = []  # of the last call, as `changed`
@@ -202,11 +213,16 @@ class _Body:
 
     def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Return the activations, the changes in the layer, and the values of `outside` after the call."""
-        gathers, leading = self.gathers, self.leading
+        boundary, leading = self.boundary, self.leading
         arrays = [
-            leaf if gathers is None or placement is None else gathers.gather(leaf, placement, leading)
+            leaf if boundary is None or placement is None else boundary(leaf, placement, leading)
             for leaf, placement in zip(operands, self.placements, strict=True)
         ]
+        return self.run(x, arrays, outside)
+
+    def run(self, x: Any, arrays: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Return the same for gathered weights."""
+        arrays = list(arrays)
         for i, leaf in self.fixed.items():
             arrays.insert(i, leaf)
         layer = self.layer.unflatten(arrays)
@@ -218,22 +234,33 @@ class _Body:
         self.changed = [i for i, (old, new) in enumerate(pairs) if not changes.is_unchanged(old, new)]
         return x, own, after
 
+    def loop(self, layer: Callable[..., Any], carry: Any) -> tuple[Any, Any]:
+        """Run the layers so that each is gathered before it is needed; return what a scan returns."""
+        boundary = self.boundary
+        assert boundary is not None
+        weights = [leaf for leaf, placement in zip(self.operands, self.placements, strict=True) if placement]
+        others = [leaf for leaf, placement in zip(self.operands, self.placements, strict=True) if not placement]
+
+        def call(gathered: list[Any], others: list[Any], carry: Any) -> tuple[Any, Any]:
+            first, second = iter(gathered), iter(others)
+            return layer(carry, [next(first if placement else second) for placement in self.placements], self.run)
+
+        placements = [placement for placement in self.placements if placement]
+        loop = LayerLoop(boundary, placements, remat_policy(self.remat), self.unrolls, self.layers)
+        return loop(call, weights, others, carry)
+
     @property
     def first(self) -> list[Any]:
         """The operands of one layer."""
-        return [leaf[0] for leaf in self.operands] if self.leading else self.operands
+        if not self.leading:
+            return self.operands
+        return jax.tree.map(lambda leaf: leaf[0], self.operands)
 
     def check_marks(self, x: Any) -> None:
         """Check that the block marks what its policy keeps, by one more trace where that policy is asked for."""
         if self.remat != EXCEPT_MLP:
             return
-        program = jax.make_jaxpr(self)(x, self.first, changes.values(self.outside))
-        if not any(_is_marked(eqn.primitive, eqn.params, ATTENTION) for eqn in every_eqn(program.jaxpr)):
-            raise ValueError(
-                f'remat = "{EXCEPT_MLP}" keeps what the block marks by jax.ad_checkpoint.checkpoint_name(x, '
-                f'"{ATTENTION}"); given a block without a mark. Mark what its attention and the projections around it '
-                'return, or give "dots" or "full".'
-            )
+        check_marks(jax.make_jaxpr(self)(x, self.first, changes.values(self.outside)), self.remat)
 
     @property
     def unrolls(self) -> bool:
@@ -246,7 +273,8 @@ class _Body:
         """
         platform = traced_device().platform
         few = self.layers <= _MOST_UNROLLED.get(platform, 0)
-        stays = self.is_loop or (platform == "cpu" and self.is_rematerialised)
+        computes_again = self.is_rematerialised or (self.boundary is not None and self.boundary.again)
+        stays = self.is_loop or (platform == "cpu" and computes_again)
         return few and not stays and not traced_model_axes()
 
     @property
@@ -269,104 +297,44 @@ class _Body:
             return self
         # inside a loop nothing can be merged across iterations: no barriers needed
         in_loop = self.leading > 0 and not self.unrolls
-        return jax.checkpoint(self.__call__, policy=_policy(self.remat, self.keep), prevent_cse=not in_loop)
+        return jax.checkpoint(self.__call__, policy=remat_policy(self.remat), prevent_cse=not in_loop)
 
 
-def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
-    """Return the operand of the loop for one leaf: its shard and placement, or the leaf itself and None."""
+def _operand(
+    name: str, leaf: Any, gathers: GatherTable | None, leading: int, in_loop: bool
+) -> tuple[Any, Placement | None]:
+    """Return the operand of the loop for one leaf: its `Weight` and placement; or the leaf itself and None."""
     if gathers is None:
         return leaf, None
+    again = gathers.boundary.again
     if id(leaf) not in gathers.table:
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
             return leaf, None
         gathers.used.add(name)
-        if gathers.keep:
-            return leaf, None
-        notice(
-            f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for the "
-            "whole step; cast or reshape it inside the block"
-        )
-        return leaf, None
-    _, shard, placement = gathers.table[id(leaf)]
-    gathers.used.add(name)
-    if placement.dim is None:
-        return (shard, placement) if gathers.whole else (leaf, None)
-    if placement.dim < leading:
-        if gathers.keep:
-            return leaf, None
-        if placement.flat is not None:
+        if again:
             notice(
-                f"{placement.path} {list(placement.own_shape)} is stored flat and padded with all its layers, so it is "
-                "gathered for the whole step"
+                f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for "
+                "the whole step; cast or reshape it inside the block"
             )
-            return leaf, None
-        notice(
-            f"{placement.path} {list(placement.shape)} is sharded over its layer dimension, so it is gathered for the "
-            f"whole step; pin another one with a rule: "
-            f"Plan(..., rules=[({placement.path!r}, PartitionSpec(None, 'data'))])"
-        )
         return leaf, None
-    return shard, placement
+    _, weight, placement = gathers.table[id(leaf)]
+    gathers.used.add(name)
+    is_small = leaf.ndim <= leading + 1 and leaf.nbytes <= leaf.shape[0] * _SMALL if in_loop else False
+    if is_small or not (in_loop or again) or not (placement.dim is not None or gathers.boundary.whole):
+        return leaf, None
+    if placement.dim is not None and placement.dim < leading:
+        if again:
+            notice(_sharded_over_layers(placement))
+        return leaf, None
+    return weight, placement
 
 
-def _policy(remat: Remat, keep: bool) -> Callable[..., bool]:
-    """Return a checkpoint policy that keeps gathered weights only if `keep`."""
-    policies = {
-        None: _save_activations,
-        "dots": _save_products,
-        EXCEPT_MLP: _save_attention,
-        "full": jax.checkpoint_policies.nothing_saveable,
-    }
-    if not callable(remat) and remat not in policies:
-        names = ", ".join(f'"{name}"' for name in policies if name)
-        raise ValueError(f"remat is None, {names} or a checkpoint policy; given {remat!r}. Name one.")
-    policy = remat if callable(remat) else policies[remat]
-    if keep:
-        return lambda prim, *args, **params: prim.name == "all_gather" or bool(policy(prim, *args, **params))
-    if remat is None:  # which leaves gathered weights out itself
-        return policy
-    return lambda prim, *args, **params: prim.name not in _GATHERS and bool(policy(prim, *args, **params))
-
-
-ATTENTION = "attention"
-"""The mark (`jax.ad_checkpoint.checkpoint_name`) of what attention and its projections take and return, of the
-statistics of its softmax, and of the sum that its output enters."""
-EXCEPT_MLP = "dots_except_mlp"
-STATISTICS = "statistics"
-"""The name of a norm's statistics: one number a row or two."""
-_FUSED = "dot_product_attention_fwd_wrapper"  # cuDNN's attention in jax: its output, and the statistics of its softmax
-_GATHERS = {"all_gather", "sharding_constraint", "optimization_barrier"}
-_SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "concatenate"}
-
-
-def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
-    """Keep what the block computed, but neither a gathered weight nor a reshaped or widened copy of one.
-
-    A narrowing cast is kept: the backward pass needs its result, and its operand is twice as large.
-    """
-    if prim.name == "convert_element_type":
-        return params["new_dtype"].itemsize < operands[0].dtype.itemsize
-    return prim.name not in _GATHERS and prim.name not in _SHAPE_ONLY
-
-
-def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
-    """Keep the products with weights, and the results of attention, from which its backward pass starts.
-
-    Products with batch dimensions are attention's own, [length, length] a head: cheaper to compute again than to read.
-    """
-    if prim.name == "dot_general":
-        _, batch = params["dimension_numbers"]
-        return not any(batch)
-    return _save_attention(prim, **params)
-
-
-def _save_attention(prim: Any, *_: Any, **params: Any) -> bool:
-    """Keep what is marked, and cuDNN's attention, which is marked inside of jax nowhere."""
-    return prim.name == _FUSED or _is_marked(prim, params, ATTENTION, STATISTICS)
-
-
-def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
-    return prim.name == "name" and params["name"] in names
+def _sharded_over_layers(placement: Placement) -> str:
+    return (
+        f"{placement.path} {list(placement.shape)} is sharded over its layer dimension, so it is gathered for the "
+        f"whole step; pin another one with a rule: "
+        f"Plan(..., rules=[({placement.path!r}, PartitionSpec(None, 'data'))])"
+    )
 
 
 def _check_call(block: Any, x: Any) -> None:

@@ -26,7 +26,6 @@ def make_train_step(
     sync_batch_norm: bool = True,
     wire: Encoding | None = None,
     buckets: int | None = None,
-    overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
     compiler: CompilerOptions | Compiler = "auto",
@@ -43,18 +42,17 @@ def make_train_step(
     are NumPy arrays, or with several processes the global arrays that `jdp.shard_batches` makes.
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar. A scalar is a mean over the batch's rows, or a
-            quotient of two sums over rows, such as `(nll * mask).sum() / mask.sum()`, which is read as total and
-            weight. `model` is the NNX module in training mode if `init` returned one, else the parameters, in the
-            compute dtype. `batch` is the whole batch or a part of its rows; `rng` is a key.
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, sums over rows; or a scalar, which is the loss of all rows and
+            takes `accumulate=1`. `model` is the NNX module in training mode if `init` returned one, else the
+            parameters, in the compute dtype. `batch` is the whole batch or a part of its rows; `rng` is a key.
         plan: the mesh and the strategy.
         accumulate: number of microbatches per step, K. Raise it when the activations of a batch do not fit into memory.
             The rows of a batch must divide by K × the plan's batch shards.
         precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); or a
             `Precision`. "bf16" is usual on GPUs and TPUs.
-        partitioning: "auto" (XLA places the collectives), "manual" (jdp does, under `jax.shard_map`), or None: the one
-            that keeps the communication contract. Set it to compare the two, or when `jdp.verify` advises it. After the
-            first trace `Step.partitioning` and `Step.why` report the choice.
+        partitioning: "auto": the loss sees global arrays, and XLA places the collectives. "manual": it sees one
+            device's rows under `jax.shard_map`, and jdp places them. None: "manual" for a `Loss`, "auto" for a scalar.
+            Set it to compare the two. After the first trace `Step.partitioning` and `Step.why` report it.
         clip_norm: scale the gradient down to this global L2 norm if it is larger (Pascanu et al. 2013,
             arXiv:1211.5063). Usual for transformers and recurrent models, which have rare large gradients. None: no
             clipping. Then a gradient whose squared norm overflows float32 is skipped, because it would make second
@@ -68,14 +66,9 @@ def make_train_step(
         buckets: the bytes up to which XLA's compiler for GPUs joins collectives of one kind into one, in place of the
             limits that `compiler` sets. Give it, such as 25 * 2**20, for models of many small parameters, whose
             collectives take latency; joined ones start later. On CPUs it does nothing.
-        overlap: under "manual", have `scan_layers` communicate while it computes. A layer's weights are gathered during
-            the layer before, and its gradient is reduced during the next. That takes memory for one more layer's
-            weights and gradient, and some compile time: give False when this memory is needed. None: where less is
-            waited for, by an estimate from the trace, the mesh and the chip; on CPUs never.
-        check_loss: before a loss is called on parts of the batch ("manual", or K > 1), prove from its program that it
-            is a sum over examples. A loss that cannot be proven is tried on a few rows, together and apart. A loss that
-            mixes examples, or that cannot be tried, gets "auto" with K = 1, or an error. Give False when you know that
-            it is a sum and the check refuses it.
+        check_loss: before a loss is called on parts of the batch ("manual", or K > 1), try on a few rows that it is a
+            sum over rows. A loss that is none, or that cannot be tried, gets "auto" with K = 1, or an error. Give False
+            when you know that it is a sum and the trial refuses it.
         donate: False keeps the old state, in memory of its own. Give it to compare states before and after a step, or
             to take several steps from one state. `jax_debug_nans` does so too: it runs a step whose result is not
             finite once more, operation by operation.
@@ -90,13 +83,13 @@ def make_train_step(
 
     Raises:
         ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, a donated
-            state, and a loss that has to be a sum over examples and is none. With several processes it also raises it
+            state, and a loss that has to be a sum over rows and is none. With several processes it also raises it
             for a batch of this process alone, and if processes differ in shapes, plan, key or program.
     """
     check_plan(plan, "jdp.make_train_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
     check_settings(accumulate, partitioning)
-    check_training_settings(clip_norm, overlap, donate)
+    check_training_settings(clip_norm, donate)
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=settled_partitioning(partitioning, wire),
@@ -104,7 +97,6 @@ def make_train_step(
         clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
         wire=wire,
-        overlap=overlap,
         check_loss=check_loss,
         donate=donate,
         compiler=Compiler.of(compiler, buckets),
@@ -130,8 +122,8 @@ def make_eval_step(
         (['loss', 'weight'], 16.0)
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
-            `rng` is None, and an NNX module is in evaluation mode.
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, the mean over the batch's rows. `rng` is None, and
+            an NNX module is in evaluation mode.
         plan: the mesh and the strategy.
         accumulate, precision, partitioning, check_loss, compiler: as for `make_train_step`, and needed when it
             needs them. Microbatches are computed one after another.

@@ -28,7 +28,6 @@ from jdp.core.sharding.host_memory import check_offload, rest_sharding
 from jdp.core.sharding.leaf_table import Placements
 from jdp.core.sharding.mesh import batch_axes, check_mesh
 from jdp.core.sharding.optimizer_state import specs_for_leaf
-from jdp.core.sharding.padded import Flat
 from jdp.core.sharding.placement import (
     Placement,
     axes_of,
@@ -40,7 +39,7 @@ from jdp.core.sharding.placement import (
 )
 from jdp.core.sharding.rules import check_fits, checked_rules
 from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
-from jdp.core.state import Static, TrainState, map_flat, own_shapes
+from jdp.core.state import Static, TrainState
 from jdp.core.types import PyTree
 
 MIN_SHARD_SIZE = 1024
@@ -69,16 +68,6 @@ class Plan:
             the plan chooses it.
         min_shard_size: parameters with fewer elements than this stay replicated, because gathering them takes latency,
             not bandwidth. Lower it for a model of many small parameters that must not be replicated.
-        pad: a parameter is stored flat and padded with zeros (`Flat`) when none of its dimensions divides by the size
-            of `data`. So is its optimizer state. Between steps these leaves have other shapes than the model's
-            (`TrainState.unpadded`). They stay replicated, and this is reported, with a model axis, with `offload`, or
-            under a rule for them. So they do if the optimizer mixes a matrix's elements and cannot have it whole. The
-            same holds for other trees than a train state (`jdp.init`, `jdp.place`). Give False, and all stay
-            replicated, when your own code reads `state.params` in the model's shapes.
-        whole_matrices: an optimizer that mixes the elements of a matrix (Muon, Shampoo) gets each matrix whole on one
-            device for its update (`jdp.core.update.whole_matrices`). Every device computes its share of the matrices,
-            which are sent there and back. Give False, and each device computes all of them, if matrices are so small
-            that the two exchanges take longer.
         offload: "optimizer" keeps the optimizer state in the hosts' pinned memory except during the update. Leaves of
             fewer than `min_shard_size` elements stay on the devices. Take it when the
             activations do not fit beside it under zero3 either. None: everything is on the devices.
@@ -86,16 +75,13 @@ class Plan:
     Raises:
         ValueError: `mesh` is no mesh, has no axis called `data`, or has an axis of another type than Auto. The strategy
             or `offload` is unknown, or `offload` needs memory that the devices do not have. A rule is no pair of a
-            pattern and a spec, or names the replicas' axis or an unknown one. `min_shard_size` is no whole number,
-            `pad` or `whole_matrices` no truth value.
+            pattern and a spec, or names the replicas' axis or an unknown one. `min_shard_size` is no whole number.
     """
 
     mesh: Mesh
     strategy: StrategyName = "ddp"
     rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
     min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
-    pad: bool = field(default=True, kw_only=True)
-    whole_matrices: bool = field(default=True, kw_only=True)
     offload: Offload | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -106,16 +92,13 @@ class Plan:
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
             rule = "min_shard_size is a whole number of elements, 0 or more"
             raise ValueError(f"{rule}; given {self.min_shard_size!r}. Give 0 or 1024.")
-        for name in ("pad", "whole_matrices"):
-            if not isinstance(given := getattr(self, name), bool):
-                raise ValueError(f"{name} is True or False; given {given!r}. Give one of them.")
         check_mesh(self.mesh)
         object.__setattr__(self, "rules", checked_rules(self.rules, self.mesh.axis_names))
         check_offload(self.offload, self.mesh)
 
     def __repr__(self) -> str:
         usual = {each.name: each.default for each in fields(self)}
-        names = ("rules", "min_shard_size", "pad", "whole_matrices", "offload")
+        names = ("rules", "min_shard_size", "offload")
         own = {name: getattr(self, name) for name in names}
         changed = "".join(f", {name}={value!r}" for name, value in own.items() if value != usual[name])
         platform = self.mesh.devices.flat[0].platform
@@ -197,15 +180,11 @@ class Plan:
         self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
         if static is None:
             return self.tree_placements(params)
-        placements = self.tree_placements(own_shapes(params, static), static.specs)
-        placements = map_flat(self._placed_flat, placements, "params", static)
+        placements = self.tree_placements(params, static.specs)
+        if static.trained is None:
+            return placements
         leaves, treedef = jax.tree.flatten(placements)
-        if static.trained is not None:
-            leaves = [replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)]
-        if static.whole:
-            words = "; each matrix is whole on one device for the update, which mixes its elements"
-            leaves = [replace(p, reason=p.reason + words) if p.path in static.whole else p for p in leaves]
-        return treedef.unflatten(leaves)
+        return treedef.unflatten([replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)])
 
     def check_rules(self, paths: Sequence[str]) -> None:
         """Check that every rule has a parameter that it matches.
@@ -248,7 +227,6 @@ class Plan:
             state: a train state, real or abstract.
         """
         params = {p.path: p for p in jax.tree.leaves(self.param_placements(state.params, state.static))}
-        flat = dict(state.static.flat)
 
         def place(key_path: Any, leaf: Any) -> Placement:
             path = path_of(key_path)
@@ -256,8 +234,7 @@ class Plan:
             if head == "params":
                 return replace(params[tail], path=path)
             if head == "opt_state":
-                placement = self._in_memory(self._place_optimizer_leaf(path, leaf, params))
-                return replace(placement, flat=flat.get(path))
+                return self._in_memory(self._place_optimizer_leaf(path, leaf, params))
             return self._placement(path, leaf, PartitionSpec(), PartitionSpec(), f"replicated: {head}")
 
         return jax.tree.map_with_path(place, state)
@@ -317,20 +294,6 @@ class Plan:
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
         size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, self.mesh.shape))
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
-
-    def _placed_flat(self, placement: Placement, flat: Flat) -> Placement:
-        """Return the placement of a parameter that is flat and padded at rest."""
-        count = self.mesh.shape[DATA]
-        if flat.at_rest[-1] % count:
-            raise ValueError(
-                f"A state is on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
-                f"{list(flat.at_rest)}, which does not divide by {DATA}={count}. Shard it anew: "
-                "jdp.place(state, plan)."
-            )
-        spec = PartitionSpec(*(None,) * (len(flat.at_rest) - 1), DATA)
-        size = bytes_per_device(flat.at_rest, placement.dtype, count)
-        reason = f"sharded flat: {list(flat.shape)} padded to {list(flat.at_rest)} over {DATA}={count}"
-        return Placement(placement.path, flat.at_rest, placement.dtype, spec, PartitionSpec(), size, reason, flat=flat)
 
     def _in_memory(self, placement: Placement) -> Placement:
         """Return the placement of an optimizer leaf, in the memory of its offload."""

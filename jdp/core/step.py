@@ -30,14 +30,14 @@ from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.state import TrainState
-from jdp.core.step_settings import StepSettings, check_settings, check_training_settings
+from jdp.core.step_settings import StepSettings, check_settings
 from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model
 from jdp.core.update.guarded import guarded_update
 from jdp.core.update.offloaded import at_rest, fetched
 
 Kind = TypeVar("Kind")
-_CHANGEABLE = ("accumulate", "overlap", "check_loss", "compiler")
+_CHANGEABLE = ("accumulate", "check_loss", "compiler")
 
 
 def _check_call(step: Step[Any], state: TrainState, batch: Batch) -> None:
@@ -71,7 +71,7 @@ class Step(Generic[Kind]):
         settings: all settings in one object; the step itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
         train: True for a training step, False for an evaluation step.
-        precision, accumulate, sync_batch_norm, wire, overlap, check_loss: as in `make_train_step`.
+        precision, accumulate, sync_batch_norm, wire, check_loss: as in `make_train_step`.
         clip_norm, donate, compiler: likewise; the compiler has `buckets`.
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
@@ -97,7 +97,6 @@ class Step(Generic[Kind]):
     train: bool = read_only("settings.train")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
     wire: Encoding | None = read_only("settings.wire")
-    overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
     clip_norm: float | None = read_only("settings.clip_norm")
     donate: bool = read_only("settings.donate")
@@ -240,12 +239,12 @@ class Step(Generic[Kind]):
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
 
     def bare(self, state: TrainState) -> TrainState:
-        """Return an abstract state without what belongs to a mesh: shardings and padding.
+        """Return an abstract state without what belongs to a mesh: its shardings.
 
         Args:
             state: a train state, real or abstract.
         """
-        return jax.eval_shape(lambda state: state, state).unpadded()
+        return jax.eval_shape(lambda state: state, state)
 
     def on(self, mesh: Mesh) -> Step[Kind]:
         """Return this step for another mesh, with what was found when its loss was tried.
@@ -265,7 +264,7 @@ class Step(Generic[Kind]):
         Args:
             loss_fn: another loss function; None: the same.
             plan: another mesh and strategy; None: the same.
-            settings: `accumulate`, `overlap`, `check_loss` and `compiler`, as for `make_train_step`.
+            settings: `accumulate`, `check_loss` and `compiler`, as for `make_train_step`.
 
         Raises:
             ValueError: another setting is given, or one of these is out of range.
@@ -278,7 +277,6 @@ class Step(Generic[Kind]):
         own = self.loss
         changed = replace(own.settings, **settings)
         check_settings(changed.accumulate, changed.requested)
-        check_training_settings(None, changed.overlap, True)
         changed = replace(changed, compiler=Compiler.of(changed.compiler, own.settings.compiler.buckets))
         return Step(PartitionedLoss(loss_fn or own.loss_fn, plan or own.plan, changed, own.noun))
 
@@ -288,6 +286,6 @@ def _train(loss: PartitionedLoss, state: TrainState, batch: Batch) -> tuple[Trai
     key = jax.random.fold_in(state.rng, state.consumed)
     grads, sums, model_state = loss.gradients(state, batch, key)
     state, grads = fetched(plan, state, grads)
-    new, norm = guarded_update(settings.clip_norm, plan, state, grads, sums.total, sums.weight, model_state)
+    new, norm = guarded_update(settings.clip_norm, state, grads, sums.total, sums.weight, model_state)
     new = at_rest(plan, new)
     return new, {**means(sums), "grad_norm": norm, "skipped": new.skipped}

@@ -22,7 +22,6 @@ class StepSettings:
         train: True if the loss is differentiated, False if it is evaluated.
         sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
         wire: how gradients are encoded while they are sent; None: not.
-        overlap: True if layer loops send while they compute, None where devices can.
         check_loss: True if the loss is tried on a few rows before the first step.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
         donate: True if the new state takes the old one's memory.
@@ -35,7 +34,6 @@ class StepSettings:
     train: bool = True
     sync_batch_norm: bool = True
     wire: Encoding | None = None
-    overlap: bool | None = None
     check_loss: bool = True
     clip_norm: float | None = None
     donate: bool = True
@@ -54,12 +52,10 @@ def check_settings(accumulate: int, partitioning: Partitioning | None) -> None:
         )
 
 
-def check_training_settings(clip_norm: float | None, overlap: bool | None, donate: bool) -> None:
+def check_training_settings(clip_norm: float | None, donate: bool) -> None:
     """Check what a training step has besides. Raises ValueError."""
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
-    if overlap not in (True, False, None):
-        raise ValueError(f"overlap is True, False, or None (jdp chooses); given {overlap!r}. Leave it out.")
     if donate not in (True, False):
         raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
 

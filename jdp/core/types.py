@@ -34,8 +34,9 @@ class Loss:
     Therefore padding, uneven last batches, the number of microbatches and the number of devices never change the
     objective. An average of averages would.
 
-    Returning a `Loss` promises that `total` is a sum over examples: each example's term depends on that example only.
-    That promise lets jdp sum gradients locally and synchronise once (`partitioning="manual"`).
+    Returning a `Loss` declares that `total` and `weight` are sums over rows: a row's term depends on that row only. So
+    each device may call the loss on its own rows, sum gradients locally and send once (`partitioning="manual"`). The
+    declaration is tried before the first step (`check_loss`).
 
     Args:
         total: scalar, any floating-point dtype: the loss summed (not averaged) over the examples of the given batch.
@@ -55,6 +56,10 @@ class Loss:
 
 
 LossFn = Callable[[Any, Batch, Any], Any]
-"""`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows."""
+"""`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar, the loss of all rows that it sees."""
 InitFn = Callable[[jax.Array], Model]
 """`init(rng)` -> an `nnx.Module`, or any pytree of parameters."""
+
+
+class PartsError(ValueError):
+    """A loss cannot be called on parts of the batch. The message is a clause: what stands in the way, the remedy."""

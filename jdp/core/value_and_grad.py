@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Generic, TypeVarTuple
 
 import jax
@@ -24,12 +24,9 @@ from jdp.base.tree_paths import path_in_model
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import check_operands, owned_batch, signature
-from jdp.core.gradients import manual
 from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.loss_signature import check_loss_takes
-from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
-from jdp.core.gradients.spec import GradientSpec
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_tree, refuse_offload
 from jdp.core.plan import Plan, check_plan
@@ -41,7 +38,6 @@ from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
 from jdp.core.step_settings import (
     StepSettings,
     check_settings,
-    check_training_settings,
     checked_numbers,
     settled_partitioning,
 )
@@ -62,7 +58,6 @@ def value_and_grad(
     partitioning: Partitioning | None = None,
     sync_batch_norm: bool = True,
     wire: Encoding | None = None,
-    overlap: bool | None = None,
     check_loss: bool = True,
 ) -> ValueAndGrad[*Arguments]:
     """Make `gradient(*models, batch, rng) -> (metrics, gradients)`, to call in a jitted function of your own.
@@ -80,27 +75,26 @@ def value_and_grad(
 
     It is called beside other such gradients, in a `jax.lax.scan`, or under `jax.jit` or `nnx.jit`. Called outside of
     `jit` it compiles its own computation, and several processes are compared as before a training step. Inside a jitted
-    function a loss cannot be tried: call `check` once outside if its program does not prove it a sum over examples.
+    function a loss is tried on drawn values; `check` tries it on real ones.
     Gradients have the rest shardings of the parameters, and so has the result of an optimizer's update. XLA may leave
     an updated model gathered if the same function uses it in other ways: return `jdp.place(model, plan)`.
 
     Args:
-        loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's
-            rows. A model is an `nnx.Module`, or any pytree of arrays, sharded by `jdp.init` or `jdp.place`. The loss
-            gets it in the compute dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`),
-            and draw from `rng`, not from streams of their own.
-        plan: the mesh and the strategy, of all models. A parameter stays replicated here if none of its dimensions
-            divides by the devices: only a train state's can be padded (`Plan.pad`).
+        loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, the loss of all rows. A model is an
+            `nnx.Module`, or any pytree of arrays, sharded by `jdp.init` or `jdp.place`. The loss gets it in the compute
+            dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`), and draw from `rng`,
+            not from streams of their own.
+        plan: the mesh and the strategy, of all models.
         argnums: which of the models are differentiated: several of them when one loss trains several. The others are
             only read, and sharded alike at rest.
         has_aux: True when you need arrays beside the loss, such as logits. The loss returns a pair (loss, aux), aux a
             pytree of arrays, and the gradient `((metrics, aux), gradients)`. An array whose first dimension is the rows
-            comes back for all rows, in the order of the batch, sharded over them. An array without rows is returned if
-            every call of the loss has the same. With partitioning="auto" and accumulate=1 there is one call, and any
-            array is returned. A sum over examples belongs into `Loss.metrics`.
+            comes back for all rows, in the order of the batch, sharded over them. If the loss is called once, on all
+            rows, any array is returned; so it is called if an array has no rows and accumulate=1. A sum over rows
+            belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate, precision, partitioning, sync_batch_norm, overlap, check_loss: as for `jdp.make_train_step`,
+        accumulate, precision, partitioning, sync_batch_norm, check_loss: as for `jdp.make_train_step`,
             and needed when it needs them.
         wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, so it is right on average if each call gets
             another key.
@@ -120,7 +114,6 @@ def value_and_grad(
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
     check_settings(accumulate, partitioning)
-    check_training_settings(None, overlap, True)
     numbers = checked_numbers(argnums, wrt)
     check_loss_takes(loss_fn, max(numbers) + 3, more=True)
     settings = StepSettings(
@@ -129,7 +122,6 @@ def value_and_grad(
         accumulate=accumulate,
         sync_batch_norm=sync_batch_norm,
         wire=wire,
-        overlap=overlap,
         check_loss=check_loss,
     )
     loss = LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn)
@@ -171,7 +163,7 @@ class ValueAndGrad(Generic[*Arguments]):
 
         >>> gradient = jdp.value_and_grad(loss_fn, plan)
         >>> model = jdp.init(init, plan, rng=jax.random.key(0))
-        >>> gradient.check(model, batch, jax.random.key(1))  # once, outside of jit: is the loss a sum over examples?
+        >>> gradient.check(model, batch, jax.random.key(1))  # once, outside of jit: is the loss a sum over rows?
         >>> metrics, grads = gradient(model, batch, jax.random.key(1))
         >>> grads["kernel"][...].sharding.spec
         P('data',)
@@ -183,7 +175,7 @@ class ValueAndGrad(Generic[*Arguments]):
         plan: the mesh and the strategy.
         settings: all settings in one object; the gradient itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
-        precision, accumulate, sync_batch_norm, wire, overlap, check_loss: as in `make_train_step`.
+        precision, accumulate, sync_batch_norm, wire, check_loss: as in `make_train_step`.
     """
 
     __slots__ = (
@@ -203,7 +195,6 @@ class ValueAndGrad(Generic[*Arguments]):
     accumulate: int = read_only("settings.accumulate")
     sync_batch_norm: bool = read_only("settings.sync_batch_norm")
     wire: Encoding | None = read_only("settings.wire")
-    overlap: bool | None = read_only("settings.overlap")
     check_loss: bool = read_only("settings.check_loss")
 
     def __init__(self, loss: PartitionedLoss, argnums: int | tuple[int, ...], wrt: Any) -> None:
@@ -249,19 +240,18 @@ class ValueAndGrad(Generic[*Arguments]):
 
     @public(_check_call)
     def check(self, *arguments: *Arguments) -> None:
-        """Try a loss on a few rows, outside of jit, if its program does not prove that it is a sum over examples.
+        """Try on a few rows, outside of jit, that the loss is a sum over rows, if it is called on parts of a batch.
 
         Args:
             arguments: those of the call itself, with real values.
 
         Raises:
-            ValueError: the loss has to be a sum over examples and is none; or as the call raises it.
+            ValueError: the loss has to be a sum over rows and is none; or as the call raises it.
         """
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)
         self._check_models(state)
         self.loss.check_first(state, batch)
-        self.loss.forget_programs()  # the call comes later
 
     @property
     def jitted(self) -> Any:
@@ -282,25 +272,14 @@ class ValueAndGrad(Generic[*Arguments]):
             placements = self.loss.param_placements(state)
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
-            spec = self._spec_with_outputs(state, batch)
-            grads, sums, model_state = self.loss.gradients(state, batch, state.rng, spec)
+            grads, sums, model_state = self.loss.gradients(state, batch, state.rng)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             model_state = jax.tree.map(changed, own, state.model_state, model_state)
             values = means(sums)
-            if isinstance(spec.loss_fn, LossWithAux):
-                values = values, spec.loss_fn.aux(sums)
+            if isinstance(loss_fn := self.loss.view(state, batch).loss_fn, LossWithAux):
+                values = values, loss_fn.aux(sums)
             return values, grads, model_state
-
-    def _spec_with_outputs(self, state: Models, batch: Batch) -> GradientSpec:
-        loss, plan = self.loss, self.loss.plan
-        spec = loss.gradient_spec(state)
-        if not isinstance(spec.loss_fn, LossWithAux):
-            return spec
-        is_local = loss.choose(state, batch).partitioning == "manual"
-        calls = loss.settings.accumulate * (plan.batch_shards if is_local else 1)
-        within = partial(manual.replicated_within, plan=plan) if is_local else lambda function: function
-        return with_outputs(spec, within, calls, state, batch)
 
     def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Check how many arguments there are, and where this is called. Raises ValueError."""
@@ -373,7 +352,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self._checked_forms.add(form)
 
     def _report_same_draws(self, given: str) -> None:
-        if self.loss.last is not None and self.loss.last.draws:
+        if self.loss.last is not None and self.loss.last.does_draw:
             notice(
                 f"a gradient whose loss draws (dropout, noise) was given {given}: it draws the same in each step; pass "
                 "a key of the step, jax.random.fold_in(key, step)"

@@ -306,7 +306,6 @@ class Assembly:
             clip_norm=self.experiment.optimizer.clip_norm,
             wire=self.experiment.wire,
             buckets=self.experiment.buckets,
-            overlap=None if self.experiment.overlap == "auto" else self.experiment.overlap,
             **self._step_options,
         )
         _ = step.compiler_options  # refused now, not when the first batch is there

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import optax
-from optax.contrib import scale_by_muon
 
 from jdp.base.formatting import listed
 from jdp.base.notices import notice
 from jdp.base.tree_paths import path_of
+from jdp.core.update.muon import scale_by_muon
 from jdp.experiment.matrices import is_vector, matrix_dimensions, matrix_sizes
 
 RMS = 0.2
@@ -33,7 +33,7 @@ def muon(
 ) -> optax.GradientTransformation:
     """Return Muon for the hidden matrices and `adamw` for the other parameters.
 
-    `decay` adds the decayed weights, `settings` are those of optax' `scale_by_muon`, and `shapes` those of all
+    `decay` adds the decayed weights, `settings` are those of `scale_by_muon`, and `shapes` those of all
     parameters by path, which tell stacked layers even where norms are frozen.
     """
 

@@ -26,7 +26,7 @@ from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.core.update.optimized import exchanged
+from jdp.core.update.muon import exchanged
 from jdp.foresight.any_step.forecast import forecast
 from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import Compiled

@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
-from jdp.core.gradients import auto
 from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.partitioned_loss import VIEWS
+from jdp.core.gradients.views import view_gradients
 from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.state import TrainState, own_shaped, trained_part
+from jdp.core.state import TrainState, trained_part
 from jdp.core.step import Step
 from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
@@ -130,14 +129,13 @@ class Inspection:
         step = self._step
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
-            choice = step.loss.choose(state, batch)
-            spec = step.loss.gradient_spec(state, choice.reading)
+            view = step.loss.view(state, batch)
+            spec = step.loss.gradient_spec(state, view)
             spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
-            gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
+            gradients = view_gradients(view.partitioning, spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), state.params
             grads, sums, _ = gradients(params, state.model_state, batch, key)
-            own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
-            trees = {"batch": batch, "params": own[0], "gradients": own[1]}
+            trees = {"batch": batch, "params": params, "gradients": grads}
             found = {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
             return found | {"updated": self._updated(state, grads, sums)}
 
@@ -149,10 +147,9 @@ class Inspection:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
         state, grads = fetched(step.plan, state, grads)
         norm, loss = optax.tree.norm(grads), sums.total / sums.weight
-        new = clipped_update(step.clip_norm, step.plan, state, grads, norm, loss)
+        new = clipped_update(step.clip_norm, state, grads, norm, loss)
         before = tuple(getattr(state, name) for name in fields)
-        trees = zip(fields, broken(before, new), strict=True)
-        flags = {name: own_shaped(tree, name, state.static) for name, tree in trees}
+        flags = dict(zip(fields, broken(before, new), strict=True))
         return {path_of(path): _by_place(x) for path, x in jax.tree.leaves_with_path(flags) if x.size}
 
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
@@ -162,7 +159,7 @@ class Inspection:
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
-            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
+            return view_gradients("auto", spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

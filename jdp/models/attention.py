@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn  # its checks are 
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jdp.core.layers import ATTENTION
+from jdp.core.rematerialisation import ATTENTION
 from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_device, traced_model_axes, traced_shards
 from jdp.models.blockwise import Sight, attend_in_documents, block_size
 from jdp.models.checks import Attend, require

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jdp.core.layers import ATTENTION
+from jdp.core.rematerialisation import ATTENTION
 
 SCORE_BYTES = 128 * 2**20
 """Of a block's float32 scores, all rows and heads, at most, unless the smallest block has more."""

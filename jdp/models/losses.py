@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp.core.sharding.traced_mesh import rows_for_sizes, traced_device, traced_model_axes, traced_shards
+from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes, traced_shards
 from jdp.models.checks import require
 from jdp.models.modules import product, summed_in_float32
 
@@ -98,7 +98,7 @@ def linear_next_token_loss(
 
 def chunks(batch: int, length: int, vocabulary: int, chunk_bytes: int) -> tuple[int, int]:
     """Return the chunks of a row, and the positions of one, whose float32 logits fit `chunk_bytes` on a device."""
-    rows = -(-rows_for_sizes(batch) // math.gcd(traced_shards(), batch))
+    rows = max(1, -(-batch // math.gcd(traced_shards(), batch)))
     logits = 4 * rows * length * -(-vocabulary // math.prod(traced_model_axes().values()))
     of_chunk = -(-length // -(-logits // chunk_bytes))
     return -(-length // of_chunk), of_chunk

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import DotAlgorithmPreset
 
-from jdp.core.layers import STATISTICS
+from jdp.core.rematerialisation import STATISTICS
 from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jdp.core.layers import ATTENTION, looped
+from jdp.core.layers import looped
+from jdp.core.rematerialisation import ATTENTION
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
 from jdp.models.checks import Activation, Attend, NormKind, Remat, Scan

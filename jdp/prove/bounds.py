@@ -70,9 +70,9 @@ class Closest:
 
 
 def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Array]:
-    """Copy the compared metrics, by name, and all leaves of a state, by path and in their own shapes, to NumPy."""
+    """Copy the compared metrics, by name, and all leaves of a state, by path, to NumPy."""
     values: dict[str, Any] = {name: metrics[name] for name in METRICS} if metrics else {}
-    for path, leaf in jax.tree.leaves_with_path(state.unpadded()):
+    for path, leaf in jax.tree.leaves_with_path(state):
         key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         values[path_of(path)] = jax.random.key_data(leaf) if key else leaf
     return {name: np.array(value) for name, value in jax.device_get(values).items()}

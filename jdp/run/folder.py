@@ -50,7 +50,7 @@ EXPORTED = f"{EXPORT}/jdp.json"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = {
-    *("plugin", "strategy", "offload", "partitioning", "precision", "reduce", "wire", "buckets", "overlap", "compiler"),
+    *("plugin", "strategy", "offload", "partitioning", "precision", "reduce", "wire", "buckets", "compiler"),
     *(
         "devices",
         "mesh",

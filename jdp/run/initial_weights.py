@@ -24,7 +24,7 @@ from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
-from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
+from jdp.core.state import TrainState, trained_part
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import first_state
 from jdp.experiment.file import ExperimentError
@@ -99,9 +99,7 @@ def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
     tx, trained = state.static.tx, state.static.trained
 
     def optimizer_state(params: PyTree) -> PyTree:
-        own = own_shaped(params, "params", state.static)
-        first = first_state(tx, trained_part(own, trained))
-        return map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
+        return first_state(tx, trained_part(params, trained))
 
     begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
     return replace(state, opt_state=begin(state.params))

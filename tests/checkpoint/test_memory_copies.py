@@ -50,7 +50,7 @@ def state_at(step, strategy="zero3", count=4):
 
 
 def bits(state):
-    leaves = jax.tree.leaves(state.unpadded())
+    leaves = jax.tree.leaves(state)
     keys = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
     return [np.asarray(x).tobytes() for x in keys]
 

@@ -46,7 +46,7 @@ def test_merged_it_is_a_plain_model_with_the_same_logits(scan, tmp_path):
     params, plain = merge_lora(state, config)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
     assert plain.lora_rank is None and paths and not any("lora" in path for path in paths)
-    shardings = {path: leaf.sharding for path, leaf in jax.tree.leaves_with_path(state.unpadded().params)}
+    shardings = {path: leaf.sharding for path, leaf in jax.tree.leaves_with_path(state.params)}
     assert all(leaf.sharding == shardings[path] for path, leaf in jax.tree.leaves_with_path(params))
     export_hf(tmp_path, params, plain)
     assert gpt_config_from_hf(tmp_path).lora_rank is None
@@ -54,7 +54,7 @@ def test_merged_it_is_a_plain_model_with_the_same_logits(scan, tmp_path):
     again = jdp.abstract_state(fresh, optax.sgd(0.1), PLAN, rng=jax.random.key(1))
     again = import_safetensors(tmp_path, again, names=hf_names(plain))
     np.testing.assert_allclose(logits(again.model), logits(state.model), rtol=0, atol=2e-5)
-    host, _ = merge_lora(jax.device_get(state.unpadded().params), config)
+    host, _ = merge_lora(jax.device_get(state.params), config)
     for one, other in zip(*map(jax.tree.leaves, (host, params)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 

@@ -64,8 +64,6 @@ CALLS = {
     "rules in a dict": (lambda: plan(rules={"w": P("model")}), r"rules are a sequence of pairs, .*; given \{'w'"),
     "an entry is left open": (lambda: plan(rules=[("w", P(P.UNCONSTRAINED))]), ENTRY + "UNCONSTRAINED.*Write None"),
     "min_shard_size < 0": (lambda: plan(min_shard_size=-1), "min_shard_size is a whole .* 0 or more; given -1"),
-    "pad is a word": (lambda: plan(pad="no"), "pad is True or False; given 'no'"),
-    "whole_matrices is a number": (lambda: plan(whole_matrices=0), "whole_matrices is True or False; given 0"),
     "a mesh axis is a float": (lambda: jdp.make_mesh(data=8.0), "Mesh axes are integers, .*; given data=8.0"),
     "a mesh axis is a bool": (lambda: jdp.make_mesh(data=8, x=True), "Mesh axes are integers, .*; given x=True"),
     "tx was not made": (lambda: state(tx=optax.adam), TX_IS + "the function adam. Call it first"),

@@ -1,4 +1,4 @@
-"""Optimizers of `optax.contrib` lead to one device's weights, on leaves that divide by the devices and on padded ones.
+"""Optimizers of `optax.contrib` lead to one device's weights, on leaves that divide by the devices and on others.
 
 As in `test_optimizers.py` all run in one program. The list is read from the module: a new optimizer comes in by itself.
 """
@@ -27,6 +27,7 @@ from test_optimizers import (
 )
 
 import jdp
+from jdp.core.update.optimizer_checks import check_update, products
 
 NAMES = sorted(
     name
@@ -93,7 +94,7 @@ def assert_as_on_one_device(name, run, init):
     plan, (lay, _, state) = run_all(run, init)
     assert_laid_as_planned(plan, lay, state, f"/{name}/")
     _, (_, first, alone) = run_all("one device", init)
-    got, wanted = state.unpadded().params[name], alone.params[name]
+    got, wanted = state.params[name], alone.params[name]
     assert_same(*jax.device_get((got, wanted)))
     assert all(np.abs(a - b).max() > 1e-4 for a, b in zip(*map(jax.tree.leaves, (first[name], wanted)), strict=True))
     return state
@@ -119,6 +120,10 @@ def test_an_optimizer_that_needs_more_is_refused_with_the_reason(name):
 SHAPES = {"wide": (64, 128), "tall": (128, 64), "bias": (128,)}  # sharded on either dimension
 ALL = {f"optax.{name}": functools.partial(alias, name) for name in ALIASES}
 ALL |= {f"contrib.{name}": functools.partial(made, name) for name in TRAINED}
+PRODUCTS = {"optax.lbfgs"} | {
+    f"contrib.{name}" for name in ("dadapt_adamw", "galore", "mechanize", "momo", "momo_adam", "muon", "prodigy")
+}
+"""Optimizers of matrix or inner products, whose cost is reported."""
 
 
 def perceptrons(params, batch, rng):
@@ -126,10 +131,19 @@ def perceptrons(params, batch, rng):
     return jdp.Loss(total, jnp.float32(batch["x"].shape[0]))
 
 
-@pytest.mark.parametrize("names", [["contrib.prodigy", "optax.lbfgs"], [*ALL]], ids=["two", "all"])
+@pytest.mark.parametrize("name", ALL)
+def test_products_are_those_of_a_list(name):
+    params, tx = {key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in SHAPES.items()}, ALL[name]()
+    program = check_update(tx, params, jax.eval_shape(tx.init, params))
+    assert (64 * 128 in products(program)) == (name in PRODUCTS)
+
+
+@pytest.mark.parametrize(
+    "names", [["optax.adafactor", "optax.lamb"], sorted(ALL.keys() - PRODUCTS)], ids=["two", "all"]
+)
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_no_optimizer_sends_more_than_its_row(strategy, names):
-    """Of norms, inner products and factors XLA sends a few numbers; matrices that are taken whole are in the row."""
+def test_without_products_no_optimizer_sends_more_than_its_row(strategy, names):
+    """Of norms and factors XLA sends a few numbers."""
     plan = jdp.Plan(jdp.make_mesh(), strategy, min_shard_size=32)
     tx = optax.multi_transform({name: ALL[name]() for name in names}, {name: name for name in names})
     init = lambda rng: {name: {key: jnp.ones(shape) for key, shape in SHAPES.items()} for name in names}  # noqa: E731

@@ -100,7 +100,7 @@ def test_same_bits_where_layers_send_while_they_compute(strategy, accumulate):
     """The shards come in bf16 there, and their gradients in float32, as they do without offload."""
     found = []
     for offload in (None, "optimizer"):
-        state, step = make(strategy, offload, accumulate=accumulate, overlap=True, partitioning="manual")
+        state, step = make(strategy, offload, accumulate=accumulate, partitioning="manual")
         state, metrics = step(state, batches()[0])
         found.append((state.params, state.opt_state, metrics))
     assert_same_bits(*jax.device_get(found))

@@ -179,7 +179,7 @@ def test_frozen_leaves_have_no_optimizer_state_and_rest_sharded(case):
 def test_clipping_looks_at_the_trained_leaves_only():
     """The frozen part's gradient would be far larger: with it the trained one would be clipped to almost nothing."""
     init = lambda rng: {"frozen": jnp.full((8, 8), 1e3), "w": jnp.ones(8)}  # noqa: E731
-    loss = lambda p, b, rng: jdp.Loss((b["x"] @ p["frozen"] * 1e-3 @ p["w"]).sum(), jnp.float32(8))  # noqa: E731
+    loss = lambda p, b, rng: jdp.Loss((b["x"] @ p["frozen"] * 1e-3 @ p["w"]).sum(), jnp.float32(len(b["x"])))  # noqa: E731
     plan = plan_of("zero2")
     state = jdp.init_state(init, optax.sgd(1.0), plan, rng=jax.random.key(0), wrt="w")
     state, metrics = jdp.make_train_step(loss, plan, clip_norm=0.5)(state, {"x": np.ones((8, 8), np.float32)})

@@ -262,8 +262,6 @@ def test_the_bytes_foreseen_are_the_bytes_held(mesh, strategy):
     data, scalars = 1 if strategy == "ddp" else axes["data"], 3 * 4 + 8
     sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
     cut = {"w": data * (2 if rules else 1), "stacked": data}
-    if not rules:  # no dimension of `odd` divides: flat, and padded
-        sizes["odd"], cut["odd"] = -(-33 * 35 // data) * data, data
     assert sum(p.bytes_per_device for p in places) == scalars + sum(12 * n // cut.get(k, 1) for k, n in sizes.items())
 
 
@@ -272,18 +270,34 @@ def test_the_bytes_foreseen_are_the_bytes_held(mesh, strategy):
 
 def test_what_could_not_be_sharded_is_reported_once_with_reason_and_bytes(reported):
     shapes = {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)}
-    for pad in (True, True, False):
-        plan = jdp.Plan(jdp.make_mesh(), "zero2", pad=pad)
+    plan = jdp.Plan(jdp.make_mesh(), "zero2")
+    for _ in range(2):
         report_placements(plan, abstract(plan, shapes))
-    padded, small, odd = reported()
-    assert padded == (
-        "odd [33, 101], of which no dimension divides by data=8, rests flat and padded (1,668 bytes on every device); "
-        "state.unpadded() has it in its own shape"
-    )
-    assert [odd, small] == [
-        "odd [33, 101] is replicated: no dimension of [33, 101] divides by data=8 (13,332 bytes on every device)",
+    assert reported() == [
+        "odd [33, 101]: no dimension divides by data=8, so every device holds all of it, 39.1 KiB with optimizer "
+        "state, 81.2% of what it holds",
         "4 parameters of fewer than 1024 elements stay replicated (1,024 bytes on every device): b1, b2, b3 and 1 more",
     ]
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (
+            {"a": (33, 60), "b": (6, 244)},
+            "a [33, 60] and 1 more: .* all of them, .*; a mesh of replica=2 × data=4 divides",
+        ),
+        ({"a": (33, 60), "b": (6, 202)}, "a [33, 60] and 1 more: .*; a mesh of replica=4 × data=2 divides them"),
+        ({"a": (33, 61)}, "a [33, 61]: .* of what it holds$"),
+    ],
+)
+def test_of_a_large_share_a_mesh_that_divides_is_named(odd, words, reported):
+    for size, is_named in ((1, "mesh" in words), (64, False)):  # beside a larger leaf it is a small share
+        plan = jdp.Plan(jdp.make_mesh(), "zero1")
+        report_placements(plan, abstract(plan, {**odd, "w": (size * 64, 256)}))
+        said = reported()[-1]
+        assert bool(re.search("a mesh of", said)) is is_named
+        assert size > 1 or re.search(words.replace("[", r"\["), said), said
 
 
 def test_what_is_reported_goes_to_standard_error_where_no_logging_is_set_up(monkeypatch, capsys):

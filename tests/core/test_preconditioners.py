@@ -1,4 +1,4 @@
-"""Optimizers of a user's own that mix elements: preconditioners of each side, in the basis of eigenvectors or by it."""
+"""Optimizers that multiply matrices, of a user's own or optax': the same as on one device, and reported."""
 
 import functools
 
@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from matrix_runs import assert_kept, assert_trains_as_one_device, plan_of, start
+from judged import judged
+from matrix_runs import LAST, assert_trains_as_one_device, batches, plan_of, start
+
+import jdp
+from jdp.base import notices
 
 
 def of_matrices(init_one, update_one, rate):
@@ -61,13 +65,55 @@ def soap():
     return of_matrices(init, update, 1e-3)
 
 
+def naive_muon(*names):
+    numbers = dict.fromkeys(names or ("u", "one", "two", "odd"), LAST)
+    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers)
+
+
 @pytest.mark.parametrize(
     ("make", "strategy", "devices"),
-    [(shampoo, "zero1", 8), (soap, "zero3", 8), (soap, "zero1", 3), (shampoo, "zero2", 3), (shampoo, "ddp", 8)],
+    [
+        (shampoo, "zero1", 8),
+        (soap, "zero3", 8),
+        (shampoo, "zero2", 3),
+        (shampoo, "ddp", 8),
+        (naive_muon, "zero3", 8),
+        (lambda: optax.MultiSteps(naive_muon(), 2), "zero1", 8),
+    ],
+    ids=["shampoo-zero1", "soap-zero3", "shampoo-zero2", "shampoo-ddp", "muon-zero3", "MultiSteps-zero1"],
 )
-def test_preconditioners_of_a_users_own(make, strategy, devices):
-    shapes = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}
-    plan, tx = plan_of(strategy, devices), make()
-    assert_kept(*start(plan, shapes, tx))
-    whole = {*shapes} - ({"odd"} if strategy == "ddp" else set())
-    assert_trains_as_one_device(shapes, tx, plan, whole, state_bound=5e-5)  # squares up to 20, of which 1e-6 is 2e-5
+def test_an_optimizer_of_matrices_trains_as_on_one_device(make, strategy, devices):
+    shapes, tx = {"u": (6, 16, 24), "one": (32, 24), "two": (32, 24), "odd": (11, 13)}, make()
+    assert_trains_as_one_device(shapes, tx, plan_of(strategy, devices), state_bound=5e-5)  # squares up to 20
+
+
+def test_its_cost_is_reported_once_with_the_leaf_and_the_bytes(caplog, monkeypatch):
+    """Of the sharded leaves alone; and nothing of `jdp.muon`, of norms and factors, or under ddp."""
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    shapes = {"u": (6, 16, 24), "one": (32, 24), "odd": (11, 13), "bias": (4, 4)}
+    is_matrix = lambda params: jax.tree.map(lambda x: LAST if x.ndim > 2 else None, params)  # noqa: E731
+    for tx in (
+        jdp.muon(1e-2),
+        jdp.muon(1e-2, muon_weight_dimension_numbers=is_matrix),
+        optax.adafactor(),
+        optax.lamb(1),
+    ):
+        start(plan_of("zero3"), shapes, tx)
+    start(plan_of("ddp"), shapes, optax.contrib.muon(1e-2))
+    assert not [line for line in caplog.messages if "products of" in line]
+    for _ in range(2):
+        start(plan_of("zero3"), shapes, shampoo())
+    [said] = [line for line in caplog.messages if "products of" in line]
+    assert said == (
+        "the optimizer's update takes matrix or inner products of u [6, 16, 24] and 1 more, 12 KiB that zero3 shards: "
+        "XLA gathers them or sums partial products, beside what zero3 promises; jdp.verify counts it"
+    )
+
+
+def test_verify_counts_what_it_sends():
+    plan = plan_of("zero1")
+    state, step = start(plan, {"u": (6, 16, 24), "one": (32, 24)}, naive_muon("u", "one"))
+    report = judged(step, state, batches(1)[0])
+    assert not report.kept
+    assert any("the optimizer's update computes with complete arrays" in breach for breach in report.breaches)

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import pytest
 from jax._src import cloud_tpu_init, xla_bridge
 from jax._src.clusters import OmpiCluster, SlurmCluster
-from jax._src.core import AxisEnv, trace_ctx, trace_state_clean
+from jax._src.core import trace_state_clean
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
+from jax._src.interpreters.batching import BatchTracer
 from jax._src.interpreters.partial_eval import custom_staging_rules
 from jax.extend.core.primitives import jit_p
 
@@ -26,11 +27,10 @@ TAKEN = {
     "jax._src.cloud_tpu_init": "core/cluster/schedulers.py",
     "jax._src.clusters.OmpiCluster": "core/cluster/schedulers.py",
     "jax._src.clusters.SlurmCluster": "core/cluster/schedulers.py",
-    "jax._src.core.AxisEnv": "core/tracing/axis_sizes.py",
-    "jax._src.core.trace_ctx": "core/tracing/axis_sizes.py",
     "jax._src.core.trace_state_clean": "core/step.py",
     "jax._src.cudnn.fused_attention_stablehlo": "foresight/targets/relocate.py models/attention.py",
     "jax._src.distributed.global_state": "core/cluster/barrier.py",
+    "jax._src.interpreters.batching.BatchTracer": "core/layers.py",
     "jax._src.interpreters.partial_eval.custom_staging_rules": "foresight/any_step/traced.py",
     "jax._src.xla_bridge": "base/machine.py",
 }
@@ -75,6 +75,13 @@ def test_custom_staging_rules_have_one_for_jit_which_is_looked_up_at_each_call(m
     assert {*seen} == {()}
 
 
+def test_batchtracer_is_what_a_function_gets_under_vmap():
+    seen = []
+    note = lambda x, y: seen.append([isinstance(each, BatchTracer) for each in (x, y)]) or x  # noqa: E731
+    jax.jit(jax.vmap(note, (0, None)))(jnp.zeros(3), 1.0)
+    assert seen == [[True, False]]
+
+
 def test_cloud_tpu_init_says_whether_this_is_a_tpu_vm():
     assert cloud_tpu_init.running_in_cloud_tpu_vm is False
 
@@ -90,27 +97,6 @@ def test_slurmcluster_takes_the_first_node_and_a_port_of_the_job(monkeypatch):
         monkeypatch.setenv(name, value)
     assert SlurmCluster.get_coordinator_address(None, None) == "gpu007:61441"
     assert SlurmCluster.get_coordinator_address(None, "9") == "gpu007:9"
-
-
-def test_axisenv_holds_sizes_and_grows_and_shrinks():
-    env = trace_ctx.axis_env
-    grown = env.extend_pure([("rows", 3)])
-    assert isinstance(env, AxisEnv) and grown.axis_size("rows") == 3
-    assert grown.axis_sizes.keys() - env.axis_sizes.keys() == {"rows"}
-    assert grown.pop_pure("rows").axis_sizes == env.axis_sizes
-    assert hasattr(env, "spmd_axis_names") and hasattr(env, "explicit_mesh_axis_names")
-
-
-def test_trace_ctx_has_the_axes_of_the_function_being_traced():
-    seen = []
-    jax.vmap(lambda x: seen.append(trace_ctx.axis_env.axis_size("rows")) or x, axis_name="rows")(jnp.zeros(3))
-    assert seen == [3]
-    before = trace_ctx.axis_env
-    trace_ctx.set_axis_env(before.extend_pure([("rows", 3)]))
-    try:
-        assert trace_ctx.axis_env.axis_size("rows") == 3
-    finally:
-        trace_ctx.set_axis_env(before)
 
 
 def test_trace_state_clean_says_whether_a_function_is_being_traced():

@@ -1,4 +1,4 @@
-"""A loss that sees some rows of the batch draws exactly those rows of the global draw; other draws are reported."""
+"""A loss that sees some rows of the batch draws exactly those rows of the global draw; other draws are refused."""
 
 import functools
 import math
@@ -11,9 +11,8 @@ import optax
 import pytest
 
 import jdp
-from jdp.base import notices
-from jdp.core.gradients.rowwise_loss import RowwiseLoss
-from jdp.core.random import row_keys as keys
+from jdp.core.random.row_keys import RowDraws, read_draws, row_key_shape
+from jdp.core.types import PartsError
 
 KEY = jax.random.key(11)
 
@@ -35,21 +34,21 @@ def on_plain_key(draw):
     return jax.device_get(jax.jit(lambda: draw(KEY, BATCH))())
 
 
+def read(draw, rows, key=KEY):
+    few, many = (jax.make_jaxpr(lambda k, n=n: draw(k, n))(row_key_shape(rows)).jaxpr for n in (rows, 2 * rows))
+    return read_draws(few, many, rows, key)
+
+
 @functools.cache
-def on_batch_key(draw, rows, count):
+def on_row_key(draw, rows, count):
     """`draw(key, rows)` as a loss draws it that sees every `count`-th row, `rows` of them: (first global row) -> it."""
-    loss = RowwiseLoss(lambda operands, model_state, batch, key: draw(key, len(batch)))
-
-    def local(offset):
-        key = keys.batch_key(KEY, rows=rows, total=BATCH, offset=offset, stride=count)
-        return loss({}, {}, jnp.zeros(rows), key)
-
-    return jax.jit(local)
+    draws = read(draw, rows)
+    return jax.jit(lambda offset: draw(draws.key(KEY, offset=offset, stride=count, total=BATCH), rows))
 
 
 def check_rows(draw, layout, equal=np.testing.assert_array_equal):
-    """`draw(key, rows)` -> arrays [rows, ...]: on batch keys it gives rows of what it gives on the plain key."""
-    whole, local = on_plain_key(draw), on_batch_key(draw, BATCH // math.prod(layout), layout[0])
+    """`draw(key, rows)` -> arrays [rows, ...]: on row keys it gives rows of what it gives on the plain key."""
+    whole, local = on_plain_key(draw), on_row_key(draw, BATCH // math.prod(layout), layout[0])
     for first, indices in places(*layout):
         got = local(jnp.uint32(first))
         jax.tree.map(lambda g, w, i=indices: equal(g, w[i]), got, whole)
@@ -104,8 +103,8 @@ def test_one_key_an_example():
 
 def test_a_draw_hashes_the_64_bit_index_of_each_element():
     offset, stride, size = 858_993_458, 1, 5  # rows 858,993,458 .. 461: the second crosses 2**32 within itself
-    place = keys.batch_key(KEY, rows=4, total=2**31, offset=offset, stride=stride)
-    drawn = np.asarray(jax.random.bits(place.row_key(KEY), (4, size)))
+    draws = RowDraws(4, ((("random_bits", (4, size)), 1),))
+    drawn = np.asarray(jax.random.bits(draws.key(KEY, offset=offset, stride=stride, total=2**31), (4, size)))
     for row in range(4):
         for column in range(size):
             index = (offset + stride * row) * size + column
@@ -113,20 +112,6 @@ def test_a_draw_hashes_the_64_bit_index_of_each_element():
             first, second = jexr.threefry_2x32(jax.random.key_data(KEY), count)
             assert int(drawn[row, column]) == int(first) ^ int(second)
     assert offset * size < 2**32 < (offset + 1) * size + size
-
-
-# Other generators.
-
-
-def test_a_generator_without_indices_differs_by_shard_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
-    key = jax.random.key(0, impl="rbg")
-    shards = [keys.batch_key(key, rows=4, total=8, offset=offset, stride=1) for offset in (0, 4)]
-    first, second = (jax.random.bits(shard.row_key(key), (4, 8)) for shard in shards)
-    assert not np.array_equal(first, second)
-    [reported] = [record.getMessage() for record in caplog.records if record.name == "jdp"]
-    assert "dropout masks depend on the mesh: the PRNG rbg cannot be indexed by row" in reported
 
 
 # The table: every kind of draw, by rows a device and by layout. Each function draws what becomes noise [rows, 2].
@@ -183,38 +168,36 @@ BY_ROW = {
     "time leads": lambda k, ids: R.uniform(k, (WIDTH, len(ids))).T,
     "time leads, rows inside": lambda k, ids: R.uniform(k, (3, len(ids), WIDTH))[1],
     "shared by all": lambda k, ids: jnp.ones((len(ids), 1)) * R.uniform(k, (WIDTH,)),
-    "shared, one row": lambda k, ids: jnp.ones((len(ids), 1)) * R.uniform(k, (1, WIDTH)),
     "split": lambda k, ids: each(R.split(k, len(ids))),
     "split by time and row": lambda k, ids: each(R.split(k, (WIDTH, len(ids))), jax.vmap(R.uniform)).T,
     "split of a split": lambda k, ids: each(R.split(R.split(k)[1], len(ids))),
     "split, then a loop": lambda k, ids: jax.lax.map(lambda own: R.uniform(own, (WIDTH,)), R.split(k, len(ids))),
-    "fold_in by number": lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, i))(jnp.arange(len(ids)))),
-    "fold_in by 3 i + 5": lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, 3 * i + 5))(np.arange(len(ids)))),
     "fold_in by data": lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, i))(ids)),
-    "a key of its own": lambda k, ids: R.uniform(R.key(3), (len(ids), WIDTH)),
     "rematerialised": rematerialised,
     "in a branch": in_a_branch,
+    "in a derivative of its own": in_an_own_gradient,
+    "width and rows alike": lambda k, ids: R.uniform(k, (len(ids), WIDTH, 8))[:, :, 0] + R.uniform(k, (WIDTH, 4))[0, 0],
 }
 SAMPLERS = {
-    "gamma": lambda k, ids: R.gamma(k, 2.0, (len(ids), WIDTH)),
-    "gamma, time leads": lambda k, ids: R.gamma(k, 2.0, (WIDTH, len(ids))).T,
-    "poisson": lambda k, ids: R.poisson(k, 3.0, (len(ids), WIDTH)).astype(jnp.float32),
+    "randint": lambda k, ids: R.randint(k, (len(ids), WIDTH), 0, 1000).astype(jnp.float32),
     "choice": lambda k, ids: R.choice(k, 10.0 * jnp.arange(9), (len(ids), WIDTH)),
+    "shared permutation": lambda k, ids: jnp.ones((len(ids), 1)) * R.permutation(k, 9.0 * jnp.arange(5))[:WIDTH],
     "shuffled inside": lambda k, ids: R.permutation(
         k, jnp.ones((len(ids), 1)) * jnp.arange(9.0), axis=1, independent=True
     )[:, :WIDTH],
     "multivariate normal": lambda k, ids: R.multivariate_normal(k, jnp.zeros(2), jnp.eye(2), (len(ids),)),
-}
-MADE_OF_THESE = {  # gammas, one after another or of a vector, and bits
-    "beta": lambda k, ids: R.beta(k, 2.0, 3.0, (len(ids), WIDTH)),
-    "dirichlet": lambda k, ids: R.dirichlet(k, jnp.ones(WIDTH), (len(ids),)),
     "categorical": lambda k, ids: R.categorical(k, jnp.zeros((len(ids), WIDTH, 9))).astype(jnp.float32),
     "truncated normal": lambda k, ids: R.truncated_normal(k, -1.0, 1.0, (len(ids), WIDTH)),
 }
-SAID = {
-    "scan of splits": (scan_of_splits, "the key is carried from row to row"),
-    "own gradient": (in_an_own_gradient, "a draw inside of custom_vjp_call"),
-    "loop over rows": (loop_over_rows, "the loss draws another number of times here"),
+UNREAD = {
+    "scan of splits": (scan_of_splits, "a key is carried from row to row"),
+    "loop over rows": (loop_over_rows, "the loss draws more often for more rows"),
+    "numbered": (lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, i))(jnp.arange(len(ids)))), "are numbered"),
+    "a key of its own": (lambda k, ids: R.uniform(R.key(3), (len(ids), WIDTH)), "from another key than the loss gets"),
+    "gamma": (lambda k, ids: R.gamma(k, 2.0, (len(ids), WIDTH)), "random_gamma cannot be drawn by row"),
+    "poisson": (lambda k, ids: 1.0 * R.poisson(k, 3.0, (len(ids), WIDTH)), "only implemented for the threefry2x32"),
+    "raw words": (lambda k, ids: R.uniform(R.wrap_key_data(R.key_data(k)[:2]), (len(ids), WIDTH)), "random_unwrap"),
+    "two meanings": (lambda k, ids: each(R.split(k, len(ids))) * each(R.split(k, 3)).sum(), "two draws have the shape"),
 }
 
 
@@ -233,10 +216,8 @@ def noise_of_a_step(draws, rows, partitioning, accumulate, devices):
         each = {name: (params[name][ids] * draw(rng, ids)).sum() for name, draw in draws.items()}
         return jdp.Loss(sum(each.values()), jnp.float32(len(ids)))
 
-    settings = {"partitioning": partitioning, "accumulate": accumulate}
-    step = jdp.make_train_step(
-        loss_fn, plan, check_loss=False, **settings
-    )  # `in_a_branch` asks for the sum of all rows
+    # `in_a_branch` asks for the sum of all rows
+    step = jdp.make_train_step(loss_fn, plan, check_loss=False, partitioning=partitioning, accumulate=accumulate)
     key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.rng, state.consumed)))
     state, _ = step(state, jnp.arange(total))
     return {name: -total * np.asarray(leaf) for name, leaf in state.params.items()}, tuple(key)
@@ -253,45 +234,42 @@ def global_noise_by_row(words, total):
 
 
 SETTINGS = [("manual", 1, 4), ("manual", 2, 2), ("auto", 4, 1)]  # four rows in all for one a device
-QUICK = [(1, 1), (2, 0), (8, 2)]  # every setting; one row; two, as many as WIDTH; and one device's microbatches
+LAYOUTS_OF_A_STEP = [(5, *setting) for setting in SETTINGS] + [(1, *SETTINGS[1]), (8, *SETTINGS[0])]
 
 
-@pytest.mark.parametrize(
-    ("rows", "partitioning", "accumulate", "devices"),
-    [
-        pytest.param(rows, *setting, marks=() if (rows, n) in QUICK else pytest.mark.slow)
-        for n, setting in enumerate(SETTINGS)
-        for rows in (1, 2, 3, 4, 8)
-    ],
-)
-def test_every_draw_is_by_global_row_or_reported(rows, partitioning, accumulate, devices, monkeypatch, caplog):
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
-    reported = {name: draw for name, (draw, _) in SAID.items()}
-    got, key = noise_of_a_step({**BY_ROW, **reported}, rows, partitioning, accumulate, devices)
+@pytest.mark.parametrize(("rows", "partitioning", "accumulate", "devices"), LAYOUTS_OF_A_STEP)
+def test_every_draw_is_by_global_row(rows, partitioning, accumulate, devices):
+    draws = {name: draw for name, draw in BY_ROW.items() if rows > 1 or name != "tokens"}  # the shape of "time leads"
+    noise, key = noise_of_a_step(draws, rows, partitioning, accumulate, devices)
     whole = global_noise_by_row(key, rows * accumulate * devices)
-    for name, noise in whole.items():
-        np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-6, err_msg=name)  # divided and multiplied again
-    lines = [line for line in caplog.messages if "noise depends on the mesh" in line]
-    assert len(lines) == len(SAID)
-    for draw, reason in SAID.values():
-        [line] = [line for line in lines if reason in line]
-        assert f"{__file__}:" in line and f"({draw.__name__}" in line
-    for name in ("scan of splits", "own gradient"):  # each device draws for itself
-        assert len(np.unique(got[name].round(5), axis=0)) == len(got[name])
+    for name, expected in ((name, whole[name]) for name in draws):  # divided and multiplied again
+        np.testing.assert_allclose(noise[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("draws", [SAMPLERS, pytest.param(MADE_OF_THESE, marks=pytest.mark.slow)], ids=["own", "made"])
-def test_samplers_are_by_global_row_too(draws):
-    """What splits keys, or draws until it accepts: at two rows a device, where `split(key, 2)` has two meanings."""
-    got, key = noise_of_a_step(draws, 2, "manual", 2, 2)
-    for name, noise in global_noise(draws, key, 8).items():
-        np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-5, err_msg=name)
+def test_samplers_are_by_global_row_too():
+    """What splits keys, or draws until it accepts: at two rows a device, as many as `split` makes keys."""
+    noise, key = noise_of_a_step(SAMPLERS, 2, "manual", 2, 2)
+    for name, expected in global_noise(SAMPLERS, key, 8).items():
+        np.testing.assert_allclose(noise[name], expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_what_permutes_the_rows_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "_said", set())
-    caplog.set_level("INFO", "jdp")
-    jax.eval_shape(on_batch_key(jax.random.permutation, 3, 1), jnp.uint32(0))
-    [reported] = caplog.messages
-    assert "this permutes the rows of the batch" in reported
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_draw_whose_rows_cannot_be_told_sees_the_whole_batch(name):
+    """With one microbatch `auto` draws for all rows at once; with more the loss is refused, with the remedy."""
+    draw, reason = UNREAD[name]
+    noise, key = noise_of_a_step({name: draw}, 3, None, 1, 4)
+    expected = global_noise({name: draw}, key, 12)[name]
+    np.testing.assert_allclose(noise[name], expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=f"{reason}.*({__file__}:|3 rows|draw otherwise)"):
+        noise_of_a_step({name: draw}, 3, "manual", 2, 2)
+
+
+def test_a_generator_without_indices_is_refused():
+    with pytest.raises(PartsError, match=r"use jax\.random\.key"):
+        read(lambda key, rows: jax.random.bits(key, (rows,)), 3, jax.random.key(0, impl="rbg"))
+
+
+def test_a_draw_that_was_not_read_is_refused():
+    key = RowDraws(4).key(KEY, offset=0, stride=1, total=8)
+    with pytest.raises(ValueError, match=r"a draw of shape \[4, 2\] was not there"):
+        jax.random.bits(key, (4, 2))

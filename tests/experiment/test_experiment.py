@@ -128,11 +128,6 @@ WRONG_FILES = {
     ),
     "accuracy of text": (SMALL + 'keep_best = "eval_accuracy"', "train.keep_best must be a metric of the evaluations"),
     "patience without evaluations": (SMALL + "stop_after = 3", "train.stop_after = 3 counts evaluations, but there is"),
-    "word for overlap": ('overlap = "yes"\n' + SMALL, 'overlap must be true, false, or "auto", which leaves it to jdp'),
-    "overlap of XLA's collectives": (
-        'overlap = true\npartitioning = "auto"\n' + SMALL,
-        'overlap = true is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys',
-    ),
     "batches of an evaluation": (SMALL + 'eval_batches = "most"', 'train.eval_batches must be 1 or more, or "all"'),
     "eval set without a source": (SMALL + "[eval.wiki]\nfield = 'x'", "eval.wiki.source is missing: add source = …"),
     "unknown key of an eval set": (SMALL + "[eval.wiki]\nsorce = 'x'\nsource = 'y'", "did you mean eval.wiki.source?"),
@@ -245,12 +240,6 @@ def test_a_word_is_not_replaced_by_a_key_of_a_table(file):
             assert expected in refusal(file, **one)
         else:
             assert load(file, {"compiler.xla_gpu_x": "true"}).compiler == {"xla_gpu_x": True}
-
-
-def test_overlap_is_the_steps_and_may_be_left_to_jdp(file):
-    settings = {"auto": None, "true": True, "false": False}
-    steps = {word: Assembly.on_devices(load(file, {"overlap": word})).train_step.overlap for word in settings}
-    assert steps == settings and load(file).overlap == "auto"
 
 
 def test_cudnn_attention_is_refused_without_gpus_before_anything_is_made():

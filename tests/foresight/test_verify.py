@@ -44,7 +44,7 @@ def test_a_step_that_keeps_the_contract():
     assert report.ratio == pytest.approx(1, abs=0.001)
     assert (report.breaches, report.symptoms) == ((), ())
     text = str(report)
-    assert text.startswith("zero1 on data=8 for h100:1x8, K=2, manual: auto may synchronise inside")
+    assert text.startswith("zero1 on data=8 for h100:1x8, K=2, manual: the loss returns jdp.Loss")
     assert "Kept: a device sends 112 KiB a step, 1.000 of theory's 112 KiB." in text
     assert "reduce-scatter  64 KiB    64 KiB  1.000  no" in text
 

@@ -72,9 +72,9 @@ def test_gradients_break_where_the_backward_pass_does(trainer):
 
 
 def test_parameters_that_are_not_finite_come_before_the_loss(trainer):
-    own = trainer.state.unpadded()
-    broken = own.params["out"]["c"].at[2].set(jnp.inf)
-    trainer.state = jdp.place(dataclasses.replace(own, params={**own.params, "out": {"c": broken}}), trainer.step.plan)
+    state, plan = trainer.state, trainer.step.plan
+    broken = state.params["out"]["c"].at[2].set(jnp.inf)
+    trainer.state = jdp.place(dataclasses.replace(state, params={**state.params, "out": {"c": broken}}), plan)
     finding = trainer.finding()
     assert [str(bad) for bad in finding.params] == ["out/c (at 2 of 4 along its first dimension)"]
     assert finding.sentences[0] == f"Before step 1 parameters were not finite: {finding.params[0]}."

@@ -18,7 +18,9 @@ from flax import nnx
 
 import jdp
 from jdp.base.machine import available_memory
-from jdp.core.gradients import accumulate, manual
+from jdp.core.gradients import views
+from jdp.core.gradients.microbatch import Microbatch
+from jdp.core.random.row_keys import RowDraws
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
@@ -126,15 +128,15 @@ def test_a_tree_of_arrays_is_a_model_too_and_a_step_that_is_skipped_is_skipped_b
 
 def means_of_means(monkeypatch, *, in_loss):
     """Each shard divides by its own weight, and the means are averaged."""
-    one = accumulate.microbatch_gradients
+    one = Microbatch.__call__
 
-    def means(*args):
-        grads, sums, *others = one(*args)
+    def means(self, *args):
+        grads, sums, *others = one(self, *args)
         share = jax.lax.pmean(sums.weight, "data") / sums.weight
         total = sums.total * share if in_loss else sums.total
         return jax.tree.map(lambda g: g * share, grads), dataclasses.replace(sums, total=total), *others
 
-    monkeypatch.setattr(accumulate, "microbatch_gradients", means)
+    monkeypatch.setattr(Microbatch, "__call__", means)
 
 
 def test_a_mean_of_means_is_seen_in_the_loss_or_in_a_leaf(monkeypatch):
@@ -171,7 +173,8 @@ def test_masks_that_are_the_same_at_every_step_are_seen(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_masks_that_are_the_same_on_every_shard_are_seen(precision, monkeypatch):
-    monkeypatch.setattr("jdp.core.random.row_keys.batch_key", lambda key, **_: key)
+    make = RowDraws.key
+    monkeypatch.setattr(RowDraws, "key", lambda self, key, offset, **rows: make(self, key, offset=0, **rows))
     proof = run(["zero1 4 devices K=1", "ddp 1 device"], steps=1, precision=precision)
     parted = {each.name: each for each in proof.runs if not each.equal}
     assert {*parted} == {"zero1 4 devices K=1", "ddp 1 device K=2"}
@@ -182,17 +185,17 @@ def test_masks_that_are_the_same_on_every_shard_are_seen(precision, monkeypatch)
 
 def forgets_a_bias(monkeypatch):
     """A parameter too small to shard: its gradient stays that of the first shard."""
-    original = manual.make_collectives
+    original = views.manual_collectives
 
     def forgetful(*args):
         whole = original(*args)
 
-        def finish(x, place, leading):
-            return x if place.path == "layers/0/bias" else whole.finish(x, place, leading)
+        def finish(x, place, *others):
+            return x if place.path == "layers/0/bias" else whole.finish(x, place, *others)
 
         return dataclasses.replace(whole, finish=finish)
 
-    monkeypatch.setattr(manual, "make_collectives", forgetful)
+    monkeypatch.setattr(views, "manual_collectives", forgetful)
 
 
 BIASES = tuple(f"{part}/layers/0/bias" for part in ("params", "opt_state/0/mu", "opt_state/0/nu"))
@@ -246,7 +249,7 @@ def test_stale_data_and_state_that_is_not_restored_are_named(monkeypatch):
 
 def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
     """The finest of the faults: an error of 2**-9 where 2**-24 is due."""
-    original = manual.make_collectives
+    original = views.manual_collectives
 
     def coarse(*args):
         whole = original(*args)
@@ -254,7 +257,7 @@ def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
             whole, finish=lambda x, *place: whole.finish(x.astype(jnp.bfloat16).astype(x.dtype), *place)
         )
 
-    monkeypatch.setattr(manual, "make_collectives", coarse)
+    monkeypatch.setattr(views, "manual_collectives", coarse)
     first = run("zero2 4 devices K=1", steps=1).first_difference
     assert first.at.step == 1 and first.at.ratio > WIDE
 

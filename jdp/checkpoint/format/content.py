@@ -31,7 +31,6 @@ import orbax.checkpoint as ocp
 from jdp.base.tree_paths import matches
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format import committing
-from jdp.checkpoint.format.padding import Read, converting, described_flat, flat_leaves, own_shape, stored_flat
 from jdp.checkpoint.format.trees import (
     Content,
     check_kept,
@@ -43,13 +42,10 @@ from jdp.checkpoint.format.trees import (
     text_of,
     to_json,
 )
-from jdp.core.sharding.padded import Flat
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
 FORMAT = 1
-FORMAT_FLAT = 2
-"""Of a checkpoint in which leaves are stored flat and padded, which a reader of format 1 does not know."""
 _FOR_INFERENCE = ("params", "model_state")
 
 
@@ -94,12 +90,9 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
 def arrays_and_table(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arrays of a state by path, as they are stored, and the table of its leaves."""
     leaves = Content.of(state).leaves
-    flat = flat_leaves(state, leaves)
     own: str = importlib.import_module("jdp").__version__
     versions = {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
-    table = {"format": FORMAT, "leaves": _describe(leaves, flat), "written_by": versions}
-    if flat:
-        table |= {"format": FORMAT_FLAT, "flat": described_flat(flat)}
+    table = {"format": FORMAT, "leaves": _describe(leaves), "written_by": versions}
     return {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}, table
 
 
@@ -107,11 +100,10 @@ def read_state(source: Source, target: Any) -> Any:
     """Read a complete state, or any other tree, each leaf onto the sharding of `target`'s."""
     folder = source.folder
     content = Content.of(target)
-    wanted, (saved, stored) = content.leaves, _read_table(source)
+    wanted, saved = content.leaves, _read_table(source)
     _check_kind(saved, content.fields, folder)
-    flat = flat_leaves(target, wanted)
-    _check_match(saved, _describe(wanted, flat), folder)
-    arrays = _reader(source, stored, flat)(wanted)
+    _check_match(saved, _describe(wanted), folder)
+    arrays = _read_arrays(source, wanted)
     given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
     return content.filled(given)
 
@@ -132,7 +124,7 @@ def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), 
     is_state = isinstance(target, TrainState)
     fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
     wanted = leaves_of(state, fields)
-    table, stored = _read_table(source)
+    table = _read_table(source)
     _check_kind(table, fields, folder)
     saved = {path: kind for path, kind in table.items() if path.partition("/")[0] in fields}
     ignored = ignored_names({path: (_path_in_field(path),) for path in saved}, ignore, folder)
@@ -142,26 +134,20 @@ def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), 
         raise needed_but_ignored(_path_in_field(path))
     check_kept(kept, folder)
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
-    flat = flat_leaves(target, wanted)
-    _check_match(saved, _describe(wanted, flat), folder, params_only=True)
-    filled = fill(state, fields, {**kept, **_reader(source, stored, flat)(wanted)})
+    _check_match(saved, _describe(wanted), folder, params_only=True)
+    filled = fill(state, fields, {**kept, **_read_arrays(source, wanted)})
     return replace(target, **filled) if is_state else filled["params"]
 
 
-def _read_table(source: Source) -> tuple[dict[str, str], dict[str, Flat]]:
-    """Read the table, path -> "float32[4, 8]", and the leaves stored flat and padded."""
+def _read_table(source: Source) -> dict[str, str]:
+    """Read the table of leaves: path -> "float32[4, 8]"."""
     table = source.table()
-    if table.get("format") not in (FORMAT, FORMAT_FLAT):
+    if table.get("format") != FORMAT:
         raise CheckpointError(
             f"{source.folder} was written by another version of jdp, in format {table.get('format')}; this one reads "
-            f"formats {FORMAT} and {FORMAT_FLAT}. Restore it with the version that wrote it."
+            f"format {FORMAT}. Restore it with the version that wrote it."
         )
-    return dict(table["leaves"]), stored_flat(table)
-
-
-def _reader(source: Source, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
-    """Return the function that reads arrays of a checkpoint."""
-    return converting(lambda wanted: _read_arrays(source, wanted), stored, flat)
+    return dict(table["leaves"])
 
 
 def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,9 +175,9 @@ def stored_form(leaf: Any, path: str) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
-def _describe(leaves: Mapping[str, Any], flat: Mapping[str, Flat]) -> dict[str, str]:
-    """Return the dtype and own shape of each leaf as text: path -> "float32[4, 8]"."""
-    return {path: text_of(leaf.dtype, own_shape(leaf.shape, flat.get(path))) for path, leaf in leaves.items()}
+def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Return the dtype and shape of each leaf as text: path -> "float32[4, 8]"."""
+    return {path: text_of(leaf.dtype, leaf.shape) for path, leaf in leaves.items()}
 
 
 def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:

@@ -13,7 +13,7 @@ from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format.trees import check_values
 from jdp.checkpoint.safetensors.transfer import weights_of
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.state import TrainState, own_shaped
+from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.models import GPTConfig
 
@@ -33,12 +33,12 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
         that donates the state takes it from both.
 
     Raises:
-        CheckpointError: the parameters are abstract, not in their own shapes, or an update has another rank.
+        CheckpointError: the parameters are abstract, or an update has another rank.
         ValueError: the model has no updates, or the parameters none.
     """
     if config.lora_rank is None:
         raise ValueError("An update is merged into a model that has some; given lora_rank=None. Export it as it is.")
-    tree = own_shaped(params.params, "params", params.static) if isinstance(params, TrainState) else params
+    tree = params.params if isinstance(params, TrainState) else params
     if not isinstance(tree, Mapping):
         raise ValueError(
             f"An update is merged into a state, or into parameters as nested dicts; given a {type(tree).__name__}. "
@@ -60,7 +60,7 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
                 raise CheckpointError(
                     f"An update of rank {config.lora_rank} fits its kernel; given a kernel {list(kernel.shape)} with "
                     f"lora_a {list(node['lora_a'].shape)} and lora_b {list(node['lora_b'].shape)}. Give the parameters "
-                    "of this configuration; of padded leaves the state, not its params."
+                    "of this configuration."
                 )
             add = jax.jit(_add, out_shardings=getattr(kernel, "sharding", None))
             rest["kernel"] = add(*(on_device(node[name]) for name in ("kernel", "lora_a", "lora_b")), scale)

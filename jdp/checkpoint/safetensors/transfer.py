@@ -32,8 +32,7 @@ from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences, read, written
 from jdp.checkpoint.safetensors.names import Names, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.cluster.barrier import meet
-from jdp.core.sharding.padded import Change
-from jdp.core.state import TrainState, changed, own_shaped
+from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.models import GPTConfig
 
@@ -154,10 +153,10 @@ def import_safetensors(
 
 
 def weights_of(tree: PyTree) -> dict[str, Any]:
-    """Return weights by slash path, in their own shapes: of a state, its parameters and model state, one model."""
+    """Return weights by slash path: of a state, its parameters and model state, one model."""
     trees, leaves = [tree], dict[str, Any]()
     if isinstance(tree, TrainState):
-        trees = [own_shaped(tree.params, "params", tree.static), tree.model_state]
+        trees = [tree.params, tree.model_state]
     for key, leaf in (pair for each in trees for pair in jax.tree.leaves_with_path(each)):
         path = path_of(key)
         if path in leaves:
@@ -172,11 +171,7 @@ def _with_weights(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
     """Return a state or tree with some weights replaced by those of the same slash paths, laid out as they were."""
     if not isinstance(tree, TrainState):
         return _filled(tree, leaves)
-    flat = {path.partition("/")[2]: each for path, each in tree.static.flat if path.partition("/")[0] == "params"}
-    shardings = {path_of(path): leaf.sharding for path, leaf in jax.tree.leaves_with_path(tree.params)}
-    changes = {path: (leaf, Change(None, flat[path]), shardings[path]) for path, leaf in leaves.items() if path in flat}
-    laid = {**leaves, **dict(zip(changes, changed(list(changes.values())), strict=True))}
-    return replace(tree, params=_filled(tree.params, laid), model_state=_filled(tree.model_state, laid))
+    return replace(tree, params=_filled(tree.params, leaves), model_state=_filled(tree.model_state, leaves))
 
 
 def _filled(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:

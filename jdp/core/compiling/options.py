@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 CompilerValue = bool | int | float | str
 CompilerOptions = CompilerPreset | Mapping[str, CompilerValue]
 
-_XLA_JOINED, _JOINED = 30 * 2**20, 2**30
-"""Bytes: with the second a layer's collectives of one kind become one. XLA's own limit leaves several, each of which
+_JOINED = 2**30
+"""Bytes: with it a layer's collectives of one kind become one. XLA's own limit, 30 MiB, leaves several, each of which
 its scheduler takes to last as long as a few matrix products."""
 _THRESHOLDS = tuple(
     f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "reduce_scatter", "all_reduce")
@@ -126,10 +126,6 @@ class Compiler:
         is_of_gpus = mesh.devices.flat[0].platform == "gpu" and mesh.size > 1
         is_sharded = any(mesh.shape[axis] > 1 for axis in own_axes(mesh))
         return replace(self, preset="overlap" if is_of_gpus and not is_sharded else "default")
-
-    def joined_bytes(self, kind: str) -> int:
-        """Return the bytes that XLA's compiler for GPUs joins collectives of this kind to, such as "all-gather"."""
-        return int(self.settled.get(f"xla_gpu_{kind.replace('-', '_')}_combine_threshold_bytes", _XLA_JOINED))
 
     def for_mesh(self, mesh: Mesh) -> dict[str, CompilerValue]:
         """Return the options with which a program for the mesh's devices, real or described, is compiled.

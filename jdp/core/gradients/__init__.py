@@ -40,24 +40,27 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │     finish       the rest spec               psum over replica; where rest = compute, over data too
        │     sum          none: sums are global       jax.lax.psum over replica and data
        │
-       │  1. working_copy                  ddp            S at compute, cast to c
+       │  1. working_copy                  if K > 1, and the strategy gathers once a step:
+       │                                   ddp            S at compute, cast to c
        │                                   zero1, zero2   shard, p → cast to c → gather → S at compute, c
-       │                                   zero3          the shard at rest, p: gathered in 2
+       │                                   else the parameters at rest, p, which are gathered in 2
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
-       │     │                             carries gradients, sums and the model state that changes (microbatch.py)
+       │     │                             carries gradients, sums and the model state that changes
+       │     ├─ microbatch.py Microbatch   the loss behind a `Boundary` (boundary.py): what is gathered at use, and
+       │     │                             which gradients the backward pass sums over devices
        │     ├─ rowwise_loss.py            runs the program; takes a key, or a `BatchKey` for some of the R rows:
        │     │   ├─ random/match_draws.py  then each draw is compared with the one for all R rows,
        │     │   └─ random/replay.py       and the loss is run again so that it draws its rows of that one
-       │     ├─ loss_call.py  TracedLoss   zero3: shard → gather → S, c (`gather_with_reduced_grad`), at the top or, in
-       │     │   │                         scan_layers (core/layers.py), layer by layer
+       │     ├─ loss_call.py  TracedLoss   shard → gather → S, c, at the top or, in scan_layers, layer by layer
+       │     │   │                         (core/layers.py, core/layer_loop.py)
        │     │   └─ loss_fn                (model, batch, rng) → Loss → Sums (float32), model state afterwards
-       │     ├─ jax.value_and_grad         ddp, zero1     S at compute, c → cast to r
-       │     │                             zero2          S at compute, c → cast to r → reduce → at rest, r
-       │     │                             zero3          the same, in the backward pass of the gather
+       │     ├─ backward pass              gradient, c → cast to r → reduce → at rest, r, by the boundary;
+       │     │                             ddp, zero1 with K > 1: not yet reduced, S at compute, r
        │     └─ add                        to the accumulators of gradients and sums
        │
-       │  3. reduce (ddp, zero1), finish   Σ∇total: S at rest, r, summed over the batch axes; of frozen parameters none
+       │  3. reduce (ddp, zero1), finish   what the backward pass left: Σ∇total: S at rest, r, summed over the batch
+       │                                   axes; of frozen parameters none
        │
        │  4. sum, average                  Sums of all R rows; under manual the mean of floating-point model state that
        │                                   changed (model_state.py)
@@ -68,11 +71,9 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
                                            the old state where a value is not finite (update/guarded.py)
     new state, metrics                     params S at rest, p; metrics: global
 
-Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual: a layer
-loop gathers one layer ahead and reduces one behind. Every strategy then gathers layer by layer, as zero3 does, and
-keeps the gathered weights for the backward pass (`accumulate._by_layer`): zero2 in each microbatch, ddp and zero1 in
-the last. There the gather boundary (`boundary.py`) adds the gradients of the others before it reduces. zero2 sums over
-`replica` in the same way. Where `overlap` is None, `overlap_cost.py` estimates which form waits less.
+Under manual, on several devices, a layer loop gathers one layer ahead and reduces one behind, in every strategy: zero2
+and zero3 in each microbatch, ddp and zero1 in the last, where the boundary adds the gradients of the others before it
+reduces. A loss that uses a layer's weights in several places is reduced at the top (`accumulate._sends_in_loops`).
 
 A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
 come back in the order of the batch, from those without.

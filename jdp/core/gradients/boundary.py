@@ -1,20 +1,19 @@
-"""The gather boundary: forward, a shard is cast and gathered; backward, its gradient is reduced to the shard's spec.
+"""The gather boundary: forward, a shard is cast and gathered; backward, its gradient is summed to the shard's spec.
 
-Under ZeRO-3 it is at each use of a parameter. Where weights are gathered already (`Held.copy`), it only reduces: the
-gradient plus that of earlier microbatches.
+It is at each use of a parameter: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With several
+microbatches the values may be gathered already, and the gradients summed later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jdp.core.layers import Gather
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import Placement
 from jdp.core.tracing.collectives import parameter_scope, reduction_scope
@@ -33,77 +32,84 @@ class Reduction(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Held:
-    """A parameter as the gather boundary gets it, all of it or one layer's slice.
+class Weight:
+    """A parameter as the boundary takes it: the stack of all layers, or one layer's slice.
 
     Attributes:
-        shard: at rest; the loss is differentiated with respect to it.
-        narrow: the same in compute dtype, where there is nothing else: then only the dtype of `shard` counts.
-        copy: gathered, in compute dtype; None where it is gathered at use.
-        earlier: the sum of the gradients of the microbatches before, as stored; None where there is none. It is the
-            device's own, or a shard where each was reduced.
-        seed: uint32, from which the gradient's rounding is drawn; None where it is not rounded. There is one for each
-            index of the shard's first dimension, which a layer loop may slice off.
+        value: its shard at rest, or gathered and in compute dtype.
+        slot: zeros of the form of its gradient, by which the loss is differentiated; None for frozen parameters.
+        earlier: the gradient of the microbatches before, which is added before the sum over devices; or None.
+        seed: uint32 [first dimension], from which the gradient's rounding is drawn; None where it is not rounded.
     """
 
-    shard: jax.Array
-    narrow: jax.Array | None = None
-    copy: jax.Array | None = None
+    value: Any
+    slot: jax.Array | None = None
     earlier: jax.Array | None = None
     seed: jax.Array | None = None
 
 
-def gather_with_reduced_grad(
-    send: Collective,
-    reduce: Reduction,
-    precision: Precision,
-    whole: bool = False,
-    finish: Collective | None = None,
-) -> Gather:
-    """Return the gather boundary. Without it XLA would move activations under ZeRO-3: 60 times the traffic."""
+@dataclass(frozen=True)
+class Boundary:
+    """How the weights of one call of the loss are gathered, and their gradients summed over devices.
 
-    def gather(operand: jax.Array | Held, placement: Placement, leading: int) -> jax.Array:
-        held = operand if isinstance(operand, Held) else Held(operand)
-        dtype = held.shard.dtype
+    Attributes:
+        gather: gathers a shard; None where values are gathered already.
+        reduce: sums a gradient; None where it is summed later.
+        precision: the dtypes.
+        whole: True if replicated parameters go through `reduce` too (ddp); else their gradients are summed later.
+        completes: True if `reduce` sums over all batch axes; else a step finishes the sum.
+        again: the backward pass gathers again (zero3); else it takes what the forward pass gathered.
+        in_loops: `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it takes weights
+            that were gathered at the top of the loss.
+    """
 
-        def gathered(held: Held) -> jax.Array:
-            if held.copy is not None:
-                return held.copy
-            source = held.shard if held.narrow is None else held.narrow
-            with parameter_scope(placement.path) if placement.dim is not None else nullcontext():
-                return cast_and_gather(send, precision.compute_dtype, source, placement, leading)
+    gather: Collective | None = field(compare=False)
+    reduce: Reduction | None = field(compare=False)
+    precision: Precision
+    whole: bool = False
+    completes: bool = False
+    again: bool = False
+    in_loops: bool = False
 
-        if not placement.trained:
-            return gathered(held)
-        at_use = is_reduced_at_use(placement, whole)
-        if not at_use and held.narrow is None:
-            return cast_and_gather(send, precision.compute_dtype, held.shard, placement, leading)
+    def reduces(self, placement: Placement) -> bool:
+        """Return True for a parameter whose gradient leaves the loss as a sum over devices, if it is trained."""
+        return self.reduce is not None and (self.whole or placement.dim is not None)
 
-        def backward(kept: tuple[jax.Array | None, jax.Array | None], cotangent: jax.Array) -> tuple[Held]:
-            earlier, seed = kept
-            if not at_use:
-                return (Held(cotangent.astype(dtype)),)
-            gradient = cotangent.astype(precision.reduce_dtype)
-            if placement.flat is not None:
-                gradient = placement.flat.to_rest(gradient)
-            if earlier is not None and finish is None:
-                gradient = earlier + gradient
-            with reduction_scope(placement.path):
-                reduced = reduce(gradient, placement, leading, seed if seed is None or leading else seed[0])
-                if finish is not None:
-                    reduced = finish(reduced if earlier is None else earlier + reduced, placement, leading)
-                return (Held(reduced.astype(dtype)),)
+    def gathered(self, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
+        """Return a parameter at its compute spec, in compute dtype."""
+        if self.gather is None:
+            return weight.value
+        with parameter_scope(placement.path) if placement.dim is not None else nullcontext():
+            return cast_and_gather(self.gather, self.precision.compute_dtype, weight.value, placement, leading)
 
-        boundary = jax.custom_vjp(gathered)
-        boundary.defvjp(lambda held: (gathered(held), (held.earlier, held.seed)), backward)
-        return boundary(held)
+    def reduced(self, gradient: jax.Array, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
+        """Return the gradient of a parameter as it is accumulated."""
+        gradient = gradient.astype(self.precision.reduce_dtype)
+        if weight.earlier is not None:
+            gradient = weight.earlier + gradient
+        if self.reduce is None or not self.reduces(placement):
+            return gradient
+        seed = weight.seed if weight.seed is None or leading else weight.seed[0]
+        with reduction_scope(placement.path, of_layer=leading > 0):
+            return self.reduce(gradient, placement, leading, seed)
 
-    return gather
+    def __call__(self, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
+        """Return the parameter as `gathered` does; its gradient, `reduced`, is that of its slot.
 
+        Without a boundary XLA would move activations under ZeRO-3: 60 times the traffic.
+        """
+        if weight.slot is None:
+            return self.gathered(weight, placement, leading)
 
-def is_reduced_at_use(placement: Placement, whole: bool) -> bool:
-    """Return True for a parameter whose gradient the gather boundary reduces, if it is trained."""
-    return whole or placement.dim is not None
+        def forward(weight: Weight) -> tuple[jax.Array, Weight]:
+            return self.gathered(weight, placement, leading), replace(weight, value=None, slot=None)
+
+        def backward(weight: Weight, cotangent: jax.Array) -> tuple[Weight]:
+            return (Weight(None, self.reduced(cotangent, weight, placement, leading)),)
+
+        boundary = jax.custom_vjp(lambda weight: self.gathered(weight, placement, leading))
+        boundary.defvjp(forward, backward)
+        return boundary(weight)
 
 
 def cast_and_gather(
@@ -120,6 +126,4 @@ def cast_and_gather(
         if placement.dim is not None:
             shard = jax.lax.optimization_barrier(shard)
     gathered = gather(shard, placement, leading)
-    if placement.flat is not None:
-        gathered = placement.flat.from_rest(gathered)
     return gathered.astype(dtype) if cast and narrow else gathered

@@ -7,16 +7,20 @@ returned.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
-from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.row_proof.quotients import Reading, sums_of_quotient
-from jdp.core.layers import Gather, GatherTable, gathering
+from jdp.core.gather_rows import recording
+from jdp.core.gradients.boundary import Boundary, Weight
+from jdp.core.layers import GatherTable, gathering
+from jdp.core.precision import Precision
+from jdp.core.state import AnyState
 from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
@@ -84,6 +88,23 @@ class LossWithAux:
 
 
 @dataclass(frozen=True)
+class LossForm:
+    """What a loss returns, read from one trace on shapes alone.
+
+    Attributes:
+        is_scalar: True for a scalar, False for a `Loss`.
+        gathers_rows: True if the loss calls `jdp.gather_rows`.
+        metrics: the shapes of its metrics' totals, by name.
+        aux: the shapes of its aux; () without `has_aux`.
+    """
+
+    is_scalar: bool
+    gathers_rows: bool
+    metrics: dict[str, tuple[int, ...]]
+    aux: PyTree
+
+
+@dataclass(frozen=True)
 class TracedLoss:
     """The loss function, how parameters become its model, and how they are sharded.
 
@@ -91,74 +112,37 @@ class TracedLoss:
         fn: the user's loss function.
         adapter: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
-        gather: how a shard is gathered where it is used; None where the operands are gathered already.
-        keep, whole: as in `GatherTable`.
+        boundary: how weights are gathered and their gradients summed; None where the operands are gathered already.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
-        reading: how a scalar that ends in a quotient of sums is read; None for other losses.
     """
 
     fn: LossFn
     adapter: Any
     placements: PyTree
-    gather: Gather | None
+    boundary: Boundary | None
     sync_axes: tuple[str, ...] = ()
     training: bool = True
-    keep: bool = False
-    whole: bool = False
-    reading: Reading | None = None
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
-        arguments = operands, model_state, batch, key
-        if self.reading is None:
-            return self.with_extras(*arguments)[0]
-        program, shape = jax.make_jaxpr(self.without_reading.with_extras, return_shape=True)(*arguments)
-        return self.read(program, shape, arguments)
-
-    @property
-    def without_reading(self) -> TracedLoss:
-        """The loss, read as the mean over the batch's rows where it returns a scalar."""
-        return replace(self, reading=None)
-
-    def with_extras(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, Any]:
-        """Return what a call returns; and beside it the scalar of a loss that returns one, and the arrays of aux."""
-        value, aux, model_state = self._value(operands, model_state, batch, key)
+        value, aux, model_state = self.value(operands, model_state, batch, key)
         by_row = self.fn.by_row if isinstance(self.fn, LossWithAux) else None
         arrays = list(map(jnp.asarray, jax.tree.leaves(aux)))
         marked = [] if by_row is None else list(zip(arrays, by_row, strict=True))
         rows, whole = ([x for x, is_rows in marked if is_rows is wanted] for wanted in (True, False))
-        sums = as_sums(value, batch)
-        extras = None if isinstance(value, Loss) else jnp.asarray(value), arrays
-        return (replace(sums, rows=rows, whole=whole), model_state), extras
+        return replace(as_sums(value, batch), rows=rows, whole=whole), model_state
 
-    def read(self, program: Any, shape: Any, arguments: tuple[Any, ...]) -> tuple[Sums, PyTree]:
-        """Run the program of `with_extras`; return the total and the weight of which its scalar is the quotient."""
-        assert self.reading is not None
-        operands, model_state, batch, _ = arguments
-        before = len(jax.tree.leaves((operands, model_state)))
-        places = range(len(jax.tree.leaves(operands))), range(before, before + len(jax.tree.leaves(batch)))
-        leaves, structure = jax.tree.flatten(shape)
-        scalar = len(jax.tree.leaves(shape[0]))
-        total, weight, results = sums_of_quotient(program, *places, scalar, jax.tree.leaves(arguments))
-        assert len(results) == len(leaves)
-        (sums, model_state), _ = structure.unflatten(results)
-        factor = batch_rows(batch) if self.reading.of_means else 1
-        total, weight = (x.astype(jnp.float32) * factor for x in (total, weight))
-        return Sums(total, weight, {}, sums.rows, sums.whole), model_state
-
-    def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
+    def value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
         """Return what the loss function returns, its aux, and the model state afterwards."""
-        weights, context, gathers = operands, contextlib.nullcontext(), None
-        if self.gather is not None:
-            gather = self.gather
-            with top_scope():
-                weights = jax.tree.map(lambda placement, shard: gather(shard, placement, 0), self.placements, operands)
+        weights, context = operands, contextlib.nullcontext()
+        if (boundary := self.boundary) is not None:
             placements, tree = jax.tree.flatten(self.placements)
-            leaves = zip(jax.tree.leaves(weights), tree.flatten_up_to(operands), placements, strict=True)
-            table = {id(leaf): (leaf, shard, placement) for leaf, shard, placement in leaves}
-            gathers = GatherTable(gather, table, self.keep, self.whole)
-            context = gathering(gathers)
+            sources = [x if isinstance(x, Weight) else Weight(x) for x in tree.flatten_up_to(operands)]
+            with top_scope():
+                weights = tree.unflatten(map(boundary, sources, placements))
+            leaves = zip(jax.tree.leaves(weights), sources, placements, strict=True)
+            context = gathering(GatherTable(boundary, {id(leaf): (leaf, *source) for leaf, *source in leaves}))
         with context:
             model = weights
             if self.adapter is not None:
@@ -167,15 +151,52 @@ class TracedLoss:
             value, aux = both(model, batch, key)
             if self.adapter is not None:
                 model_state = self.adapter.changed(model)
-        sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
-        if gathers is not None and not self.keep and not gathers.used and self.training and key is not None and sharded:
-            others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
-            notice(
-                f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
-                "the backward pass is done, as zero2 does. jdp.scan_layers gathers one layer at a time, also of linen "
-                "and equinox: jdp/core/scan_layers.md has recipes, help(jdp.scan_layers) the arguments"
-            )
         return value, aux, model_state
+
+
+def trace_loss(
+    fn: LossFn,
+    precision: Precision,
+    state: AnyState,
+    batch: Batch,
+    rows: int,
+    *,
+    key: Any,
+    within: Callable[[Any], Any] = lambda call: call,
+) -> tuple[Jaxpr, LossForm]:
+    """Trace one call of a loss on `rows` rows shaped like the batch's; nothing is computed.
+
+    Args:
+        key: the key's shape, or None for an evaluation, in which an NNX module is in evaluation mode.
+        within: what the call is made in, such as a `shard_map`.
+    """
+    batch_size, forms = batch_rows(batch), list[LossForm]()
+
+    def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
+        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
+
+    def call(params: PyTree, model_state: PyTree, batch: Batch, key: Any) -> Any:
+        with recording() as gathered:
+            value, aux, after = TracedLoss(fn, state.static.adapter, None, None).value(params, model_state, batch, key)
+        sums = as_sums(value, batch)
+        shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
+        aux = jax.tree.map(jnp.asarray, aux)
+        forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux)))
+        return sums, aux, after
+
+    jaxpr = jax.make_jaxpr(within(call))(
+        precision.working_shapes(state.params),
+        jax.tree.map(shape_of, state.model_state),
+        jax.tree.map(fewer, batch),
+        None if key is None else shape_of(key),
+    )
+    return jaxpr.jaxpr, forms[-1]
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, without its sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:

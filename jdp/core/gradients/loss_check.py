@@ -1,220 +1,196 @@
-"""Check a loss's promise before the first step: `total` and `weight` are sums over examples.
+"""The trial of a loss before the first step: is what it declares a sum over rows one?
 
-A step calls the loss on parts of the batch: on each device's rows under "manual", on each microbatch where there are
-several. A loss that is no sum over examples then means something else than on the whole batch. Where `row_proof` does
-not tell, two checks, once:
+A step calls the loss on parts of the batch: on each device's rows under `manual`, on each microbatch if there are
+several. That is right if `total` and `weight` are sums over rows, as `jdp.Loss` declares. Two facts of such sums are
+tried on a few rows, in float32:
 
-1. `constant_term` reads the trace for a term of `total` that depends neither on the batch nor on the number of rows, as
-   a weight penalty does: it would be counted once for every part.
-2. `mixing` computes: the loss of a few rows of the first batch together, compared with that of the same rows apart. NNX
-   modules are in evaluation mode, and all random bits are one constant, so that only the rows can make a difference.
+1. Without rows both are 0. That finds a penalty which is counted once a call, however small. If the loss does not take
+   zero rows, or is not finite there, the same rows twice are compared with twice the rows.
+2. No row changes another row's part. With rows (a, b) and others (a', b') of the same shapes
+   f(a, b) + f(a', b') = f(a', b) + f(a, b'). Rows are split into a and b by each bit of their number, so any two are
+   apart once.
 
-A mean whose weight is a constant 1 passes both: all parts have the same number of rows.
+Weights and rows are those of the first call, and then the same moved into general position. With a head of zeros, or
+with weights that are all 1, no row would make a difference. A result that is not finite decides nothing.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.extend.random as jexr
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.auto import make_collectives
-from jdp.core.gradients.loss_call import LossWithAux, Sums
-from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
+from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import traced_loss, working_copy
-from jdp.core.gradients.outputs import rows_that_mix, with_outputs
+from jdp.core.gradients.outputs import changed_rows
 from jdp.core.gradients.spec import GradientSpec
+from jdp.core.gradients.views import auto_collectives
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
+from jdp.core.random.trial_values import constant_key, moved_rows, moved_weights
 from jdp.core.state import AnyState
-from jdp.core.types import Batch
+from jdp.core.types import Batch, PyTree
 
-MOST = 4
-"""Rows that are compared: memory stays that of a few examples, forward only."""
-LARGEST = 64
-"""Rows of a trial with as many rows a call as a step has."""
-TOLERANCE = {True: 1e-4, False: 5e-2}
-"""Of the sum of absolute values: for losses all in float32, whose sums run in another order, and for others."""
+ROWS = 4
+"""Rows of a call in the trial: memory stays that of a few examples, forward only."""
+TOLERANCE = 1e-5
+"""Of the sum of absolute values. Rows keep their places, so only the last sum over rows is rounded otherwise."""
+
+Program = Callable[[bool], Any]
+"""What was compiled, as a function of whether weights and rows are moved."""
 
 
-def constant_term(trace: LossTrace, other: LossTrace) -> str | None:
-    """Return the source line of a term of `Loss.total` that is no sum over examples; None if there is none.
+class UntriedError(ValueError):
+    """A loss that cannot be tried; the message is the reason."""
 
-    A term that does not depend on the batch is right if the weight does not depend on it either.
-    """
-    if not trace.is_sum or (trace.constant_weight is not None and trace.constant_weight == other.constant_weight):
+
+@dataclass(frozen=True)
+class Trial:
+    """A loss, and the state and the batch that it is tried on."""
+
+    spec: GradientSpec
+    plan: Plan
+    state: AnyState
+    batch: Batch
+
+    def finding(self, rows: int) -> str | None:
+        """Describe how the loss is no sum over rows, with the two numbers; None if it passes.
+
+        Args:
+            rows: the rows of a call of the step, which are tried if the loss does not take `ROWS` of them.
+
+        Raises:
+            UntriedError: nothing was decided.
+        """
+        batch_size, reason = batch_rows(self.batch), ""
+        for count in dict.fromkeys((min(ROWS, batch_size), min(rows, batch_size))):
+            try:
+                return self._finding(count)
+            except UntriedError:
+                raise
+            except Exception as error:  # the user's own code, at a size that it may not expect
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UntriedError(f"it cannot be tried on a few rows ({reason})")
+
+    def _finding(self, count: int) -> str | None:
+        numbers, decided = _spread(count, batch_rows(self.batch)), False
+        mixtures = self._compiled(_mixtures, numbers, jax.random.key(1))
+        try:
+            nothing = self._compiled(_nothing, numbers, constant_key())
+        except Exception:  # the user's own code
+            nothing = None
+        for moved in (False, True):
+            calls, empty = mixtures(moved), nothing and nothing(moved)
+            if empty is not None and (found := _of_no_rows(empty)):
+                return found
+            no_value = empty is None or not np.isfinite(empty.total)
+            if no_value and (found := _of_twice(self._compiled(_twice, numbers, constant_key())(moved), count)):
+                return found
+            if np.isfinite(calls.total).all() and np.any(calls.weight):
+                decided = True
+                if found := _of_halves(calls, numbers):
+                    return found
+                _report_metrics(calls, empty)
+        if not decided:
+            raise UntriedError("on the rows that were tried it is not finite, or they have no weight")
         return None
-    same = {term.signature for term in other.terms_without_batch()}
-    return next((term.line for term in trace.terms_without_batch() if term.signature in same), None)
 
+    def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Program:
+        """Compile `function(loss as a function of rows, two sets of rows)`."""
+        precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
+        settings = replace(self.spec.settings, precision=precision, accumulate=1)
+        spec, replicated = replace(self.spec, settings=settings, draws=None), self.plan.replicated
+        collectives, adapter = auto_collectives(spec, self.plan), self.state.static.adapter
+        training = settings.train and not (adapter is not None and adapter.has_statistics)
+        loss = replace(traced_loss(spec, collectives), training=training)
 
-class Untried(ValueError):
-    """A loss that must not be tried; the message is the reason."""
+        def run(params: PyTree, model_state: PyTree, batch: Batch, amount: jax.Array) -> Any:
+            sets = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[numbers.ravel()], replicated), batch)
+            sets = jax.tree.map(lambda x: x.reshape(*numbers.shape, *x.shape[1:]), moved_rows(sets, amount))
+            operands = working_copy(spec, collectives, moved_weights(params, amount))
+            return function(lambda rows: loss(operands, model_state, rows, key if settings.train else None)[0], sets)
 
-
-Chunks = np.ndarray[Any, Any]
-"""Indices of a batch's rows, integers [chunks, rows of a chunk]: the loss is called on each chunk, and on all rows."""
-
-
-def mixing(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, rows: int) -> str | None:
-    """Describe how the loss of a few rows together differs from that of the same rows apart; None if it does not."""
-    trial = functools.partial(_Trial, spec, plan, state, batch)
-    every = np.arange(batch_rows(batch))
-    trials = _few_rows(every)
-    try:
-        message, weighty = trial(trials[0].shape, 1.0).difference(trials)
-        if not message and len(weighty) < len(np.unique(np.concatenate(trials), axis=0)):
-            trials = _with_weight(trial(trials[0].shape, 1.0), every)
-            message, _ = trial(trials[0].shape, 1.0).difference(trials)
-    except Untried:
-        raise
-    except Exception:
-        if 2 * rows > LARGEST:
-            raise
-        trials = [_two_calls(rows, spec.settings.accumulate)]
-        message, _ = trial(trials[0].shape, 1.0).difference(trials)
-    # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
-    return message if message and trial(trials[0].shape, 1.25).difference(trials)[0] else None
-
-
-def _few_rows(rows: np.ndarray[Any, Any]) -> list[Chunks]:
-    """Choose at most four of these rows, each a chunk: far apart (padding is often contiguous), and neighbours."""
-    count = min(MOST, len(rows))
-    spread, near = np.arange(count) * (len(rows) // count), np.arange(count)
-    choices = [spread, spread + (len(rows) - 1) - spread[-1], near, near + (len(rows) - count) // 2]
-    return [rows[choice][:, None] for choice in choices]
-
-
-def _with_weight(trial: _Trial, rows: np.ndarray[Any, Any]) -> list[Chunks]:
-    """Choose rows that have a weight, of `LARGEST` neighbours here and there. Raises Untried if there are none."""
-    count = min(MOST, len(rows))
-    starts = np.linspace(0, len(rows) - count, min(LARGEST // MOST, len(rows) // count)).astype(int)
-    blocks = [(start + np.arange(count))[:, None] for start in starts]
-    _, weighty = trial.difference(blocks)
-    if not weighty:
-        raise Untried("none of the rows that were tried has a weight and a finite loss")
-    found = np.array(sorted(chunk[0] for chunk in weighty))
-    return _few_rows(np.concatenate([found, np.setdiff1d(rows, found)[: max(0, count - len(found))]]))
-
-
-def _two_calls(rows: int, accumulate: int) -> Chunks:
-    """Return the rows of two calls as a step makes them: two microbatches of one device, or the rows of two devices."""
-    if accumulate == 1:
-        return np.arange(2 * rows).reshape(2, rows)
-    return np.arange(rows * accumulate).reshape(-1, accumulate).T[:2]
-
-
-class _Trial:
-    """The loss, compiled for chunks of this shape together and apart, with all parameters times `factor`."""
-
-    def __init__(
-        self,
-        spec: GradientSpec,
-        plan: Plan,
-        state: AnyState,
-        batch: Batch,
-        shape: tuple[int, ...],
-        factor: float,
-    ) -> None:
-        precision = Precision(spec.settings.precision.params, "fp32", "fp32")
-        spec = replace(spec, settings=replace(spec.settings, precision=precision, accumulate=1))
-        collectives = make_collectives(spec, plan)
-        if isinstance(spec.loss_fn, LossWithAux):
-            spec = with_outputs(spec, lambda loss: loss, 1, state, batch)
-        loss = replace(traced_loss(spec, collectives), training=False)
-        replicated = NamedSharding(plan.mesh, PartitionSpec())
-
-        def compare(params: Any, model_state: Any, batch: Batch, chunks: jax.Array) -> Any:
-            key = None
-            if spec.settings.train:
-                key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits())
-            if factor != 1:
-                scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
-                params = jax.tree.map(scaled, params)
-            operands = working_copy(spec, collectives, params)
-
-            def take(rows: jax.Array) -> Batch:
-                return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], replicated), batch)
-
-            def forward(batch: Batch) -> Sums:
-                return loss(operands, model_state, batch, key)[0]
-
-            together = jax.lax.with_sharding_constraint(jnp.sort(chunks.ravel()), replicated)
-            return forward(take(together)), jax.lax.map(forward, take(chunks))
-
-        with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
-            chunks = jax.ShapeDtypeStruct(shape, jnp.int32)
-            traced = jax.jit(compare, out_shardings=replicated).trace(state.params, state.model_state, batch, chunks)
+        arguments = self.state.params, self.state.model_state, self.batch
+        with jax.default_matmul_precision("highest"):  # GPUs would take TF32
+            traced = jax.jit(run, out_shardings=replicated).trace(*arguments, jnp.float32(0))
             if traced.jaxpr.effects:
-                raise Untried("it prints or calls back, which a trial would do too")
-            if redraws(traced.jaxpr.jaxpr):
-                raise Untried("it draws again until a draw is accepted")
-            run = traced.lower().compile()
-        self._run = lambda chunks: jax.device_get(run(state.params, state.model_state, batch, chunks))
-        self._tolerance = TOLERANCE[computes_in_float32(traced.jaxpr.jaxpr)]
-
-    def difference(self, trials: list[Chunks]) -> tuple[str | None, list[Any]]:
-        """Describe the first difference in `trials`, or None; return also the chunks that have a weight."""
-        weighty: dict[int, Any] = {}
-        for chunks in trials:
-            together, apart = self._run(chunks.astype(np.int32))
-            total, weight = float(together.total), float(together.weight)
-            totals, weights = float(apart.total.sum()), float(apart.weight.sum())
-            if not np.isfinite(total) or weight == 0:
-                continue  # such as rows that all weigh nothing
-            if not np.isfinite(totals):
-                return f"the loss of {chunks.size} rows together is finite, and that of a part of them is not", []
-            weighty |= {int(chunk[0]): chunk for chunk, own in zip(chunks, apart.weight, strict=True) if own != 0}
-            _report_metrics(together, apart, self._tolerance, chunks)
-            if message := rows_that_mix(together.rows, apart.rows, chunks, self._tolerance):
-                return message, []
-            scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight) if weights else np.inf
-            if not weights or abs(total / weight - totals / weights) > self._tolerance * scale:
-                apart_now = f"{totals / weights:.6g}" if weights else "nothing"
-                return (
-                    f"Σtotal / Σweight is {total / weight:.6g} of {chunks.size} rows together, {apart_now} of them in "
-                    f"{len(chunks)} parts"
-                ), []
-        return None, list(weighty.values())
+                raise UntriedError("it prints or calls back, which a trial would do too")
+            program = traced.lower().compile()
+        return lambda moved: jax.device_get(program(*arguments, jnp.float32(moved)))
 
 
-def _report_metrics(together: Sums, apart: Sums, tolerance: float, chunks: Chunks) -> None:
-    """Report once each metric that is no sum over examples: its value depends on how many calls there are."""
-    for name, (total, weight) in together.metrics.items():
-        totals, weights = (np.sum(x, axis=0) for x in apart.metrics[name])
-        with np.errstate(all="ignore"):
-            one, several = np.asarray(total) / weight, totals / weights
-            scale = np.sum(np.abs(apart.metrics[name][0]), axis=0) / np.abs(weights) + np.abs(one)
-        differs = np.abs(one - several) > tolerance * scale
-        if np.any(differs & np.isfinite(one) & np.isfinite(several)):
-            notice(
-                f"metric {name!r} is no sum over examples: its value for {chunks.size} rows is another in "
-                f"{len(chunks)} calls of the loss than in one, so it depends on the number of devices and "
-                "microbatches; return a sum over examples, or a pair (sum, weight)"
-            )
+def _spread(count: int, rows: int) -> np.ndarray:
+    """Return two sets of `count` rows of a batch, [2, count], spread over it: padding is often contiguous."""
+    spread = np.arange(2 * count) * rows // (2 * count)
+    return np.stack([spread[::2], spread[1::2] if rows >= 2 * count else np.roll(spread[::2], 1)])
 
 
-@functools.cache
-def _constant_bits() -> Any:
-    """Return a PRNG whose words are all the same: uniform 0.45, normal -0.13, permutations that permute nothing."""
+def _masks(count: int) -> np.ndarray:
+    """Return which rows are exchanged in each call: none, all, and both halves of each split."""
+    splits = [np.arange(count) >> bit & 1 == 1 for bit in range(max(1, (count - 1).bit_length()))]
+    return np.array([np.zeros(count, bool), np.ones(count, bool), *(half for s in splits for half in (s, ~s))])
 
-    def bits(_: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.full(shape, 0x7333333333333333 >> (64 - width), jnp.dtype(f"uint{width}"))
 
-    return jexr.define_prng_impl(
-        key_shape=(1,),
-        seed=lambda seed: jnp.zeros(1, jnp.uint32),
-        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
-        random_bits=bits,
-        fold_in=lambda key, data: key,
-        name="jdp_constant",
-        tag="jdpc",
-    )
+def _mixtures(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
+    def call(mask: jax.Array) -> Sums:
+        return forward(jax.tree.map(lambda x: jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 2)), x[1], x[0]), sets))
+
+    return jax.lax.map(call, jnp.asarray(_masks(jax.tree.leaves(sets)[0].shape[1])))
+
+
+def _nothing(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
+    return forward(jax.tree.map(lambda x: x[0, :0], sets))
+
+
+def _twice(forward: Callable[[Batch], Sums], sets: Batch) -> tuple[Sums, Sums]:
+    first = jax.tree.map(lambda x: x[0], sets)
+    return forward(first), forward(jax.tree.map(lambda x: jnp.concatenate([x, x]), first))
+
+
+def _of_no_rows(empty: Sums) -> str | None:
+    if empty.weight:
+        return f"without rows Loss.weight is {empty.weight:.6g}, not 0: return jdp.Loss(total, mask.sum()), or the rows"
+    if np.isfinite(empty.total) and empty.total:
+        penalty = "multiply a penalty by the weight: jdp.Loss(total + penalty * weight, weight)"
+        return f"without rows Loss.total is {empty.total:.6g}, not 0: {penalty}"
+    return None
+
+
+def _of_twice(calls: tuple[Sums, Sums], count: int) -> str | None:
+    for name in ("total", "weight"):
+        once, twice = (float(getattr(sums, name)) for sums in calls)
+        if np.isfinite([once, twice]).all() and abs(twice - 2 * once) > TOLERANCE * (abs(twice) + 2 * abs(once)):
+            return f"Loss.{name} is {once:.6g} of {count} rows and {twice:.6g} of the same rows twice"
+    return None
+
+
+def _of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
+    masks = _masks(numbers.shape[1])
+    for place in range(2, len(masks), 2):
+        left, right = (", ".join(map(str, numbers[0, mask])) for mask in masks[place : place + 2])
+        for name, f in (("total", calls.total), ("weight", calls.weight)):
+            together, apart = f[0] + f[1], f[place] + f[place + 1]
+            scale = np.abs(f[[0, 1, place, place + 1]]).sum()
+            scale += 1e-3 * np.abs(calls.weight).sum() if name == "total" else 0  # a loss of 0 is rounding
+            if abs(together - apart) > TOLERANCE * scale:
+                numbers_of = f"Loss.{name} of them is {together:.6g} and not {apart:.6g}, the sum of their parts"
+                return f"rows {left} of the batch change the part of rows {right}: {numbers_of}"
+    return changed_rows([*map(np.asarray, calls.rows)], masks)
+
+
+def _report_metrics(calls: Sums, empty: Sums | None) -> None:
+    """Report once each metric that is no sum over rows: its value depends on how many calls there are."""
+    for name, pair in calls.metrics.items():
+        for x, nothing in zip(pair, (0, 0) if empty is None else empty.metrics[name], strict=True):
+            gap, scale = np.abs(x[0] + x[1] - x[2] - x[3]), np.abs(x).sum(axis=0)
+            if np.isfinite(x).all() and (np.any(gap > TOLERANCE * scale) or np.any(nothing)):
+                notice(
+                    f"metric {name!r} is no sum over rows, so its value depends on the number of devices and "
+                    "microbatches; return a sum over rows, or a pair (sum, weight)"
+                )

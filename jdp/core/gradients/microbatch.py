@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,29 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.boundary import Held, cast_and_gather, gather_with_reduced_grad, is_reduced_at_use
+from jdp.core.gradients.boundary import Boundary, Weight, cast_and_gather
 from jdp.core.gradients.loss_call import Sums, TracedLoss
-from jdp.core.gradients.pipeline import pipelined
-from jdp.core.gradients.rowwise_loss import RowwiseLoss
+from jdp.core.gradients.model_state import changed_leaves
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves
 from jdp.core.gradients.wire import seeds_by_row
-from jdp.core.random.row_keys import BatchKey
+from jdp.core.rematerialisation import keep_costly
+from jdp.core.sharding.placement import Placement
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
-
-
-def first_call(
-    spec: GradientSpec,
-    collectives: Collectives,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    key: jax.Array | None,
-) -> tuple[RowwiseLoss, tuple[Any, ...]]:
-    """Return the loss as a step calls it, and the arguments of the first call; without a key those of an evaluation."""
-    _, first, its_key = microbatches(spec, collectives, batch, key)
-    its_key = its_key.key if isinstance(its_key, BatchKey) else its_key
-    return rowwise_loss(spec, collectives), (working_copy(spec, collectives, params), model_state, first, its_key)
 
 
 def microbatches(spec: GradientSpec, collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Batch, Any]:
@@ -44,93 +31,116 @@ def microbatches(spec: GradientSpec, collectives: Collectives, batch: Batch, key
     return micro, jax.tree.map(lambda x: x[0], micro), its_key
 
 
-def rowwise_loss(spec: GradientSpec, collectives: Collectives) -> RowwiseLoss:
-    """Return the loss as a function of the working copy, or under ZeRO-3 of the shards, and of keys by row."""
-    loss, form = traced_loss(spec, collectives), None
-    if loss.gather is not None:
-        sends = collectives.reduce if collectives.overlap else collectives.axes  # rebuilt layer by layer, with overlap
-        form = spec.strategy, spec.settings.precision, spec.settings.wire, sends
-    return RowwiseLoss(loss, spec.programs, form)
-
-
 def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:
-    """Return what the loss is differentiated by: gathered weights in compute dtype; under ZeRO-3 the shards at rest."""
+    """Return gathered weights in compute dtype; under ZeRO-3, which gathers at each use, the shards at rest."""
     if spec.strategy.gather == "use":
         return params
     dtype = spec.settings.precision.compute_dtype
     return map_leaves(partial(cast_and_gather, collectives.gather, dtype), params, spec.placements)
 
 
-def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
-    """Return the loss as a function of the working copy."""
-    gather, whole = None, not spec.strategy.shard_state
-    if spec.strategy.gather == "use":
-        reduce, finish = collectives.reduce, collectives.finish_at_use
-        gather = gather_with_reduced_grad(collectives.gather, reduce, spec.settings.precision, whole, finish)
-    sync_axes = collectives.axes if spec.settings.sync_batch_norm else ()
-    return TracedLoss(
-        spec.loss_fn,
-        spec.adapter,
-        spec.placements,
-        gather,
-        sync_axes,
-        keep=spec.keep_gathered,
-        whole=whole,
-        reading=spec.reading,
+def boundary_of(
+    spec: GradientSpec, collectives: Collectives, *, in_loops: bool = False, sums_others: bool = False
+) -> Boundary:
+    """Return what is gathered and summed in a microbatch: everything if there is one, else what the strategy says.
+
+    `sums_others`: of the last microbatch, which sums the gradients of all where the strategy sums once a step.
+    """
+    strategy, is_only = spec.strategy, spec.settings.accumulate == 1
+    at_use, completes = strategy.gather == "use", (is_only or sums_others) and spec.settings.wire is None
+    gathers, reduces = is_only or at_use, is_only or sums_others or strategy.reduce_each_microbatch
+    return Boundary(
+        collectives.gather if gathers else None,
+        collectives.complete if completes else collectives.reduce if reduces else None,
+        spec.settings.precision,
+        whole=completes and not strategy.shard_state,
+        completes=completes,
+        again=at_use,
+        in_loops=in_loops,
     )
 
 
-def microbatch_gradients(
-    spec: GradientSpec,
-    collectives: Collectives,
-    loss: RowwiseLoss,
-    operands: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    key: Any,
-    seed: jax.Array | None = None,
-    *,
-    copies: PyTree = None,
-    earlier: PyTree = None,
-) -> tuple[PyTree, Sums, PyTree]:
-    """Return the gradients of one microbatch, its sums, and the model state afterwards.
+def traced_loss(spec: GradientSpec, collectives: Collectives, boundary: Boundary | None = None) -> TracedLoss:
+    """Return the loss as a function of `Weight`s; without a boundary of what `working_copy` returns."""
+    if boundary is None and spec.strategy.gather == "use":
+        boundary = boundary_of(spec, collectives, in_loops=collectives.by_layer)
+    sync_axes = collectives.axes if spec.settings.sync_batch_norm else ()
+    return TracedLoss(spec.loss_fn, spec.adapter, spec.placements, boundary, sync_axes)
 
-    With `copies`, the working copy of the operands, and `earlier`, the gradients of the microbatches before, as `Held`
-    has them: then the gradients are of all of these. `seed` is of the rounding in the backward pass.
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The gradient of a microbatch, as a function.
+
+    Attributes:
+        spec: what the gradient is of.
+        boundary: how its weights are gathered and its gradients summed.
+        loss: the loss behind this boundary.
+        params: the parameters at rest.
+        values: what the boundary gathers: these, or what `working_copy` returns.
+        is_plain: True if no layer loop gathers weights: the backward pass then gathers all of them again, and computes
+            again what costs little.
     """
-    nothing = jax.tree.map(lambda _: None, spec.placements)
-    narrow, shards = nothing, operands
-    if spec.strategy.gather == "use" and _is_narrow(spec, operands):
-        dtype, narrow = spec.settings.precision.params_dtype, operands
-        shards = jax.tree.map(lambda x, p: jnp.zeros(x.shape, dtype) if p.trained else x, operands, spec.placements)
-    seeds = None
-    if seed is not None and spec.strategy.gather == "use":
-        seeds = seeds_by_row(spec.placements, shards, seed)
 
-    def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-        weights = with_trained(shards, trained, spec.trained)
-        if copies is not None or seeds is not None or narrow is not nothing:
-            held = [nothing if tree is None else tree for tree in (copies, earlier, seeds)]
-            weights = jax.tree.map(lambda _, *given: Held(*given), spec.placements, weights, narrow, *held)
-        sums, after = loss(weights, model_state, batch, key)
-        return sums.total, (sums, after)
+    spec: GradientSpec
+    boundary: Boundary
+    loss: TracedLoss
+    params: PyTree
+    values: PyTree
+    is_plain: bool = False
 
-    differentiate = jax.value_and_grad(total, has_aux=True)
-    if collectives.overlap and spec.strategy.gather == "use":
-        differentiate = pipelined(differentiate, after=jax.tree.leaves(earlier))
-    (_, (sums, after)), grads = differentiate(trained_part(shards, spec.trained))
-    grads = jax.tree.map(lambda g: g.astype(spec.settings.precision.reduce_dtype), grads)
-    if spec.strategy.gather != "use":
-        to_rest: Any = lambda g, placement: g if placement.flat is None else placement.flat.to_rest(g)  # noqa: E731
-        grads = jax.tree.map(to_rest, grads, spec.trained_placements)
-    if earlier is not None:
-        whole = not spec.strategy.shard_state
-        add = partial(jax.tree.map, lambda g, e, placement: g if is_reduced_at_use(placement, whole) else g + e)
-        grads = add(grads, earlier, spec.trained_placements)
-    return grads, sums, after
+    @staticmethod
+    def of(
+        spec: GradientSpec, collectives: Collectives, params: PyTree, values: PyTree, boundary: Boundary
+    ) -> Microbatch:
+        """Return the gradient of a microbatch with this boundary."""
+        return Microbatch(spec, boundary, traced_loss(spec, collectives, boundary), params, values)
 
+    def __call__(
+        self, model_state: PyTree, batch: Batch, key: Any, seed: jax.Array | None = None, earlier: PyTree = None
+    ) -> tuple[PyTree, Sums, PyTree]:
+        """Return the gradients, the sums of the loss, and the model state afterwards.
 
-def _is_narrow(spec: GradientSpec, params: PyTree) -> bool:
-    """Return True if trained parameters come in another dtype than they rest in."""
-    dtype = spec.settings.precision.params_dtype
-    return any(x.dtype != dtype for x in jax.tree.leaves(trained_part(params, spec.trained)))
+        Args:
+            model_state: before the call.
+            batch: the rows.
+            key: of the call.
+            seed: of the rounding in the backward pass.
+            earlier: the gradients of the microbatches before, to which these are added.
+        """
+        seeds = None if seed is None else seeds_by_row(self.spec.placements, self.slots, seed)
+
+        changed: list[bool] = []
+
+        def total(slots: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
+            sums, after = self.loss(self._weights(slots, earlier, seeds), model_state, batch, key)
+            changed[:] = changed_leaves(model_state, after)
+            return sums.total, (sums, after)
+
+        function = jax.checkpoint(total, policy=keep_costly) if self.is_plain else total
+        (_, (sums, after)), grads = jax.value_and_grad(function, has_aux=True)(self.slots)
+        return grads, sums, with_trained(model_state, trained_part(after, changed), changed)
+
+    def state_after(self, model_state: PyTree, batch: Batch, key: Any) -> PyTree:
+        """Return the model state after a call of the loss."""
+        return self.loss(self._weights(self.slots, None, None), model_state, batch, key)[1]
+
+    def _weights(self, *fields: PyTree) -> PyTree:
+        placements = self.spec.placements
+        nothing = jax.tree.map(lambda _: None, placements)
+        given = [nothing if tree is None else tree for tree in fields]
+        return jax.tree.map(lambda _, *leaves: Weight(*leaves), placements, self.values, *given)
+
+    @property
+    def slots(self) -> PyTree:
+        """Zeros of the form of the gradients, None for frozen parameters."""
+        dtype = self.spec.settings.precision.reduce_dtype
+
+        def slot(placement: Placement, shard: jax.Array, value: jax.Array) -> jax.Array | None:
+            if not placement.trained:
+                return None
+            if placement.dim is None or self.boundary.reduces(placement):
+                return jnp.zeros(shard.shape, dtype)
+            return jnp.zeros(value.shape, dtype)
+
+        return jax.tree.map(slot, self.spec.placements, self.params, self.values)

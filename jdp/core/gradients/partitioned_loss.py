@@ -1,15 +1,14 @@
 """A loss on a plan, which a step and a gradient each have one of.
 
-It settles the partitioning once for each shape of the batch, tries the loss on a few rows, and sums its gradients over
-devices and microbatches (`jdp.core.gradients`). What becomes of the gradients is not decided here.
+It settles once for each shape of the batch how the loss is called (`loss_view`), and sums its gradients over devices
+and microbatches. What becomes of the gradients is not decided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,21 +22,16 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
-from jdp.core.gradients import auto, manual
 from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.loss_program import Programs
-from jdp.core.gradients.overlap_cost import settled
-from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
-from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.gradients.loss_view import TrialOnce, Values, View, settle_view
 from jdp.core.gradients.spec import GradientSpec
+from jdp.core.gradients.views import REQUESTED, view_evaluation, view_gradients
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
-
-VIEWS = {"auto": auto, "manual": manual}
 
 
 def read_only(path: str, doc: str = "As in `jdp.make_train_step`.") -> Any:
@@ -69,21 +63,20 @@ class PartitionedLoss:
         self.is_checked = False
         self.compiled: dict[str, Any] = {}
         self._place = place  # the parameters' placements where they are not those of a train state
-        self._choices: dict[Hashable, Choice] = {}
-        self._programs: dict[Hashable, Programs] = {}  # that a choice was made by, for the next trace
-        self._corrected: list[Choice] = []  # by the loss's values: they hold for batches of any shape
+        self._views: dict[Hashable, View] = {}
+        self._trial = TrialOnce()
         self._placements: dict[Hashable, PyTree] = {}
         self._agreed: set[Hashable] = set()  # the shapes that all processes agree on
         self._dispatched: jax.Array | None = None  # the loss that the last call computes
 
     @property
-    def last(self) -> Choice | None:
-        """The last choice; None before the first trace."""
-        return next(reversed(self._choices.values()), None)
+    def last(self) -> View | None:
+        """The view that was settled last; None before the first trace."""
+        return next(reversed(self._views.values()), None)
 
     @property
     def partitioning(self) -> Partitioning | None:
-        """ "auto" or "manual"; None if jdp is to choose and has not traced the loss yet."""
+        """ "auto" or "manual"; None if the loss decides and was not traced yet."""
         return self.last.partitioning if self.last else self.settings.requested
 
     @property
@@ -104,53 +97,42 @@ class PartitionedLoss:
         own = self.settings
         return batch_unit(self.plan.mesh.shape, own.accumulate)
 
-    def choose(self, state: AnyState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
-        """Check the batch, choose the partitioning for these shapes, and report it once."""
+    def view(self, state: AnyState, batch: Batch, values: Values = "drawn") -> View:
+        """Check the batch, settle how the loss is called for these shapes, and report it once."""
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = _shapes(state, batch)
-        if shapes not in self._choices or values:
-            request = self._request(state)
-            known = self._choices.pop(shapes, None)
-            if known is None:
-                known, self._programs[shapes] = request.choose(state, batch), request.spec.programs
-            for found in self._corrected:  # what the check found holds for batches of other shapes too
-                known = replace(known, partitioning=found.partitioning, why=found.why, proven=True)
-            chosen = request.check(known, state, batch) if values and self.settings.check_loss else known
-            if not (chosen.proven or values or self.is_checked):
-                chosen = request.assumed(chosen) if assume else request.without_values(chosen)
-            if values and chosen.partitioning != known.partitioning:
-                self._corrected.append(chosen)
-                self.compiled.clear()  # it may have been lowered for the choice before
-            self._choices[shapes] = chosen
-            request.announce(chosen, state, self.noun)
-        return self._choices[shapes]
+        if shapes in self._views and (values != "real" or self._trial.is_over):
+            return self._views[shapes]
+        before = self._views.pop(shapes, None)
+        settled = settle_view(self.gradient_spec(state), self.plan, state, batch, partial(self._trial, values))
+        if before is not None and (before.partitioning, before.draws) != (settled.partitioning, settled.draws):
+            self.compiled.clear()  # it may have been lowered for the view before
+        self._views[shapes] = settled
+        if self.settings.train and self.plan.batch_shards > 1 and settled.why != REQUESTED:
+            notice(f"{self.noun} under {self.plan.strategy}: partitioning={settled.partitioning!r}: {settled.why}")
+        return settled
 
     def check_first(self, state: AnyState, batch: Batch) -> None:
-        """Choose the partitioning before the first trace, which tries the loss once where there are values.
+        """Settle the view before the first trace, and try the loss if there are values.
 
-        Abstract values are taken to be of a program that is only looked at. While a user's function is traced, the
-        trace chooses.
+        Abstract values are taken to be of a program that is only looked at: then the loss is believed. While a user's
+        function is traced, the trace settles it.
         """
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
         if self.is_checked or any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return
-        values = not [leaf for leaf in leaves if not isinstance(leaf, jax.Array | np.ndarray)]
+        is_real = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
         with tracing_on(self.plan.mesh):
-            self.choose(state, batch, values=values, assume=not values)
-        if values:
-            self.is_checked = True
-
-    def forget_programs(self) -> None:
-        """Have the next trace read the loss again: what it closes over may have changed."""
-        self._programs.clear()
+            self.view(state, batch, "real" if is_real else "abstract")
+        self.is_checked = self.is_checked or is_real
 
     def under(self, plan: Plan, **changes: Any) -> PartitionedLoss:
         """Return the same for another plan and changed settings, with what was found when the loss was tried."""
         other = PartitionedLoss(self.loss_fn, plan, replace(self.settings, **changes), self.noun, self._place)
-        other.is_checked, other._corrected = self.is_checked, list(self._corrected)
+        other.is_checked, other._trial = self.is_checked, self._trial
         return other
 
     @cached_property
@@ -200,69 +182,40 @@ class PartitionedLoss:
             return self._place(self.plan, state)
         leaves, structure = jax.tree.flatten(state.params)
         static, shapes = state.static, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
-        key = structure, shapes, static.specs, static.trained, static.flat
+        key = structure, shapes, static.specs, static.trained
         if key not in self._placements:
             self._placements[key] = self.plan.param_placements(state.params, static)
         return self._placements[key]
 
-    def gradient_spec(self, state: AnyState, reading: Reading | None = None) -> GradientSpec:
+    def gradient_spec(self, state: AnyState, view: View | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
-        overlap = settled(self.settings.overlap, self.plan.mesh)
         return GradientSpec(
-            self.loss_fn,
+            self.loss_fn if view is None else view.loss_fn,
             state.static.adapter,
             self.param_placements(state),
             self.plan.row,
-            replace(self.settings, overlap=overlap),
+            self.settings,
             state.static.trained,
-            reading=reading,
+            draws=None if view is None else view.draws,
         )
 
-    def gradients(
-        self,
-        state: AnyState,
-        batch: Batch,
-        key: jax.Array,
-        spec: GradientSpec | None = None,
-    ) -> tuple[PyTree, Sums, PyTree]:
+    def gradients(self, state: AnyState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
-        choice = self.choose(state, batch)
-        spec = replace(spec or self.gradient_spec(state), reading=choice.reading, off=[])
-        with self._handed_on(spec, state, batch) as spec:
-            run = VIEWS[choice.partitioning].gradients(spec, self.plan)
-            grads, sums, model_state = run(state.params, state.model_state, batch, key)
-        for found in spec.off[:1]:
-            why = f"{choice.why}; overlap off: {found}"
-            notice(f"{self.noun} under {self.plan.strategy}: overlap off: {found}; overlap=True turns it on")
-            self._choices[_shapes(state, batch)] = replace(choice, why=why)
-        self._request(state).check_metrics(sums, state, batch)
+        view = self.view(state, batch)
+        run = view_gradients(view.partitioning, self.gradient_spec(state, view), self.plan)
+        grads, sums, model_state = run(state.params, state.model_state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state
 
     def evaluate(self, state: AnyState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""
-        choice = self.choose(state, batch)
-        with self._handed_on(self.gradient_spec(state, choice.reading), state, batch) as spec:
-            evaluate = VIEWS[choice.partitioning].evaluation(spec, self.plan)
-            sums = evaluate(state.params, state.model_state, batch)
-        self._request(state).check_metrics(sums, state, batch)
-        return sums
-
-    @contextmanager
-    def _handed_on(self, spec: GradientSpec, state: AnyState, batch: Batch) -> Generator[GradientSpec]:
-        """Have the step use the programs that the choice was made by, once: their constants may be of this trace."""
-        programs = self._programs.pop(_shapes(state, batch), None) or spec.programs
-        try:
-            yield replace(spec, programs=programs)
-        finally:
-            programs.clear()
-
-    def _request(self, state: AnyState) -> PartitioningRequest:
-        return PartitioningRequest(self.gradient_spec(state), self.plan)
+        view = self.view(state, batch)
+        run = view_evaluation(view.partitioning, self.gradient_spec(state, view), self.plan)
+        return run(state.params, state.model_state, batch)
 
 
 def _shapes(state: AnyState, batch: Batch) -> Hashable:
-    """Return what choices are kept by."""
-    return tuple([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch))])
+    """Return what views are remembered by; a module's mode decides what it draws."""
+    return state.static.adapter, tuple([(x.shape, str(x.dtype)) for x in jax.tree.leaves((state.params, batch))])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jdp.core.gradients.boundary import Collective, Reduction
-from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.loss_program import Programs
-from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.wire import seeds_by_leaf
-from jdp.core.random.row_keys import BatchKey
+from jdp.core.random.row_keys import RowDraws
+from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part
 from jdp.core.step_settings import StepSettings
@@ -25,20 +23,17 @@ class Collectives:
     """How arrays are gathered, reduced and sharded in one partitioning.
 
     Attributes:
-        gather: a shard at its rest spec -> the array at its compute spec, still flat and padded if it rests so.
-        reduce: a gradient at its compute spec, flat and padded likewise -> at its rest spec, summed over `data`.
+        gather: a shard at its rest spec -> the array at its compute spec.
+        reduce: a gradient at its compute spec -> at its rest spec, summed over `data`.
         constrain: an accumulator of gradients -> the same values, sharded as the strategy accumulates.
         finish: a gradient at its rest spec -> summed over the batch axes that `reduce` left out.
         sum: scalar -> its sum over the batch axes.
         average: (model state before, after the step) -> floating-point leaves that changed, averaged over the batch
             axes; other leaves of `after` as they are.
         microbatches: (batch, K) -> the batch with leaves [K, rows / K, ...], interleaved.
-        key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets; a `BatchKey` where the
-            loss is called on some of the rows only.
+        key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets, a row key if it draws.
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
-        finish_at_use: `finish` for the gather boundary, which first adds the shards of the microbatches before; None
-            where it only reduces.
-        overlap: True if layer loops gather one layer ahead and reduce one behind.
+        by_layer: True if layer loops gather one layer ahead and reduce one behind.
     """
 
     gather: Collective
@@ -48,10 +43,13 @@ class Collectives:
     sum: Callable[[jax.Array], jax.Array]
     average: Callable[[PyTree, PyTree], PyTree]
     microbatches: Callable[[Batch, int], Batch]
-    key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
+    key_of: Callable[[jax.Array, int, Any, int], jax.Array]
     axes: tuple[str, ...] = ()
-    finish_at_use: Collective | None = None
-    overlap: bool = False
+    by_layer: bool = False
+
+    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        """Return a gradient at its rest spec, summed over all batch axes."""
+        return self.finish(self.reduce(x, placement, leading, seed), placement, leading)
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,11 @@ class GradientSpec:
 
     Attributes:
         loss_fn: the loss function.
-        settings: the step's; `overlap` None: by cost.
+        settings: the step's.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
-        keep_gathered: the backward pass uses the weights that the forward pass gathered.
-        reading: how a loss that returns a quotient of sums is read; None for other losses.
-        programs: the programs of the loss that were traced for this step already.
-        off: why layer loops do not send while they compute; the trace adds it.
+        draws: which draws of the loss count rows; None if it draws nothing, or is called on all rows at once.
     """
 
     loss_fn: LossFn
@@ -76,15 +71,7 @@ class GradientSpec:
     strategy: Strategy
     settings: StepSettings
     trained: tuple[bool, ...] | None = None
-    keep_gathered: bool = False
-    reading: Reading | None = None
-    programs: Programs = field(default_factory=Programs, compare=False, repr=False)
-    off: list[str] = field(default_factory=list[str], compare=False, repr=False)
-
-    def summed(self, collectives: Collectives, sums: Sums) -> Sums:
-        """Return the sums over the batch axes, and what the loss divides by as their weight."""
-        sums = jax.tree.map(collectives.sum, sums)
-        return sums if self.reading is None else replace(sums, weight=self.reading.divisor(sums.weight))
+    draws: RowDraws | None = None
 
     @property
     def trained_placements(self) -> PyTree:

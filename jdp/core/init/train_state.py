@@ -2,7 +2,6 @@
 
 1. `jax.eval_shape` traces `init` and `tx.init`, once, and returns the tree of shapes.
 2. The plan gives the sharding of every leaf.
-   Leaves that are stored flat and padded (`Plan.pad`) are made in their own shapes, one at a time, by every device.
 3. One jitted program with those `out_shardings` computes the values: every device computes the shard it keeps. JAX's
    partitionable random numbers depend on the key and the element's index alone, so the weights are bitwise the same on
    any mesh.
@@ -22,15 +21,15 @@ from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
-from jdp.core.init.sharding_report import report_placements
+from jdp.core.init.sharding_report import report_placements, report_products
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_init
 from jdp.core.plan import Plan, check_plan
 from jdp.core.random.user_keys import key_of_init, typed_key
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.types import InitFn, Model, PyTree
-from jdp.core.update.optimized import at_rest, flattened
-from jdp.core.update.optimizer_checks import check_optimizer, check_update, first_state
+from jdp.core.update.muon import noting_stacks
+from jdp.core.update.optimizer_checks import check_optimizer, check_update, first_state, products
 
 LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 
@@ -46,8 +45,7 @@ def init_state(
         P('data',)
 
     The weights are those of `init(jax.random.fold_in(rng, 0))`, as of `jdp.init`: one seed makes one model. They are
-    bitwise the same on any mesh and under any strategy. A device holds all of a leaf only while a leaf is made that is
-    stored flat and padded (`Plan.pad`).
+    bitwise the same on any mesh and under any strategy.
 
     Args:
         init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays (flax.linen's `variables["params"]`, an equinox
@@ -119,7 +117,7 @@ def abstract_state(
 
 
 def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
-    """Return what makes the fields of the state, in their shapes at rest, and the abstract state."""
+    """Return what makes the fields of the state, and the abstract state."""
     check_init(init)
     check_optimizer(tx)
     statics: list[Static] = []  # one for each trace
@@ -146,15 +144,11 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
     if static.adapter is not None and static.adapter.structure.may_differ:
         jax.eval_shape(lambda rng: make(rng), rng)
         _report_recompiling(*statics)
-    check_update(tx, trained_part(shapes["params"], static.trained), shapes["opt_state"])
-    abstract = flattened(plan, TrainState(**shapes, static=static))
-
-    def make_at_rest(rng: jax.Array) -> dict[str, PyTree]:
-        made = jax.jit(make)(rng)  # not traced again
-        laid = at_rest(TrainState(**made, static=static), abstract.static)
-        return {name: getattr(laid, name) for name in made}
-
-    return make_at_rest if abstract.static.flat else make, abstract
+    abstract = TrainState(**shapes, static=static)
+    with noting_stacks() as stacks:
+        program = check_update(tx, trained_part(abstract.params, static.trained), abstract.opt_state)
+    report_products(plan, abstract, products(program), {path for stack in stacks for path in stack.paths})
+    return make, abstract
 
 
 def _strong(leaf: Any) -> Any:

@@ -2,8 +2,7 @@
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
 arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
-an optimizer's state does, and each leaf is sharded like its parameter. All leaves have their own shapes: only those of
-a train state may be flat and padded (`Plan.pad`).
+an optimizer's state does, and each leaf is sharded like its parameter.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from jax.core import Tracer
 
 from jdp.base.public import public
 from jdp.base.toml import cut, described
-from jdp.base.tree_paths import check_keys, path_of
+from jdp.base.tree_paths import check_keys
 from jdp.core import flax_nnx
 from jdp.core.batch import plan_fact
 from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.plan import Plan, check_plan
 from jdp.core.random.user_keys import key_of_init, typed_key
-from jdp.core.sharding.padded import Change
 from jdp.core.sharding.placement import Placement
-from jdp.core.state import TrainState, changed
+from jdp.core.state import TrainState
 from jdp.core.types import PyTree
-from jdp.core.update.optimized import at_rest, flattened
 from jdp.core.update.optimizer_checks import is_optimizer
 
 Tree = TypeVar("Tree")
@@ -50,8 +47,7 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     Args:
         init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
             under `jit`; its arrays are global.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf stays
-            replicated if none of its dimensions divides: only a train state's leaves can be padded (`Plan.pad`).
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
         rng: one key, the same on every process. Give it for a model.
         of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree. Give it
             for an optimizer's state, or for another tree like the parameters, such as an average.
@@ -102,8 +98,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     Args:
         tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
             processes, the same values on each.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf stays
-            replicated if none of its dimensions divides: only a train state's leaves can be padded (`Plan.pad`).
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
         of: the parameters that the tree belongs to, a module or a pytree. Needed for an optimizer or its state.
 
     Returns:
@@ -117,34 +112,11 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     """
     check_plan(plan, "jdp.place(tree, plan)", tree)
     if isinstance(tree, TrainState):
-        return _placed_state(tree, plan)
+        return _put(tree, plan.shardings(tree))
     check_tree(tree, of)
     opened, rebuild = flax_nnx.opened(tree)
     opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
     return rebuild(_put(opened, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
-
-
-def _placed_state(state: TrainState, plan: Plan) -> TrainState:
-    """Shard a train state as `init_state` would, also one that was padded for another number of devices."""
-    state = state.unpadded()
-    laid = flattened(plan, state)
-    shardings, flat = plan.shardings(laid), dict(laid.static.flat)
-    if not flat or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
-        return _put(at_rest(state, laid.static), shardings)
-
-    lies, treedef = jax.tree.flatten(shardings)
-    paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(laid)]
-    wanted = [plan.replicated if path in flat else sharding for path, sharding in zip(paths, lies, strict=True)]
-    arrays: list[Any] = jax.device_put(jax.tree.leaves(state), wanted)
-    made = changed(
-        [
-            (x, Change(None, flat[path]), sharding)
-            for path, x, sharding in zip(paths, arrays, lies, strict=True)
-            if path in flat
-        ]
-    )
-    new = iter(made)
-    return treedef.unflatten([next(new) if path in flat else x for path, x in zip(paths, arrays, strict=True)])
 
 
 def _put(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -1,115 +1,262 @@
-"""Random numbers by global row: local rows draw what they would draw as rows of the whole batch.
+"""Random numbers by global row: a loss on some rows draws for them what it draws for the whole batch.
 
-A loss that draws `jax.random.bernoulli(rng, 0.9, x.shape)` should get the same masks on one device and on a thousand,
-in one microbatch and in eight. Under jit with a global view JAX's partitionable threefry gives that for the whole
-batch. Inside `shard_map`, or over a microbatch, the loss sees some of the rows only, and a plain key would give every
-shard the same mask.
+A loss that draws `jax.random.bernoulli(rng, 0.9, x.shape)` gets the same masks on one device and on a thousand, in one
+microbatch and in eight. Under `jit`, on global arrays, JAX's partitionable threefry does that. On one device's rows
+(`shard_map`) or on a microbatch a plain key would give every part the same mask.
 
-There the gradient code uses a `BatchKey`: the key, and which global rows the local ones are: row = offset + stride ×
-local row. `replay.py` finds the dimension of a draw that counts the rows, and makes a
-*row key* for that draw. This is a typed key whose PRNG is threefry of the elements' indices in the global draw.
+There the loss gets a *row key*: a typed key that knows which global rows the local ones are, row = offset + stride ×
+local row. A draw that counts rows hashes the indices that its elements have in the draw for the whole batch. Any other
+draw is the same for every part. Which draws count rows is read from the loss, traced at two numbers of rows: a
+dimension of the draw's shape doubles (`read_draws`). Nothing else is read, and nothing is replayed.
 
 Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit linear index of each element
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).
 """
 
+from __future__ import annotations
+
 import functools
 import math
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.random as jexr
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from jdp.base.notices import notice
+from jdp.core.tracing.jaxprs import scan_counts, user_line
+from jdp.core.types import PartsError
 
 THREEFRY = "threefry2x32"
+_PREFIX = "jdp_rows"
+_SHAPED = frozenset(("random_bits", "random_split"))
+_OTHERS = frozenset(("random_gamma", "random_unwrap", "rng_bit_generator", "rng_uniform", "threefry2x32"))
+Shape = tuple[int, ...]
+Drawn = tuple[str, Shape]
+"""The kind of a random operation and the shape that it draws."""
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BatchKey:
-    """The step's key, and which rows of the global batch the local rows are: local row r is `offset + stride * r`.
+class RowDraws:
+    """Which draws of a loss count rows, by their shapes.
 
     Attributes:
-        key: scalar typed key, the same on every shard.
-        offset: uint32 scalar, may be traced.
-        rows: number of local rows.
-        total: number of rows of the global batch.
-        stride: distance in the global batch between two local rows.
+        rows: number of rows that the loss was traced on.
+        by_row: (kind and shape, product of the dimensions before the rows' one) of each draw that counts rows.
+        shared: kinds and shapes of the draws that do not.
     """
 
-    key: jax.Array
-    offset: jax.Array
-    rows: int = field(metadata={"static": True})
-    total: int = field(metadata={"static": True})
-    stride: int = field(metadata={"static": True})
+    rows: int
+    by_row: tuple[tuple[Drawn, int], ...] = ()
+    shared: frozenset[Drawn] = frozenset()
 
-    def global_indices(self, size: int) -> jax.Array:
-        """Return the global indices, uint32 [size], along a dimension of `size` = rows × n, with n for each row."""
-        rows = _rows(self.offset, jnp.uint32(self.stride), self.rows)
-        each = size // self.rows
-        return (rows[:, None] * jnp.uint32(each) + jnp.arange(each, dtype=jnp.uint32)).reshape(size)
+    def key(self, key: jax.Array, *, offset: Any, stride: int, total: int) -> jax.Array:
+        """Return the row key of a part of the batch, made of the step's key.
 
-    def row_key(self, key: jax.Array, before: int = 1) -> jax.Array:
-        """Return a key for one draw of shape [before, rows, ...], which then gives these rows of the global draw.
-
-        `split` with it gives plain streams of the rows' own, which have its type. PRNG implementations other than
-        threefry cannot be indexed by element: then the draw differs between meshes, which is reported once.
+        Args:
+            key: scalar threefry key, the same on every device.
+            offset: uint32 scalar, may be traced: the global row of local row 0.
+            stride: distance in the global batch between two local rows.
+            total: number of rows of the global batch.
         """
-        if str(jax.random.key_impl(key)) != THREEFRY:
-            notice(
-                f"dropout masks depend on the mesh: the PRNG {jax.random.key_impl(key)} cannot be indexed by row; "
-                "use jax.random.key(seed), which is threefry2x32"
-            )
-            return self.apart(key)
-        assert before * self.total < 2**32, f"{before} × {self.total} rows cannot be indexed"
-        words = jax.random.key_data(key)
-        row_map = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (self.offset, self.stride, self.total)])
-        words = jnp.concatenate([words, jnp.broadcast_to(row_map, (*key.shape, 3))], axis=-1)
-        return jax.random.wrap_key_data(words, impl=_impl((self.rows, before)))
-
-    def apart(self, key: jax.Array) -> jax.Array:
-        """Return `key` made different for each shard and microbatch."""
-        return jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), self.offset).reshape(key.shape)
+        words = (*jax.random.key_data(key), offset, stride, total)
+        words = jnp.stack([jnp.asarray(word, jnp.uint32) for word in words])
+        return jax.random.wrap_key_data(words, impl=_impl(self))
 
 
-def batch_key(key: jax.Array, *, rows: int, total: int, offset: Any, stride: int) -> BatchKey:
-    """Return a `BatchKey` for `rows` local rows of `total`; see its attributes."""
-    return BatchKey(key, jnp.asarray(offset, jnp.uint32), rows, total, stride)
+def draws_anything(jaxpr: Jaxpr) -> bool:
+    """Return True if a program draws random numbers."""
+    return next(_draws(jaxpr), None) is not None
 
 
-def plain(keys: jax.Array) -> jax.Array:
-    """Return the threefry keys in an array of row keys; other keys are returned unchanged."""
-    words = jax.random.key_data(keys)
-    return jax.random.wrap_key_data(words[..., :2], impl=THREEFRY) if words.shape[-1] == 5 else keys
+def row_key_shape(rows: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of a row key that a loss is traced with to read its draws; it cannot draw."""
+    make = functools.partial(RowDraws(rows).key, offset=0, stride=1, total=rows)
+    return jax.eval_shape(lambda: make(jax.random.key(0, impl=THREEFRY)))
 
 
-Layout = tuple[int, int]
-"""(rows, before) of a draw of shape [before, rows, ...]."""
+def is_of_row_key(error: Exception) -> bool:
+    """Return True for an error of a function of `jax.random` that takes no row key."""
+    return _PREFIX in str(error)
 
 
-@functools.cache
-def _impl(layout: Layout) -> Any:
-    """Return the PRNG implementation for draws of this layout. Key words: [threefry × 2, offset, stride, total]."""
-    rows, before = layout
-    return jexr.define_prng_impl(
-        key_shape=(5,),
-        seed=lambda seed: _own_draw(rows, jax.random.key_data(jax.random.key(seed, impl=THREEFRY))),
-        split=functools.partial(_split, layout),
-        random_bits=functools.partial(_random_bits, layout),
-        fold_in=_fold_in,
-        name=f"jdp_rows_{before}x{rows}",
-        tag=f"jdp{before}x{rows}",
+def read_draws(few: Jaxpr, many: Jaxpr, rows: int, key: Any) -> RowDraws:
+    """Return which draws of a loss count rows.
+
+    Args:
+        few: the loss, traced on `rows` rows with a row key.
+        many: the same on twice as many.
+        key: the step's key.
+
+    Raises:
+        PartsError: the rows of a draw cannot be told.
+    """
+    if str(key.dtype) != str(jax.random.key(0, impl=THREEFRY).dtype):
+        raise PartsError(
+            f"it draws from a {key.dtype}, whose numbers have no index; use jax.random.key(seed), which is threefry2x32"
+        )
+    return _compared([*_draws(few)], [*_draws(many)], rows)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A random operation: its kind, the shape that it draws, the shape of its keys, and whether `rng` made these.
+
+    Attributes:
+        line: the user's source line.
+        carried: of a scan: it draws from a key that is carried or the same in each round.
+        numbered: of a `fold_in`: its numbers are constants of the program, such as `arange(rows)`.
+    """
+
+    kind: str
+    line: str
+    shape: Shape
+    keys: Shape = ()
+    is_own: bool = True
+    carried: bool = False
+    numbered: bool = False
+
+
+def _draws(jaxpr: Jaxpr, called_at: str | None = None) -> Iterator[_Draw]:
+    """Yield the random operations of a jaxpr in order, and the scans that hold some.
+
+    A jitted function is traced once, whoever calls it: `called_at` is the line of the call.
+    """
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        kind: str = eqn.primitive.name
+        first: Any = eqn.invars[0].aval if eqn.invars else None
+        line = called_at or user_line(eqn)
+        if kind in _SHAPED:
+            yield _Draw(kind, line, tuple(eqn.params["shape"]), first.shape, _is_row_key(first))
+        elif kind == "random_fold_in":
+            numbers: Any = eqn.invars[1]
+            numbered = _is_constant(numbers, makers)
+            yield _Draw(kind, line, numbers.aval.shape, first.shape, _is_row_key(first), numbered=numbered)
+        elif kind in _OTHERS:
+            yield _Draw(kind, line, _shape(eqn.outvars[0]), is_own=kind != "random_unwrap" or _is_row_key(first))
+        inside = [
+            draw
+            for inner in jaxprs_in_params(eqn.params)
+            for draw in _draws(inner, line if kind == "jit" else called_at)
+        ]
+        if kind == "scan" and inside:
+            carried = any(_is_row_key(x.aval) for x in eqn.invars[: sum(scan_counts(eqn))])
+            yield _Draw(kind, line, (eqn.params["length"],), carried=carried)
+        yield from inside
+
+
+def _shape(value: Any) -> Shape:
+    return value.aval.shape
+
+
+def _is_row_key(aval: Any) -> bool:
+    return _PREFIX in str(aval.dtype)
+
+
+def _is_constant(value: Any, makers: dict[Var, JaxprEqn]) -> bool:
+    """Return True for a value that no input of its jaxpr reaches."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Literal):
+            continue
+        if value not in makers:
+            return False
+        waiting += makers[value].invars
+    return True
+
+
+def _compared(few: list[_Draw], many: list[_Draw], rows: int) -> RowDraws:
+    """Compare the draws of one loss at two numbers of rows."""
+    lead = "draw with the rows leading, normal(rng, (rows, …)), or from split(rng, rows)"
+    if [draw.kind for draw in few] != [draw.kind for draw in many]:
+        raise PartsError(f"the loss draws more often for more rows, {many[0].line}; {lead}")
+    by_row, shared, per_row_keys = dict[Drawn, int](), set[Drawn](), set[Drawn]()
+    for draw, twice in zip(few, many, strict=True):
+        line, counts = draw.line, draw.shape != twice.shape
+        if draw.kind in _OTHERS and draw.is_own:
+            raise PartsError(f"{draw.kind} cannot be drawn by row, {line}; draw otherwise from rng")
+        if draw.kind == "scan":
+            if counts and draw.carried:
+                raise PartsError(f"a key is carried from row to row, {line}; {lead}")
+        elif draw.kind == "random_fold_in":
+            if counts and draw.numbered:
+                raise PartsError(f"the rows of a call are numbered, {line}; use split(rng, rows)")
+        elif counts and not draw.is_own:
+            raise PartsError(f"rows are drawn from another key than the loss gets, {line}; draw from its rng")
+        elif counts:
+            before = _before_rows(draw.shape, twice.shape, rows, line)
+            if by_row.setdefault((draw.kind, draw.shape), before) != before:
+                raise PartsError(_two_meanings(draw.shape, rows))
+        elif draw.is_own:
+            (shared if draw.keys == twice.keys else per_row_keys).add((draw.kind, draw.shape))
+    folds_rows = any(d.kind == "random_fold_in" and d.shape != t.shape for d, t in zip(few, many, strict=True))
+    shared |= per_row_keys if folds_rows else per_row_keys - by_row.keys()  # split by row, a key has rows of its own
+    if both := shared & by_row.keys():
+        raise PartsError(_two_meanings(min(both)[1], rows))
+    return RowDraws(rows, tuple(sorted(by_row.items())), frozenset(shared))
+
+
+def _two_meanings(shape: Shape, rows: int) -> str:
+    return (
+        f"two draws have the shape {list(shape)} for {rows} rows, and other dimensions of them count rows; take "
+        "another number of rows for each device and microbatch, or draw one of them in another shape"
     )
 
 
-def _own_draw(rows: int, words: jax.Array) -> jax.Array:
-    """Return keys of words [..., 2] whose draws are their own: the local rows are all rows of the batch."""
-    row_map = jnp.array([0, 1, rows], jnp.uint32)
-    return jnp.concatenate([words, jnp.broadcast_to(row_map, (*words.shape[:-1], 3))], axis=-1)
+def _before_rows(shape: Shape, twice: Shape, rows: int, line: str) -> int:
+    """Return the product of the dimensions before the one that counts rows."""
+    dims = [dim for dim, pair in enumerate(zip(shape, twice, strict=False)) if pair[0] != pair[1]]
+    if len(shape) != len(twice) or len(dims) != 1 or shape[dims[0]] % rows or twice[dims[0]] != 2 * shape[dims[0]]:
+        raise PartsError(
+            f"a draw has the shape {list(shape)} for {rows} rows and {list(twice)} for {2 * rows}, {line}; draw with "
+            "the rows leading"
+        )
+    return math.prod(shape[: dims[0]])
+
+
+@functools.cache
+def _impl(draws: RowDraws) -> Any:
+    """Return the PRNG of row keys for these draws. Key words: [threefry × 2, offset, stride, total]."""
+    rows, before = draws.rows, dict(draws.by_row)
+
+    def counts(words: jax.Array, kind: str, shape: Shape) -> tuple[jax.Array, jax.Array]:
+        if (kind, shape) in before:
+            return _row_counts(words, shape, rows, before[kind, shape])
+        if (kind, shape) not in draws.shared:
+            raise ValueError(
+                f"A loss draws the same shapes whenever it is traced; a draw of shape {list(shape)} was not there when "
+                "its draws were read. Draw the same in the rules of a custom derivative as in the function."
+            )
+        linear = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
+        return jnp.asarray((linear >> 32).astype(np.uint32)), jnp.asarray(linear.astype(np.uint32))
+
+    def split(words: jax.Array, shape: Shape) -> jax.Array:
+        keys = jnp.stack(_hash(words, *counts(words, "random_split", shape)), axis=-1)
+        by_row = ("random_split", shape) in before
+        row_map = jnp.array([0, 1, rows], jnp.uint32) if by_row else words[2:]  # a row's keys: all its own
+        return jnp.concatenate([keys, jnp.broadcast_to(row_map, (*shape, 3))], axis=-1)
+
+    def random_bits(words: jax.Array, bit_width: int, shape: Shape) -> jax.Array:
+        dtype = jnp.dtype(f"uint{bit_width}")
+        high, low = _hash(words, *counts(words, "random_bits", shape))
+        if bit_width == 64:
+            return (high.astype(dtype) << 32) | low.astype(dtype)
+        return (high ^ low).astype(dtype)
+
+    name = f"{_PREFIX}_{rows}_{zlib.crc32(repr((draws.by_row, sorted(draws.shared))).encode()):08x}"
+    return jexr.define_prng_impl(
+        key_shape=(5,), seed=_seed, split=split, random_bits=random_bits, fold_in=_fold_in, name=name, tag=name
+    )
+
+
+def _seed(seed: Any) -> jax.Array:
+    raise ValueError(f"A row key is made of the step's key; given the seed {seed}. Use jax.random.key(seed).")
 
 
 def _fold_in(words: jax.Array, data: Any) -> jax.Array:
@@ -117,42 +264,19 @@ def _fold_in(words: jax.Array, data: Any) -> jax.Array:
     return jnp.concatenate([jax.random.key_data(folded), words[2:]])
 
 
-def _split(layout: Layout, words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    counts = _counts(layout, words, shape)
-    return _own_draw(layout[0], jnp.stack(_hash(words, *counts), axis=-1))
-
-
-def _random_bits(layout: Layout, words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    dtype = jnp.dtype(f"uint{bit_width}")
-    high, low = _hash(words, *_counts(layout, words, shape))
-    if bit_width == 64:
-        return (high.astype(dtype) << 32) | low.astype(dtype)
-    return (high ^ low).astype(dtype)
-
-
-def _counts(layout: Layout, words: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the high and low words of the linear index, in the global draw, of every element of `shape`.
-
-    If `shape` does not contain the rows, the key's draws are its own, and the index is that in `shape` itself.
-    """
-    rows, before = layout
-    if math.prod(shape) % (rows * before) or not math.prod(shape):
-        own = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
-        return jnp.asarray((own >> 32).astype(np.uint32)), jnp.asarray(own.astype(np.uint32))
+def _row_counts(words: jax.Array, shape: Shape, rows: int, before: int) -> tuple[jax.Array, jax.Array]:
+    """Return the high and low words of the index, in the global draw, of every element of [before, rows × n, ...]."""
     size = math.prod(shape) // (rows * before)
-    assert size < 2**32, f"a draw of {size} elements an example cannot be indexed"
-    row = _rows(words[2], words[3], rows)
+    if not size or not before:
+        return jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32)
+    assert size < 2**32, f"a draw of {size} elements a row cannot be indexed"
+    row = words[2] + words[3] * jnp.arange(rows, dtype=jnp.uint32)
     if before > 1:
         row = (words[4] * jnp.arange(before, dtype=jnp.uint32)[:, None] + row).reshape(-1)
     high, low = (word[:, None] for word in _multiply(row, size))
-    total = low + jnp.arange(size, dtype=jnp.uint32)
-    carried = high + (total < low).astype(jnp.uint32)
-    return carried.reshape(shape), total.reshape(shape)
-
-
-def _rows(offset: jax.Array, stride: jax.Array, rows: int) -> jax.Array:
-    """Return the global rows, uint32 [rows]."""
-    return offset + stride * jnp.arange(rows, dtype=jnp.uint32)
+    index = low + jnp.arange(size, dtype=jnp.uint32)
+    carried = high + (index < low).astype(jnp.uint32)
+    return carried.reshape(shape), index.reshape(shape)
 
 
 def _multiply(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:

@@ -2,7 +2,6 @@
 
 placement        chooses how one array is sharded; `leaf_table` lists them
 optimizer_state  finds the parameter that a leaf of the optimizer state belongs to
-padded           how a leaf is stored when no dimension divides
 rules            checks the form of rules; `axes` names mesh axes, and what a batch must divide by
 traced_mesh      the mesh that a model is being traced for
 links            how long collectives take along its axes

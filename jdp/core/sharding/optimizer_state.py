@@ -55,12 +55,6 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
     return LeafSpecs(rest, compute, f"dimensions {shared} of params/{parameter.path}")
 
 
-def mirrored(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
-    """Return the parameter of a leaf of the optimizer state if it has the leaf's shape; else None."""
-    parameter = owner_of(path, shape, params) if shape else None
-    return parameter if parameter is not None and parameter.shape == shape else None
-
-
 def owner_of(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
     """Return the parameter whose path is part of `path`: the one nearest to its end, and of those the longest.
 

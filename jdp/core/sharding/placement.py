@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.formatting import format_bytes
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.padded import Flat
+
+INDIVISIBLE = "replicated: no dimension"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Placement:
 
     Attributes:
         path: slash-joined path in the state, such as "params/layers/attention/query/kernel".
-        shape: global shape at rest.
+        shape: global shape.
         dtype: name of the dtype, such as "float32".
         rest: spec between steps.
         compute: spec while the leaf is used: `rest` without the `data` that ZeRO adds.
@@ -37,7 +38,6 @@ class Placement:
         reason: why it is sharded or replicated, in words.
         trained: True if a step changes it; False for frozen parameters (`wrt`).
         memory: the memory that these bytes are in: "device", or "host" (`Plan.offload`).
-        flat: how a leaf is stored that is flat and padded at rest (`Plan.pad`); None for all others.
     """
 
     path: str
@@ -49,12 +49,6 @@ class Placement:
     reason: str
     trained: bool = True
     memory: str = "device"
-    flat: Flat | None = None
-
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        """The global shape while it is used; another one than `shape` if it is flat and padded at rest."""
-        return self.shape if self.flat is None else self.flat.shape
 
     def __repr__(self) -> str:
         used = "" if self.compute == self.rest else f", {self.compute} while used"
@@ -66,6 +60,11 @@ class Placement:
     def array(self) -> str:
         """Dtype and shape, such as "float32[64, 512]"."""
         return f"{self.dtype}{[*self.shape]}"
+
+    @property
+    def is_indivisible(self) -> bool:
+        """Whether it is replicated because no dimension divides by the size of `data`."""
+        return self.reason.startswith(INDIVISIBLE)
 
     @property
     def on_host(self) -> bool:
@@ -151,7 +150,7 @@ def rest_spec(
 
     candidates = [dim for dim in range(len(shape)) if divides(dim)]
     if not candidates:
-        return compute, f"replicated: no dimension of {list(shape)} divides by {DATA}={count}"
+        return compute, f"{INDIVISIBLE} of {list(shape)} divides by {DATA}={count}"
     dim = max(candidates, key=preference)
     entries = [spec_entry(compute, i) for i in range(max(len(compute), dim + 1))]
     entries[dim] = (*axes_of(entries[dim]), DATA) if axes_of(entries[dim]) else DATA

@@ -23,8 +23,6 @@ class _Traced:
 
 
 _CURRENT: ContextVar[_Traced | None] = ContextVar("jdp_traced", default=None)
-_ROWS: ContextVar[tuple[int, int]] = ContextVar("jdp_traced_rows", default=(1, 1))
-_ASKED: ContextVar[list[bool] | None] = ContextVar("jdp_asked_for_rows", default=None)
 
 
 @contextmanager
@@ -35,35 +33,6 @@ def tracing_for(mesh: Mesh, batch_axes: Iterable[str]) -> Generator[None]:
         yield
     finally:
         _CURRENT.reset(token)
-
-
-@contextmanager
-def sized_for(rows: int, traced: int) -> Generator[None]:
-    """Choose sizes as for `rows` rows while a program is traced on `traced` of them: two traces then compare."""
-    token = _ROWS.set((rows, traced))
-    try:
-        yield
-    finally:
-        _ROWS.reset(token)
-
-
-@contextmanager
-def noting_sizes() -> Generator[list[bool]]:
-    """Give a list that is not empty afterwards if `rows_for_sizes` was called."""
-    asked: list[bool] = []
-    token = _ASKED.set(asked)
-    try:
-        yield asked
-    finally:
-        _ASKED.reset(token)
-
-
-def rows_for_sizes(rows: int) -> int:
-    """Return the number of rows by which a model that is traced on `rows` rows chooses its number of chunks."""
-    chosen, traced = _ROWS.get()
-    if (asked := _ASKED.get()) is not None:
-        asked.append(True)
-    return max(1, rows * chosen // traced)
 
 
 def traced_device() -> Device:

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -23,13 +23,13 @@ import jax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jdp.core.tracing.jaxprs import source_lines
+from jdp.core.tracing.jaxprs import every_eqn, source_lines
 
 UPDATE = "optimizer_update"
 """The name, in XLA's names of operations, of the optimizer's update."""
 _AT_TOP = "gather_at_top"
 _PARAMETER = re.compile(r"gather\[([^\]]*)\]")
-_REDUCTION = re.compile(r"reduce\[([^\]]*)\]")
+_REDUCTION = re.compile(r"reduce(_layer)?\[([^\]]*)\]")
 _GATHERS = ("all_gather", "sharding_constraint")  # issued by hand; and what XLA makes a gather of
 _KINDS = {
     "all_gather": "all-gather",
@@ -51,9 +51,9 @@ def parameter_scope(path: str) -> AbstractContextManager[Any]:
     return jax.named_scope(f"gather[{quote(path, safe='/')}]")
 
 
-def reduction_scope(path: str) -> AbstractContextManager[Any]:
-    """Mark what is traced inside as the reduction of the gradient of the parameter at `path`."""
-    return jax.named_scope(f"reduce[{quote(path, safe='/')}]")
+def reduction_scope(path: str, of_layer: bool) -> AbstractContextManager[Any]:
+    """Mark what is traced inside as the reduction of a gradient: of the parameter at `path`, or of a layer of it."""
+    return jax.named_scope(f"reduce{'_layer' if of_layer else ''}[{quote(path, safe='/')}]")
 
 
 def update_scope() -> AbstractContextManager[Any]:
@@ -71,11 +71,6 @@ def gathers_at_use(eqn: Any) -> bool:
     inside = jaxprs_in_params(eqn.params) if "custom_vjp" in eqn.primitive.name else ()
     at_top = _AT_TOP in str(eqn.source_info.name_stack)
     return at_top or any(any(map(is_gather, inner.eqns)) for inner in inside)
-
-
-def is_reduction(eqn: Any) -> bool:
-    """Return True if the operation was traced in a `reduction_scope`."""
-    return _REDUCTION.search(str(eqn.source_info.name_stack)) is not None
 
 
 @dataclass(frozen=True)
@@ -134,75 +129,27 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     return TracedCollectives(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
 
 
+def gathers_by_layer(jaxpr: Any) -> bool:
+    """Return True if a trace gathers a parameter elsewhere than at the top of the loss."""
+    return any(_PARAMETER.search(scope) and _AT_TOP not in scope for _, _, scope in _walk(jaxpr, 1, ""))
+
+
 def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
-    """Return for each parameter how many elements a trace reduces, all rounds and uses together; {} without a loop."""
+    """Return for each parameter how many elements a trace reduces, all layers and uses together.
+
+    {} without layers, and where a branch of a condition reduces: only some calls would.
+    """
     sums: dict[str, Counter[str]] = {}
-    rounds = 1
+    by_layer = False
+    branches = [x for eqn in every_eqn(jaxpr) if eqn.primitive.name == "cond" for x in jaxprs_in_params(eqn.params)]
+    if any(_REDUCTION.search(str(eqn.source_info.name_stack)) for branch in branches for eqn in every_eqn(branch)):
+        return {}
     for eqn, times, scope in _walk(jaxpr, 1, ""):
         if match := _REDUCTION.search(scope):
-            kinds = sums.setdefault(unquote(match[1]), Counter())
+            by_layer |= match[1] is not None
+            kinds = sums.setdefault(unquote(match[2]), Counter())
             kinds[eqn.primitive.name] += times * math.prod(eqn.invars[0].aval.shape)
-            rounds = max(rounds, times)
-    return {path: max(kinds.values()) for path, kinds in sums.items()} if rounds > 1 else {}
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A gather of a weight or a reduction of a gradient: XLA's name, mesh axes, and bytes on a device.
-
-    `payload` is what all members of a group have together of a gather's result, and what one puts into a reduction;
-    `result_bytes` is what a device gets.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    payload: int
-    result_bytes: int
-    reduces: bool
-
-    def stacked(self, layers: int) -> Sent:
-        """Return the same for the stacked leaves of so many layers."""
-        return replace(self, payload=layers * self.payload, result_bytes=layers * self.result_bytes)
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a layer loop sends in each of its rounds, or a trace outside of its loops (`loop` None, one round)."""
-
-    loop: Any
-    rounds: int
-    sent: tuple[Sent, ...]
-
-
-def sent_by_round(jaxpr: Any) -> list[Round]:
-    """Return what each loop of a trace gathers and reduces in its own rounds, and first what is sent outside."""
-    found: dict[int, Round] = {}
-
-    def visit(jaxpr: Any, loop: Any, rounds: int, outer: str) -> None:
-        for eqn in jaxpr.eqns:
-            scope = f"{outer}/{eqn.source_info.name_stack}"
-            reduces = _REDUCTION.search(scope) is not None
-            if eqn.primitive.name in _KINDS and (reduces or _PARAMETER.search(scope)):
-                before = found.get(id(loop), Round(loop, rounds, ()))
-                found[id(loop)] = replace(before, sent=(*before.sent, *_sent(eqn, reduces)))
-            is_loop = eqn.primitive.name == "scan"
-            for inner in jaxprs_in_params(eqn.params):
-                own = (eqn, rounds * eqn.params["length"]) if is_loop else (loop, rounds)
-                visit(inner, *own, scope)
-
-    found[id(None)] = Round(None, 1, ())
-    visit(jaxpr, None, 1, "")
-    return list(found.values())
-
-
-def _sent(eqn: Any, reduces: bool) -> Iterator[Sent]:
-    """Yield what an operation sends, one for each array."""
-    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    for operand, result in zip(eqn.invars, eqn.outvars, strict=False):
-        sizes = [x.aval.size * x.aval.dtype.itemsize for x in (operand, result)]
-        kind = _KINDS[eqn.primitive.name]
-        yield Sent(kind, axes, sizes[kind == "all-gather"], sizes[1], reduces)
+    return {path: max(kinds.values()) for path, kinds in sums.items()} if by_layer else {}
 
 
 def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:

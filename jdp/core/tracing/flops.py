@@ -1,4 +1,4 @@
-"""Matrix products and convolutions in a jaxpr: their FLOPs, and the bytes that they read and write."""
+"""The FLOPs of the matrix products and convolutions in a jaxpr."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,6 @@ def count_flops(jaxpr: Any) -> int:
     A scan counts as often as it runs, a `while` loop of unknown length once, of branches the one with most FLOPs.
     """
     return sum(times * _flops(eqn) for eqn, times in _products(jaxpr.eqns))
-
-
-def count_product_bytes(jaxpr: Any) -> int:
-    """Return the bytes of the operands and results of the products that `count_flops` counts."""
-    return sum(
-        times * sum(x.aval.size * x.aval.dtype.itemsize for x in (*eqn.invars, *eqn.outvars) if x.aval.shape)
-        for eqn, times in _products(jaxpr.eqns)
-    )
 
 
 def _products(eqns: Iterable[Any], times: int = 1) -> Iterator[tuple[Any, int]]:

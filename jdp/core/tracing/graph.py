@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jdp.core.tracing.jaxprs import bind, scan_counts
 
@@ -28,9 +27,7 @@ REMATERIALISED = frozenset(("remat2", "checkpoint"))
 """Calls that say which of the function's values the backward pass computes again."""
 WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call"))
 """Calls of a function with a derivative of its own."""
-FORWARD = PLAIN | WITH_RULES
-"""Calls that are nothing but the function where nobody differentiates: in an `init`, or an optimizer's update."""
-CALLS = FORWARD | REMATERIALISED | {"composite"}
+CALLS = PLAIN | WITH_RULES | REMATERIALISED | {"composite"}
 """Operations that only call a function: its operands are theirs, in order, and so are its results."""
 
 
@@ -138,42 +135,6 @@ def before(
             found[value.maker] = None
             waiting += value.maker.operands
     return sorted(found, key=lambda operation: operation.place), list(taken)
-
-
-def described(operations: Sequence[Operation], wanted: Sequence[Value]) -> tuple[list[Value], tuple[Any, ...]]:
-    """Return what operations, given in order, take, and a name that others share if they differ in that alone."""
-    numbers: dict[Value, int] = {}
-    inputs: list[Value] = []
-
-    def refer(value: Value) -> Any:
-        if value.is_literal:
-            return (str(value.aval), np.asarray(value.constant).tobytes())
-        if value not in numbers:
-            numbers[value] = len(numbers)
-            inputs.append(value)
-        return (numbers[value], str(value.aval))
-
-    lines: list[Any] = []
-    for operation in operations:
-        taken = tuple(map(refer, operation.operands))
-        numbers.update({value: len(numbers) + i for i, value in enumerate(operation.results)})
-        lines.append((operation.name, _name_of(operation), taken))
-    return inputs, (*lines, *map(refer, wanted))
-
-
-def _name_of(operation: Operation) -> Any:
-    """Return the parameters as text; the operation itself if they hold arrays, which the text does not show."""
-    waiting, seen = [operation.eqn.params], set[int]()
-    while waiting:
-        for value in jax.tree.leaves(waiting.pop()):
-            if isinstance(value, np.ndarray | jax.Array):
-                return operation
-            if isinstance(value, ClosedJaxpr | Jaxpr) and id(value) not in seen:
-                seen.add(id(value))
-                literals = [atom.val for eqn in value.eqns for atom in eqn.invars if isinstance(atom, Literal)]
-                arrays = [each for each in literals if np.ndim(each)]  # the text has every digit of a number
-                waiting += [getattr(value, "consts", ()), arrays, [eqn.params for eqn in value.eqns]]
-    return str(operation.eqn.params)
 
 
 # Run.

@@ -9,11 +9,8 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-import jax
-import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
-from jax.sharding import NamedSharding
 
 from jdp.base.tree_paths import PACKAGE
 
@@ -28,13 +25,13 @@ ELEMENTWISE = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations whose results have at each place what they make of the operands' elements there, or of scalars."""
-REDUCTIONS = frozenset(
-    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
-)
 DECOMPOSITIONS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal".split()  # noqa: SIM905
 )
 """Operations on the last two dimensions."""
+REDUCTIONS = frozenset(
+    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
+)
 
 
 def every_eqn(jaxpr: Jaxpr) -> list[JaxprEqn]:
@@ -86,20 +83,7 @@ def user_line(eqn: JaxprEqn) -> str:
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """Apply the operation of `eqn` to other operands."""
-    with eqn.ctx.manager:
-        return _bound(eqn, arrays)
-
-
-def bind_here(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
-    """Apply the operation of `eqn` to other operands on the context's mesh; its own may have other axis types."""
-    operands = [np.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]  # a traced number has its mesh
-    mesh = jax.sharding.get_abstract_mesh()
-    elsewhere = [name for name, x in eqn.params.items() if isinstance(x, NamedSharding) and x.mesh != mesh]
-    return _bound(eqn.replace(params={**eqn.params, **dict.fromkeys(elsewhere)}), operands)
-
-
-def _bound(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
-    with _at_source(eqn):
+    with eqn.ctx.manager, _at_source(eqn):
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

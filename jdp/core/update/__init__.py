@@ -1,4 +1,4 @@
-"""The optimizer's update: of padded leaves (`padded`), of offloaded state (`offloaded`), and additions to optax.
+"""The end of a step (`guarded`), with the optimizer's state in host memory (`offloaded`), and additions to optax.
 
-Additions: weight averages (`ema`), learning rates (`schedules`) and checks (`optimizer_checks`).
+Additions: Muon under ZeRO (`muon`), weight averages (`ema`), learning rates (`schedules`), checks (`optimizer_checks`).
 """

@@ -1,8 +1,8 @@
 """The end of a step: clip the gradient, update the optimizer, and keep the old state if a value is not finite.
 
 A gradient can be finite and its update not: a learning rate is NaN, or a weight overflows. So the new parameters and
-the new optimizer state are checked too, in the pass that writes them; the devices exchange one byte for each leaf, in
-one collective.
+the new optimizer state are checked too. XLA computes them once for the check, and once where they are written; the
+devices exchange one byte for each parameter, in one collective.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.core.plan import Plan
-from jdp.core.state import TrainState, map_flat, trained_part, with_trained
+from jdp.base.tree_paths import path_of
+from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.tracing.collectives import update_scope
 from jdp.core.types import PyTree
-from jdp.core.update.optimized import optimized
+from jdp.core.update.optimizer_checks import apply
 
 
 def guarded_update(
     clip_norm: float | None,
-    plan: Plan,
     state: TrainState,
     grads: PyTree,
     total: jax.Array,
@@ -31,11 +30,10 @@ def guarded_update(
     model_state: PyTree,
 ) -> tuple[TrainState, jax.Array]:
     """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
-    # Padding counts as zero: divided by a weight of zero it would be NaN where the gradient itself is infinite.
-    norm, square = _norm(map_flat(lambda g, flat: flat.masked(g), grads, "params", state.static), state.step)
+    norm, square = _norm(grads, state.step)
     finite = jnp.isfinite(norm if clip_norm is not None else square) & jnp.isfinite(total)
     finite &= _stays_finite(state.model_state, model_state)
-    params, opt_state = clipped_update(clip_norm, plan, state, grads, norm, total / weight)
+    params, opt_state = clipped_update(clip_norm, state, grads, norm, total / weight)
     finite &= _stays_finite((state.params, state.opt_state), (params, opt_state))
     updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
     kept = replace(state, skipped=state.skipped + 1)
@@ -43,7 +41,7 @@ def guarded_update(
 
 
 def clipped_update(
-    clip_norm: float | None, plan: Plan, state: TrainState, grads: PyTree, norm: jax.Array, loss: jax.Array
+    clip_norm: float | None, state: TrainState, grads: PyTree, norm: jax.Array, loss: jax.Array
 ) -> tuple[PyTree, PyTree]:
     """Return parameters and optimizer state after the update by float32 gradients of this norm."""
     params = trained_part(state.params, state.static.trained)
@@ -52,7 +50,7 @@ def clipped_update(
         grads = jax.tree.map(lambda g: g * scale, grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     with update_scope():
-        params, opt_state = optimized(plan, state, grads, loss)
+        params, opt_state = apply(state.static.tx, grads, state.opt_state, params, loss)
     return with_trained(state.params, params, state.static.trained), opt_state
 
 
@@ -71,8 +69,18 @@ def broken(before: PyTree, after: PyTree) -> PyTree:
 
 
 def _stays_finite(before: PyTree, after: PyTree) -> jax.Array:
-    found = (leaf.any() for leaf in jax.tree.leaves(broken(before, after)))
-    return jnp.logical_not(reduce(jnp.logical_or, found, jnp.bool_(False)))
+    """Return False if a number of a state turned into NaN or infinity.
+
+    A parameter and the optimizer's leaves that mirror it are one reduction: with several, XLA keeps what they share,
+    the stacked gradients of Llama 3 8B's layers under ddp, 23 GiB.
+    """
+    flags = dict[str, jax.Array]()
+    for path, leaf in jax.tree.leaves_with_path(broken(before, after)):
+        keys = path_of(path).split("/")[1:]
+        ends = ("/".join(keys[start:]) for start in range(len(keys) + 1))
+        name = next((end for end in ends if end in flags and flags[end].shape == leaf.shape), "/".join(keys))
+        flags[name] = flags[name] | leaf if name in flags else leaf
+    return jnp.logical_not(reduce(jnp.logical_or, (flag.any() for flag in flags.values()), jnp.bool_(False)))
 
 
 def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:

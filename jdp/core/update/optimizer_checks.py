@@ -5,11 +5,12 @@ Both are checked abstractly when the state is made, so that a mistake shows befo
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.extend.core import ClosedJaxpr
 from jdp.base.formatting import listed
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
-from jdp.core.tracing.inner_products import takes_inner_products, with_sums
+from jdp.core.tracing.jaxprs import DECOMPOSITIONS, every_eqn
 from jdp.core.types import PyTree
 
 GIVEN = "value"
@@ -55,45 +56,6 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
         return tx.update(grads, opt_state, params)
 
 
-@lru_cache(maxsize=4)
-def _traced(tx: Any, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Update:
-    return traced_apply(tx, tree.unflatten(leaves))
-
-
-class Update(NamedTuple):
-    """The program of `apply`, with inner products in the arrays' own shapes.
-
-    Attributes:
-        program: it takes and returns leaves.
-        shapes: of its results, as a tree.
-        inner_products: whether `apply` takes any.
-    """
-
-    program: ClosedJaxpr
-    shapes: Any
-    inner_products: bool
-
-
-def traced_apply(tx: Any, given: Any) -> Update:
-    """Return the program of an update of these shapes."""
-    program, shapes = jax.make_jaxpr(partial(apply, tx), return_shape=True)(*given)
-    found = takes_inner_products(program)
-    if found:
-        program = jax.make_jaxpr(lambda *given: with_sums(program, jax.tree.leaves(given)))(*given)
-    return Update(program, shapes, found)
-
-
-def traced_update(tx: Any, *given: PyTree) -> Update:
-    """Return what `traced_apply` does, traced once for these shapes.
-
-    Args:
-        tx: the optimizer.
-        given: gradients, optimizer state, trained parameters and loss, abstract, as `apply` takes them.
-    """
-    leaves, tree = jax.tree.flatten(given)
-    return _traced(tx, tree, tuple(leaves))
-
-
 def apply(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
     """Return parameters and optimizer state after an update."""
     updates, opt_state = update(tx, grads, opt_state, params, loss)
@@ -112,11 +74,12 @@ def first_state(tx: Any, params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.result_type(leaf)), opt_state)
 
 
-def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
-    """Check one update, on shapes alone."""
+def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> ClosedJaxpr:
+    """Check one update, on shapes alone; return its program."""
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        _, after = traced_update(tx, params, opt_state, params, loss).shapes
+        trace = jax.make_jaxpr(partial(apply, tx), return_shape=True)
+        program, (_, after) = trace(params, opt_state, params, loss)
     except Exception as error:
         raise ValueError(_why_not(error, params)) from error
     old, new = (
@@ -130,6 +93,14 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
                 f"{old.get(path, 'nothing')} before an update and {new.get(path, 'nothing')} after it. Give it in init "
                 "what update returns."
             )
+    return program
+
+
+def products(program: ClosedJaxpr) -> set[int]:
+    """Return the numbers of elements of the arrays that a program multiplies as matrices, or decomposes."""
+    names = {"dot_general", *DECOMPOSITIONS}
+    eqns = (eqn for eqn in every_eqn(program.jaxpr) if eqn.primitive.name in names)
+    return {math.prod(x.aval.shape) for eqn in eqns for x in eqn.invars}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _why_not(error: Exception, params: PyTree) -> str:

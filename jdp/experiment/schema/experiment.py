@@ -24,7 +24,7 @@ from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, Precision
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.data import ARRAYS, OF_TEXT, Data, EvalSet, Ingredient, words_of
 from jdp.experiment.schema.evaluate import eval_metrics, metric_problems
-from jdp.experiment.schema.fields import NONE, BoolOrAuto, CompilerTable, PackageName, Rule, RunName, Section, named
+from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import NEEDED, AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.train import Guard, Sample, Train
@@ -96,9 +96,6 @@ class Experiment(Section):
     "auto": "overlap" on several GPUs), or a table of XLA's options, such as
     { xla_gpu_enable_while_loop_double_buffering = true }. Those that the devices' compiler does not know are left out,
     and named."""
-    overlap: BoolOrAuto = "auto"
-    """Send each scanned layer's weights and gradient while other layers are computed, under manual partitioning; false:
-    all layers' together. "auto": the faster one by an estimate."""
     wire: Encoding | None = None
     """How gradients are encoded while they are sent, for slow links: "bf16" (2 bytes) or "int8" (1); none = as `reduce`
     says. They are added up in fp32."""
@@ -192,9 +189,8 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
         yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}: lower it, or train longer"
     if experiment.loss.metrics and not experiment.loss.make:
         yield f"loss.metrics is a key of loss.make; given {experiment.loss.metrics}: give that, or remove the key"
-    for key, is_given in (("wire", experiment.wire is not None), ("overlap = true", experiment.overlap is True)):
-        if is_given and experiment.partitioning == "auto":
-            yield f'{key} is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
+    if experiment.wire is not None and experiment.partitioning == "auto":
+        yield 'wire is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
     if experiment.sample and not (experiment.kind == "text" and isinstance(experiment.model.config, GPTConfig)):
         yield f"[sample] is text written by a GPT; {experiment.model.chosen} writes none: remove the table"
 

@@ -26,7 +26,6 @@ from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device
-from jdp.core.update.optimized import flattened
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.gpu_config import fields
 from jdp.foresight.targets.resolve import Target
@@ -120,7 +119,7 @@ def abstract_on(
         rows, notes = round_up_rows(rows, relocated.batch_unit)
     keep = target is None
     if target is not None:
-        state = flattened(plan, step.bare(state))
+        state = step.bare(state)
     abstract_state = jax.tree.map(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
     )

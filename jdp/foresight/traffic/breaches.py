@@ -24,8 +24,9 @@ from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollectiv
 from jdp.foresight.traffic.origin import Parameters, Piece, Reading, is_own_line, users_line
 from jdp.foresight.traffic.theory import Promise, Theory
 
-_ELEMENTWISE = "Take jdp.muon, whose exchange of matrices is planned, or an optimizer that is element-wise."
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
+
+_COMPLETE = "Take one that works on each element, or jdp.muon, which divides the matrices among the devices."
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,14 @@ class _Judge:
     def _reason(self, sent_by: MeshCollective, piece: Piece, parameters: tuple[Placement, ...]) -> Reason | None:
         """Return what is wrong with a tensor of these parameters' shape; None where the promise covers it."""
         c, step, row = sent_by.collective, self.step, self.step.plan.row
-        promise, size = self.promised.promise(c.kind), piece.payload_bytes * c.count
+        promise, size = self._promise(c.kind, parameters), piece.payload_bytes * c.count
         packed = self.promised.packed.get(c.kind, 0)  # codes, or parts of matrices, of any shape
         counts = packed and (not parameters or c.kind == "all-to-all")
         if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
             return None
-        if not parameters and UPDATE in (c.op_name or "") and piece.payload_bytes > TINY:
-            return Reason("the optimizer's update mixes the elements of matrices", _ELEMENTWISE)
+        # XLA may join an update's collective with that of the working copy, which is narrower.
+        if UPDATE in (c.op_name or "") and bits(piece.dtype) >= 32 and piece.payload_bytes > TINY:
+            return Reason("the optimizer's update computes with complete arrays", _COMPLETE)
         if not parameters:
             words = "no parameter has this shape, so it is activations or a part of the batch"
             return Reason(words, self._keep_local())
@@ -200,16 +202,20 @@ class _Judge:
         if kind != "all-reduce" or not plan.row.shard_state:
             return Reason(f"{plan.row.name} promises no {kind}", self._keep_local())
         if unsharded := [placement for placement in parameters if placement.dim is None]:
-            devices = plan.mesh.shape[DATA]
-            remedy = (
-                f"Make a dimension divide by {devices} (another size in [model], or padding), or lay the devices as "
-                "replica × data ([mesh] replica = ...)."
-            )
+            remedy = f"Name {DATA} in its rule."
             if "min_shard_size" in unsharded[0].reason:
                 remedy = "Lower Plan(min_shard_size=...), so that it is sharded."
-            words = f"cannot be sharded, so its gradient is summed on every device; it is {unsharded[0].reason}"
+            words = f"is not sharded, so its gradient is summed on every device; it is {unsharded[0].reason}"
             return Reason(words, remedy, bytes_at_rest=sum(placement.bytes_per_device for placement in unsharded))
         return Reason("reduced whole on every device, where a shard would do", remedy)
+
+    def _promise(self, kind: str, parameters: tuple[Placement, ...]) -> Promise | None:
+        """Return the promise that covers these parameters: of leaves that no dimension divides, that of ddp."""
+        promises = self.promised.of_kind(kind)
+        if kind == "all-reduce" and self.step.plan.row.shard_state:
+            whole = bool(parameters) and all(each.is_indivisible for each in parameters)
+            promises = [each for each in promises if (each.axes == self.step.plan.batch_axes) == whole]
+        return next(iter(promises), None)
 
     def _allowance(self, promise: Promise, parameters: tuple[Placement, ...]) -> float:
         """Payload bytes a step that are promised for these parameters."""
@@ -220,7 +226,7 @@ class _Judge:
             return share * sum(each.payload_bytes for each in gathered if each.path in paths)
         # Frozen parameters have no gradients.
         counted = [each for each in parameters if each.trained or promise.kind == "all-gather"]
-        return promise.payload_bytes * self.parameters.working_elements(counted) / promise.parameters
+        return promise.payload_bytes * self.parameters.working_elements(counted) / max(promise.parameters, 1)
 
     def _use_up(self, key: tuple[str, tuple[str, ...]], allowance: float, size: float) -> float:
         """Take `size` off what is left of an allowance; return what was left before."""

@@ -257,7 +257,7 @@ class Parameters:
             beside = [(count, *dims) for dims in (shard, *([shard[1:]] if stacks else []))]
             ranks = range(1, len(working)) if self.of_any_step and len(working) > 2 else ()
             matrices = [(math.prod(working[:rank]), math.prod(working[rank:])) for rank in ranks]
-            rows = ((working, shard), slices, (placement.shape, placement.own_shape), beside, matrices)
+            rows = ((working, shard), slices, (placement.shape,), beside, matrices)
             for table, row in zip(tables, rows, strict=True):
                 for key in {_key(dims) for dims in row}:
                     table.setdefault(key, []).append(placement)

@@ -116,7 +116,7 @@ def gathers(step: Step, state: TrainState) -> tuple[Gather, ...] | None:
         return None
     sizes = dict(step.plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(step.plan.param_placements(state.params, state.static))
-    elements = {leaf.path: math.prod(leaf.own_shape) // shards(leaf.compute, sizes) for leaf in placements}
+    elements = {leaf.path: math.prod(leaf.shape) // shards(leaf.compute, sizes) for leaf in placements}
     found = list[Gather]()
     for each in step.sends.gathered:
         times, where = each.elements / max(elements[each.path], 1), "top" if each.at_top else "layer"

@@ -9,6 +9,8 @@ N devices are along `data`, R along `replica` (over which nothing is sent where 
     zero2     r·Ψ/N over replica   K·r·Ψ           c·Ψ
     zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
 
+A leaf that no dimension divides is replicated, and sent as ddp sends it: r for each element, over all R·N, once a step.
+
 Which gathers zero3 makes is read from its own trace (`core/tracing/collectives.py`). Two things are sent beside the
 row, by plan: statistics of batch norms, and metrics (`origin.BatchStatistics`), and gradients of parameters too small
 to shard (`Unsharded`).
@@ -18,12 +20,10 @@ Encoded gradients (`wire`) have rows of their own, with b bytes of codes and sca
     ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves of fewer elements than devices × 256 as above
     zero1-3    (K·)b·Ψ all-to-all over data; over replica b·Ψ/N all-to-all and b·Ψ/N all-gather
 
-An optimizer that mixes the elements of matrices (Muon) has an update that takes each matrix whole on one device
-(`core/update/whole_matrices.py`). S are the bytes of what enters and leaves it, of stacks padded to a multiple of N:
+`jdp.muon` sends beside it, for stacks of S bytes of matrices, padded to a multiple of N (`core/update/muon.py`):
 
-    ddp        all-gather of the S that leave, among as many devices as leave little padding
-    zero1-3    all-to-all of S/N: 2·4·Ψ/N in float32 for one array each way, of Ψ elements with the padding, and nothing
-               where a rule shards the stacks
+    ddp        all-gather of S
+    zero1-3    all-to-all of S/N each way; stacks of replicated leaves as ddp
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
@@ -125,7 +125,7 @@ class Unsharded:
     """Trained parameters that a ZeRO strategy leaves unsharded by plan, so that their gradients are all-reduced.
 
     Those of fewer than `Plan.min_shard_size` elements; where that was raised, of fewer than its default all the same: a
-    plan that hardly shards does not keep a ZeRO contract. A larger one that does not divide is not planned: a breach.
+    plan that hardly shards does not keep a ZeRO contract.
     """
 
     paths: tuple[str, ...] = ()  # of the parameters
@@ -188,17 +188,17 @@ def theory(
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
-    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. `exchanged` is what one
-    update sends that takes matrices whole (`core/update/optimized.exchanged`).
+    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. `exchanged` is what an
+    update by `jdp.muon` sends (`core/update/muon.py`).
     """
     sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
-    leaves = [(math.prod(leaf.own_shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
+    leaves = [(math.prod(leaf.shape) // shards(leaf.compute, sizes), leaf) for leaf in placements]
     trained = [(count, leaf) for count, leaf in leaves if leaf.trained]
     rounds = settings.accumulate if plan.row.reduce_each_microbatch else 1
     gathered = gathered if plan.row.gather == "use" else None
     gathers, most = _gathers(plan, settings, leaves, gathered)
-    first, *others = _reductions(plan, rounds, r, sum(count for count, _ in trained))
+    first, *others = _reductions(plan, rounds, r, trained)
     promises, packed = (first, *gathers, *others), defaultdict[str, float](float)
     unsharded = _unsharded(plan, trained, rounds * r)
     if settings.wire is not None and plan.batch_shards > 1:
@@ -216,14 +216,18 @@ def theory(
     return Theory(sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, dict(packed))
 
 
-def _reductions(plan: Plan, rounds: int, r: int, trained: int) -> Sequence[Promise]:
-    """Return the promises of reducing `trained` elements of `r` bytes one by one, `rounds` times."""
+def _reductions(plan: Plan, rounds: int, r: int, trained: Sequence[Leaf]) -> Sequence[Promise]:
+    """Return the promises of reducing elements of `r` bytes one by one, `rounds` times."""
+    whole = sum(count for count, leaf in trained if leaf.is_indivisible or not plan.row.shard_state)
+    by_all = Promise("all-reduce", r * whole, plan.batch_axes, plan.batch_shards, 1, r, whole)
     if not plan.row.shard_state:
-        return [Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained)]
+        return [by_all]
     n, replicas = plan.mesh.shape[DATA], plan.mesh.shape.get(REPLICA, 1)
+    rest = sum(count for count, _ in trained) - whole
     return [
-        Promise("reduce-scatter", rounds * r * trained, (DATA,), n, rounds, r, trained),
-        Promise("all-reduce", r * trained / n, (REPLICA,), replicas, 1, r, trained),
+        Promise("reduce-scatter", rounds * r * rest, (DATA,), n, rounds, r, rest),
+        Promise("all-reduce", r * rest / n, (REPLICA,), replicas, 1, r, rest),
+        *([by_all] if whole else []),
     ]
 
 
@@ -231,6 +235,7 @@ def _gathers(
     plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], gathered: Sequence[Gathered] | None
 ) -> tuple[list[Promise], float]:
     """Return (the promise of gathering weights, if the row has one; the bytes that it is at most)."""
+    leaves = [(count, leaf) for count, leaf in leaves if not leaf.is_indivisible]
     n, c = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize
     times = {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
     rounds = settings.accumulate if plan.row.gather == "use" else 1
@@ -249,7 +254,8 @@ def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharde
     limit = min(plan.min_shard_size, MIN_SHARD_SIZE)
     if not plan.row.shard_state or plan.mesh.shape[DATA] == 1:
         return Unsharded()
-    small = [(each.path, count) for count, each in trained if each.dim is None and math.prod(each.own_shape) < limit]
+    whole = ((count, each) for count, each in trained if each.dim is None and not each.is_indivisible)
+    small = [(each.path, count) for count, each in whole if math.prod(each.shape) < limit]
     payload = bytes_each * sum(count for _, count in small)
     return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
 

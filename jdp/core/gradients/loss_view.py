@@ -1,0 +1,294 @@
+"""How a loss is called: which view, on which rows, with which key; and why.
+
+What the loss returns decides (`chosen_view`). If it is called on parts of the batch, then what it declares is tried
+(`loss_check`), its draws are read (`row_keys`), and so are the rows of its aux. A loss that cannot be called on parts
+gets `auto` with one microbatch, which is reported, or an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
+
+import jax
+from jax.extend.core import Jaxpr
+from jax.sharding import NamedSharding
+
+from jdp.base.words import Partitioning
+from jdp.core.batch import batch_rows
+from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss
+from jdp.core.gradients.loss_check import Trial, UntriedError
+from jdp.core.gradients.outputs import with_outputs
+from jdp.core.gradients.spec import GradientSpec
+from jdp.core.gradients.views import chosen_view, on_every_device
+from jdp.core.plan import Plan
+from jdp.core.random.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
+from jdp.core.random.trial_values import drawn_like
+from jdp.core.sharding.placement import axes_of
+from jdp.core.state import AnyState
+from jdp.core.tracing.jaxprs import every_eqn, user_line
+from jdp.core.types import Batch, LossFn, PartsError
+
+Values = Literal["real", "abstract", "drawn"]
+"""What a loss is tried on: the values of the first call; none, it is believed; values drawn while a function of the
+user's is traced."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How a loss is called for shapes of a batch.
+
+    Attributes:
+        partitioning: "auto" or "manual".
+        why: the reason, one sentence.
+        loss_fn: the loss, with its aux marked as rows or not.
+        draws: which draws count rows, if the loss draws and is called on parts of the batch.
+        does_draw: True if the loss draws random numbers.
+        gathers_rows: True if the loss calls `jdp.gather_rows`.
+    """
+
+    partitioning: Partitioning
+    why: str
+    loss_fn: LossFn
+    draws: RowDraws | None = None
+    does_draw: bool = False
+    gathers_rows: bool = False
+
+
+class TrialOnce:
+    """The trial of one loss: made once, and remembered for other shapes, meshes and plans."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._result: str | None = None
+
+    def __call__(self, values: Values, trial: Trial, rows: int) -> str | None:
+        """Return what speaks against calling the loss on parts of the batch; None if nothing does."""
+        if self.is_over or values == "abstract":
+            return self._result
+        try:
+            if values == "real":
+                self._result = trial.finding(rows)
+            else:
+                with jax.ensure_compile_time_eval():
+                    self._result = _on_drawn_values(trial).finding(rows)
+        except UntriedError as error:
+            self._result = f"whether it is a sum over rows is not known: {error}"
+        self.is_over = True
+        return self._result
+
+
+def _on_drawn_values(trial: Trial) -> Trial:
+    plan, state = trial.plan, trial.state
+    rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
+    model_state = drawn_like(state.model_state, jax.tree.map(lambda _: plan.replicated, state.model_state))
+    batch = drawn_like(trial.batch, jax.tree.map(lambda _: plan.batch_sharding, trial.batch))
+    return replace(
+        trial, state=replace(state, params=drawn_like(state.params, rest), model_state=model_state), batch=batch
+    )
+
+
+def settle_view(
+    spec: GradientSpec,
+    plan: Plan,
+    state: AnyState,
+    batch: Batch,
+    trial: Callable[[Trial, int], str | None],
+) -> View:
+    """Return the view of a step for these shapes. Raises ValueError if the loss cannot be called as it is asked for."""
+    settings, adapter = spec.settings, state.static.adapter
+    read = partial(_read, spec, plan, state, batch)
+    reading = whole = read(settings.requested or "auto")
+    statistics = adapter.unsynchronised if adapter is not None and settings.train else ()
+    name, why = chosen_view(settings.requested, whole.form, plan.batch_shards, settings.train, statistics)
+    if settings.accumulate > 1:
+        _check_microbatches(whole.form, settings.accumulate)
+    reason = None
+    if name != whole.partitioning:
+        try:
+            reading = read(name)
+        except Exception as error:  # the user's own code, which may need global arrays
+            first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = f"it cannot be called on one device's rows ({first_line})"
+    reason = reason or reading.obstacle(trial)
+    if reason is not None and name != whole.partitioning:
+        why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
+        reading, reason = whole, whole.obstacle(trial)
+    if reason is not None:
+        raise ValueError(_refusal(plan, settings.accumulate, name, reason, adapter is None))
+    reading.check_metrics()
+    return View(
+        reading.partitioning,
+        why + reading.remarks,
+        reading.loss_fn,
+        reading.draws,
+        draws_anything(reading.jaxpr),
+        reading.form.gathers_rows,
+    )
+
+
+def _check_microbatches(form: LossForm, count: int) -> None:
+    """Check that a loss can be called on several microbatches. Raises ValueError."""
+    rule = f"accumulate={count} calls the loss on {count} microbatches, one after another"
+    if form.is_scalar:
+        raise ValueError(
+            f"{rule}, and the mean of their means is not that of the batch; given a loss that returns a scalar. Return "
+            "the sum over rows and what divides it: `return jdp.Loss(total, weight)`, such as jdp.Loss(nll.sum(), "
+            "nll.size)."
+        )
+    if form.gathers_rows:
+        raise ValueError(
+            f"{rule}, each of which would have other rows to compare with; given a loss that calls jdp.gather_rows. "
+            "Take accumulate=1."
+        )
+
+
+def _refusal(plan: Plan, accumulate: int, name: Partitioning, reason: str, is_plain: bool) -> str:
+    parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if name == "manual"]
+    parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
+    norms = " A batch norm of linen or equinox: wrap the model in nnx.bridge.ToNNX." if is_plain else ""
+    return (
+        f"A loss that is called on parts of the batch ({' × '.join(parts)}) must be a sum over rows, and draw by row; "
+        f"{reason}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole batch; if "
+        f"neighbouring rows belong together, make one row of them, [pairs, 2, ...].{norms} check_loss=False turns the "
+        "trial off."
+    )
+
+
+def _read(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, partitioning: Partitioning) -> _Reading:
+    """Trace the loss on the rows of one call of a view."""
+    calls = spec.settings.accumulate * (plan.batch_shards if partitioning == "manual" else 1)
+    rows, within = batch_rows(batch) // calls, lambda call: call
+    if partitioning == "manual":
+        within = partial(on_every_device, plan=plan)
+    key = None
+    if spec.settings.train:
+        key = shape_of(state.rng) if calls == 1 else row_key_shape(rows)
+    trace = partial(trace_loss, spec.loss_fn, spec.settings.precision, state, batch, key=key, within=within)
+    try:
+        jaxpr, form = trace(rows)
+    except NameError as error:
+        raise _of_unbound_axis(error, plan, partitioning) from error
+    except NotImplementedError as error:
+        if not is_of_row_key(error):
+            raise
+        refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
+        raise ValueError(_refusal(plan, spec.settings.accumulate, partitioning, refusal, False)) from error
+    return _Reading(spec, plan, state, batch, partitioning, calls, rows, trace, jaxpr, form)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A loss, traced on shapes as a view calls it.
+
+    Attributes:
+        calls: on how many parts of a batch the loss is called.
+        rows: the rows of one call.
+        trace: traces it for another number of rows.
+        jaxpr, form: of a call.
+    """
+
+    spec: GradientSpec
+    plan: Plan
+    state: AnyState
+    batch: Batch
+    partitioning: Partitioning
+    calls: int
+    rows: int
+    trace: Callable[[int], tuple[Jaxpr, LossForm]]
+    jaxpr: Jaxpr
+    form: LossForm
+
+    @cached_property
+    def twice(self) -> tuple[Jaxpr, LossForm]:
+        """The trace for twice the rows of one call. Raises PartsError."""
+        try:
+            return self.trace(2 * self.rows)
+        except Exception as error:  # the user's own code, at a size that it may not expect
+            raise PartsError(
+                f"it takes {self.rows} rows and not {2 * self.rows} ({type(error).__name__}: {str(error)[:200]}); "
+                "write it for any number of rows"
+            ) from error
+
+    @cached_property
+    def draws(self) -> RowDraws | None:
+        """Which draws count rows, if the loss is called on parts of the batch. Raises PartsError."""
+        if self.calls == 1 or not draws_anything(self.jaxpr):
+            return None
+        return read_draws(self.jaxpr, self.twice[0], self.rows, self.state.rng)
+
+    @cached_property
+    def loss_fn(self) -> LossFn:
+        """The loss, with its aux marked as rows or not. Raises PartsError."""
+        loss = self.spec.loss_fn
+        if not isinstance(loss, LossWithAux):
+            return loss
+        return with_outputs(loss, self.form, self.twice[1] if self.calls > 1 else None, self.rows)
+
+    def obstacle(self, trial: Callable[[Trial, int], str | None]) -> str | None:
+        """Return what speaks against calling the loss as the view does; None if nothing does."""
+        if self.calls == 1:
+            return None
+        try:
+            _, loss_fn = self.draws, self.loss_fn
+        except PartsError as error:
+            return str(error)
+        if self.partitioning == "manual" and (line := _global_line(self.jaxpr, self.plan)):
+            return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
+        if self.form.gathers_rows or not self.spec.settings.check_loss:
+            return None
+        return trial(Trial(replace(self.spec, loss_fn=loss_fn), self.plan, self.state, self.batch), self.rows)
+
+    @property
+    def remarks(self) -> str:
+        """What the user may not expect of the view."""
+        settings, adapter = self.spec.settings, self.state.static.adapter
+        if not settings.train:
+            return ""
+        precision = settings.precision
+        if self.partitioning == "auto" and self.plan.batch_shards > 1 and precision.reduce != precision.compute:
+            return f"; XLA then reduces gradients in {precision.compute}"
+        if self.partitioning == "manual" and adapter is not None and adapter.unsynchronised_floats:
+            name = adapter.unsynchronised_floats[0]
+            return f"; each device then computes {name} over its own rows, and the values are averaged"
+        return ""
+
+    def check_metrics(self) -> None:
+        """Check that metrics are sums over rows, as far as shapes tell: only arrays can be anything else."""
+        for name, shape in self.form.metrics.items():
+            if shape and (twice := self.twice[1].metrics[name]) != shape:
+                raise ValueError(
+                    f"A metric is summed over rows, so its shape does not depend on their number; metric {name!r} has "
+                    f"shape {shape} for {self.rows} rows and {twice} for twice as many. Sum it over the batch; what is "
+                    "of single rows, return as aux (has_aux)."
+                )
+
+
+def _global_line(jaxpr: Jaxpr, plan: Plan) -> str | None:
+    """Return the source line of the first sharding constraint over axes of the batch; None if there is none."""
+    for eqn in every_eqn(jaxpr):
+        spec = getattr(eqn.params["sharding"], "spec", ()) if eqn.primitive.name == "sharding_constraint" else ()
+        if any(axis in plan.batch_axes for entry in spec for axis in axes_of(entry)):
+            return user_line(eqn)
+    return None
+
+
+def _of_unbound_axis(error: NameError, plan: Plan, partitioning: Partitioning) -> Exception:
+    """Return what to raise for a loss that names a mesh axis which its view does not bind."""
+    match = re.search(r"unbound axis name:? (\w+)", str(error))
+    if match is None:
+        return error
+    if (named := match[1]) in plan.batch_axes:
+        return ValueError(
+            f"The loss names the mesh axis {named!r}, which exists under partitioning='manual' only; given "
+            f"partitioning={partitioning!r}. jdp itself sums over devices what a loss returns: leave that out of the "
+            "loss, or ask for partitioning='manual'."
+        )
+    return ValueError(
+        f"A loss names no mesh axis but the batch's, {' and '.join(plan.batch_axes)}, and those under "
+        f"partitioning='manual' only; given {named!r}. Leave it out: without axis_name flax.linen's BatchNorm takes "
+        "its statistics over the rows that the loss sees, under 'auto' all of the batch."
+    )

@@ -1,0 +1,282 @@
+"""The loop over stacked layers inside of a step: a function with a derivative of its own.
+
+It gathers one layer ahead and sums gradients one layer behind, so that no layer waits for its own collectives:
+
+    forward    W = gather(0)        round k:  next = gather(k + 1)
+                                              x, kept[k] = block(W, x);  W = next
+    backward   W = gather(n - 1)    round k:  next = gather(k - 1);  d[k + 1] = reduce(dW)
+                                              dW, dx = vjp(kept[k], W)(dx);  W = next
+
+What a round sends depends on nothing that it computes, so XLA's scheduler runs them together. A barrier ends each
+round: XLA would join or delay collectives of several. Nothing is sent past either end. Gathered weights are not stacked
+for the backward pass: zero3 gathers them again, and what is cast alone is cast again. Only under zero1 and zero2, which
+gather once a step, are they kept.
+
+Rounds are compiled one by one, or as a loop of pairs. A pair's gathers take each other's memory; with one round XLA
+would copy a layer's weights and gradient in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.core.gradients.boundary import Boundary, Weight
+from jdp.core.layer_order import LayerDerivative
+from jdp.core.sharding.placement import Placement
+
+Layer = Callable[..., Any]
+"""(weights, others, carry, *outer) -> (carry, outputs)."""
+Stacks = dict[str, Any]
+"""By name what rounds return: arrays [layers, ...]; or where they are compiled one by one, number -> a round's."""
+
+
+class _Residuals(NamedTuple):
+    """How the derivative of a layer is made again from what is kept: filled when the forward pass is traced.
+
+    Attributes:
+        structure: of the derivative, a pytree whose leaves are arrays.
+        places: of each leaf, its number among weights, others and outer values, which are not kept; or None.
+        results: shapes of what a layer returns.
+    """
+
+    structure: Any
+    places: list[int | None]
+    results: Any
+
+
+@dataclass
+class LayerLoop:
+    """A loop over layers, for one call.
+
+    Attributes:
+        boundary: gathers weights and sums their gradients.
+        placements: of the weights, stacked.
+        policy: what the backward pass keeps, as of `jax.checkpoint`.
+        is_unrolled: True if layers are compiled one by one.
+        count: the number of layers.
+    """
+
+    boundary: Boundary
+    placements: list[Placement]
+    policy: Callable[..., bool]
+    is_unrolled: bool
+    count: int
+
+    def __call__(self, layer: Layer, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Any]:
+        """Return what a scan returns: what the last layer carries, and the layers' outputs, stacked.
+
+        Args:
+            layer: (gathered weights, others, carry) -> (carry, outputs). What it closes over is differentiated too.
+            weights: [layers, ...], gathered where they are used.
+            others: [layers, ...], arrays that are used as they are.
+            carry: a pytree of arrays that enters the first layer.
+        """
+        self.is_unrolled |= self.count < 3
+        sends = self.boundary.gather is not None and any(each.dim is not None for each in self.placements)
+        self._is_ahead, self._keeps = sends, sends and not self.boundary.again
+        shapes = jax.eval_shape(lambda w, o, c: (self._gather(w, 0), _at(o, 0), c), weights, others, carry)
+        self._layer, carry, outer = _closed(layer, *shapes[:2], carry)
+        self._derivative: LayerDerivative | None = None
+        loop = jax.custom_vjp(self._plain)
+        loop.defvjp(self._saving, self._backward)
+        return loop(weights, others, carry, outer)
+
+    def _plain(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
+        def call(gathered: list[Any], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
+            carry, outputs = self._layer(gathered, others, carry, *outer)
+            return carry, {"outputs": outputs}
+
+        carry, stacks = self._forward(call, weights, others, carry)
+        return carry, self._stacked(stacks["outputs"])
+
+    def _saving(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
+        """Return what `_plain` does, and what the backward pass takes."""
+        checkpointed = jax.checkpoint(self._layer, policy=self.policy, prevent_cse=False)
+
+        def call(gathered: list[Any], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
+            results, back = jax.vjp(checkpointed, gathered, others, carry, *outer)
+            leaves, structure = jax.tree.flatten(back)
+            at_hand = jax.tree.leaves(([] if self._keeps else gathered, others, outer))
+            numbers = {id(x): number for number, x in enumerate(at_hand)}
+            places = [numbers.get(id(x)) for x in leaves]
+            self._residuals = _Residuals(structure, places, jax.tree.map(jax.typeof, results))
+            kept = [x for x, place in zip(leaves, places, strict=True) if place is None]
+            return results[0], {"outputs": results[1], "kept": kept}
+
+        carry, stacks = self._forward(call, weights, others, carry)
+        last = [] if self._keeps else stacks["last"]
+        return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["kept"], last)
+
+    def _forward(self, call: Any, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
+        """Run `call`(gathered weights, others, carry) -> (carry, what is stacked) for all layers."""
+
+        def round_(state: Any, k: Any) -> Any:
+            carry, gathered = state
+            is_last = _is(k, self.count - 1) or not self._is_ahead
+            following = gathered if is_last else self._gather(weights, k + 1, gathered)
+            gathered = gathered or self._gather(weights, k)
+            carry, results = call(gathered, _at(others, k), carry)
+            return (carry, following), {name: (k, x) for name, x in results.items()}
+
+        first = self._gather(weights, 0) if self._is_ahead else []
+        (carry, gathered), stacks = self._rounds(round_, (carry, first), range(self.count), {})
+        return carry, {**stacks, "last": gathered}
+
+    def _backward(self, saved: Any, cotangents: Any) -> Any:
+        """Return the cotangents of (weights, others, carry, outer)."""
+        weights, others, outer, kept, last = saved
+        d_carry, d_outputs = _floats(cotangents[0]), _floats(cotangents[1])
+        gathers = self._is_ahead and not self._keeps
+
+        def round_(state: Any, k: Any) -> Any:
+            d_carry, gathered, d_weights, d_outer = state
+            following = [] if not gathers or _is(k, 0) else self._gather(weights, k - 1, (gathered, d_weights))
+            reduced = [] if _is(k, self.count - 1) else self._reduce(weights, k + 1, d_weights)
+            mine = _at(kept, k)
+            if self.is_unrolled:  # what is computed again is not merged with the first time
+                mine, d_carry = jax.lax.optimization_barrier((mine, d_carry))
+            gathered = gathered or ([] if self._keeps else self._gather(weights, k, d_carry))
+            given = d_carry, _at(d_outputs, k), gathered, _at(others, k), mine, outer
+            if self._derivative is None:
+                self._derivative = LayerDerivative(self._differentiated, *given)
+            d_weights, d_carry, (d_others, more) = self._derivative((following, reduced), *given)
+            results = {"others": (k, d_others), **({"weights": (k + 1, reduced)} if reduced else {})}
+            return (d_carry, following, d_weights, jax.tree.map(jnp.add, d_outer, more)), results
+
+        state = d_carry, last, [], jax.tree.map(jnp.zeros_like, _floats(outer))
+        slots = [weight.slot for weight in weights if weight.slot is not None]
+        stacks = {} if self.is_unrolled else {"weights": slots}
+        order = range(self.count - 1, -1, -1)
+        (d_carry, _, d_weights, d_outer), stacks = self._rounds(round_, state, order, stacks)
+        self._put(stacks, "weights", 0, self._reduce(weights, 0, d_weights))
+        summed = iter(self._stacked(stacks["weights"]))
+        d_slots = [Weight(None, None if weight.slot is None else next(summed)) for weight in weights]
+        d_others = _with_floats(others, self._stacked(stacks["others"]))
+        return d_slots, d_others, _with_floats(self._residuals.results[0], d_carry), _with_floats(outer, d_outer)
+
+    def _differentiated(
+        self,
+        d_carry: list[Any],
+        d_outputs: list[Any],
+        gathered: list[Any],
+        others: list[Any],
+        kept: list[Any],
+        outer: list[Any],
+    ) -> tuple[list[Any], list[Any], tuple[list[Any], list[Any]]]:
+        """Return the cotangents of a layer's weights, in the dtype in which they are summed; its carry; the rest."""
+        structure, places, results = self._residuals
+        rest, at_hand = iter(kept), jax.tree.leaves((gathered, others, outer))
+        back = jax.tree.unflatten(structure, [next(rest) if place is None else at_hand[place] for place in places])
+        given = zip(results, (d_carry, d_outputs), strict=True)
+        d_weights, d_others, d_carry, *d_outer = back(tuple(_with_floats(*pair, _zero) for pair in given))
+        trained = zip(d_weights, self.placements, strict=True)
+        dtype = self.boundary.precision.reduce_dtype
+        d_weights = [x.astype(dtype) for x, placement in trained if placement.trained]
+        return d_weights, _floats(d_carry), (_floats(d_others), _floats(d_outer))
+
+    def _gather(self, weights: list[Weight], k: Any, earlier: Any = ()) -> list[Any]:
+        """Gather a layer's weights, after `earlier` is there: XLA joins what may begin at once."""
+        values = [_at(weight.value, k) for weight in weights]
+        if earlier:
+            values, _ = jax.lax.optimization_barrier((values, earlier))
+        pairs = zip(values, self.placements, strict=True)
+        return [self.boundary.gathered(Weight(value), placement, 1) for value, placement in pairs]
+
+    def _reduce(self, weights: list[Weight], k: Any, gradients: list[Any]) -> list[Any]:
+        """Sum the gradients of a layer's weights that are trained."""
+        trained = [(w, p) for w, p in zip(weights, self.placements, strict=True) if w.slot is not None]
+        layer = [Weight(None, earlier=_at(w.earlier, k), seed=_at(w.seed, k)) for w, _ in trained]
+        return [
+            self.boundary.reduced(gradient, weight, placement, 1)
+            for gradient, weight, (_, placement) in zip(gradients, layer, trained, strict=True)
+        ]
+
+    def _rounds(self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks) -> tuple[Any, Stacks]:
+        """Run `round_`(state, k) -> (state, name -> (layer, results)); return the last state and the stacks."""
+
+        def one(k: Any, state: Any, stacks: Stacks) -> tuple[Any, Stacks]:
+            state, results = round_(state, k)
+            state, values = jax.lax.optimization_barrier((state, {name: x for name, (_, x) in results.items()}))
+            stacks = dict(stacks)
+            for name, x in values.items():
+                self._put(stacks, name, results[name][0], x)
+            return state, stacks
+
+        def pair(i: Any, carried: Any) -> Any:
+            step = order[1] - order[0]
+            k = order[alone] + 2 * i * step
+            return one(k + step, *one(k, *carried))
+
+        alone = self.count if self.is_unrolled else 1 + (self.count - 2) % 2  # then pairs; and the last
+        for k in order[:alone]:
+            state, stacks = one(k, state, stacks)
+        if self.is_unrolled:
+            return state, stacks
+        if pairs := (self.count - 1 - alone) // 2:
+            state, stacks = jax.lax.fori_loop(0, pairs, pair, (state, stacks))
+        return one(order[-1], state, stacks)
+
+    def _put(self, stacks: Stacks, name: str, k: Any, layer: Any) -> None:
+        """Add a layer to a stack."""
+        if self.is_unrolled:
+            stacks[name] = {**stacks.get(name, {}), k: layer}
+            return
+        if name not in stacks:
+            stacks[name] = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.count, *x.shape)), layer)
+        update = lambda stack, x: jax.lax.dynamic_update_index_in_dim(stack, x, k, 0)  # noqa: E731
+        stacks[name] = jax.tree.map(update, stacks[name], layer)
+
+    def _stacked(self, stack: Any) -> Any:
+        if not self.is_unrolled:
+            return stack
+        return jax.tree.map(lambda *layers: jnp.stack(layers), *(stack[k] for k in range(self.count)))
+
+
+def _closed(layer: Layer, weights: Any, others: Any, carry: Any) -> tuple[Layer, Any, list[Any]]:
+    """Return the layer with what it closes over as arguments; the carry in the dtypes that it returns; and those."""
+    closed, shapes = jax.make_jaxpr(layer, return_shape=True)(weights, others, carry)
+    if any(x.dtype != shape.dtype for x, shape in zip(jax.tree.leaves(carry), jax.tree.leaves(shapes[0]), strict=True)):
+        carry = jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), carry, shapes[0])  # of a weak type
+        closed, shapes = jax.make_jaxpr(layer, return_shape=True)(weights, others, carry)
+    places = [i for i, x in enumerate(closed.consts) if isinstance(x, jax.core.Tracer)]
+
+    def with_outer(weights: Any, others: Any, carry: Any, *outer: Any) -> Any:
+        consts = dict(enumerate(closed.consts)) | dict(zip(places, outer, strict=True))
+        leaves = jax.core.eval_jaxpr(closed.jaxpr, list(consts.values()), *jax.tree.leaves((weights, others, carry)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return with_outer, carry, [closed.consts[i] for i in places]
+
+
+def _is(k: Any, number: int) -> bool:
+    return isinstance(k, int) and k == number
+
+
+def _at(stack: Any, k: Any) -> Any:
+    """Return one layer of a stack; None of None."""
+    if isinstance(stack, dict):
+        return stack[k]
+    if isinstance(k, int):
+        return jax.tree.map(lambda x: jax.lax.index_in_dim(x, k, 0, keepdims=False), stack)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, k, 0, keepdims=False), stack)
+
+
+def _floats(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _with_floats(tree: Any, floats: Sequence[Any], other: Callable[[Any], Any] = lambda x: None) -> Any:
+    """Return a tree like `tree` with these in place of its floating-point arrays, and `other` of each other array."""
+    rest = iter(floats)
+    return jax.tree.map(lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other(x), tree)
+
+
+def _zero(shape: Any) -> Any:
+    """Return the cotangent of an array of whole numbers."""
+    return np.zeros(shape.shape, jax.dtypes.float0)

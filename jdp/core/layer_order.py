@@ -1,0 +1,120 @@
+"""The derivative of one layer as XLA should compute it: the only place in jdp that changes a program.
+
+Gradients of weights are matrix products of 16-bit numbers, turned to float32 to be summed. They are made in float32:
+tensor cores sum in float32 anyway; rounded to 16 bits between, a gradient loses digits, and a kernel reads and writes
+all of it. What is carried from layer to layer keeps its rounding.
+
+XLA's scheduler counts kernels, not their seconds, and would hide a collective behind the smallest. So two large
+products on the way to the gradient that is carried on wait for what is sent meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from jdp.core.tracing.jaxprs import bind
+
+_CALLS = ("jit", "closed_call", "checkpoint", "remat2")
+_SAME_ELEMENTS = ("transpose", "reshape", "squeeze", "copy")
+_WAITING = (0.5, 0.9)
+"""Shares of the multiplications that are done before what is sent first, and second, is waited for."""
+
+
+class LayerDerivative:
+    """A function (…) -> (gradients, carried, others), lists of arrays, made for arguments of these shapes."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        closed, self._shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        self._program = jax.make_jaxpr(lambda *leaves: _run(closed, leaves))(*jax.tree.leaves(args))
+        outputs = self._program.jaxpr.outvars
+        first, carried = len(jax.tree.leaves(self._shape[0])), len(jax.tree.leaves(self._shape[1]))
+        self._wide = _wide_products(self._program, outputs[:first])
+        self._waiting = _waiting(self._program, outputs[first : first + carried])
+
+    def __call__(self, meanwhile: Sequence[Any], *args: Any) -> Any:
+        """Evaluate it, while the arrays of two trees are sent `meanwhile`."""
+        waiting = dict(zip(self._waiting, filter(None, meanwhile), strict=False))
+
+        def evaluated(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            if eqn.outvars[0] in self._wide:
+                eqn = eqn.replace(params={**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)})
+            results = bind(eqn, operands)
+            sent = waiting.get(eqn.outvars[0]) if eqn.outvars else None
+            return jax.lax.optimization_barrier((results, sent))[0] if sent else results
+
+        leaves = _run(self._program, jax.tree.leaves(args), evaluated)
+        return jax.tree.unflatten(jax.tree.structure(self._shape), leaves)
+
+
+def _run(program: ClosedJaxpr, args: Sequence[Any], operation: Callable[..., list[Any]] | None = None) -> list[Any]:
+    """Evaluate a program by `operation`; without one, as it is, what it only calls written out."""
+    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    values |= dict(zip(program.jaxpr.invars, args, strict=True))
+    for eqn in program.jaxpr.eqns:
+        operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
+        values |= zip(eqn.outvars, (operation or _written_out)(eqn, operands), strict=True)
+    return [x.val if isinstance(x, Literal) else values[x] for x in program.jaxpr.outvars]
+
+
+def _written_out(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    if eqn.primitive.name not in _CALLS:
+        return bind(eqn, operands)
+    inner: Any = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    if eqn.params.get("prevent_cse"):
+        operands = jax.lax.optimization_barrier(operands)
+    return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
+
+
+def _wide_products(program: ClosedJaxpr, gradients: Sequence[Any]) -> set[Any]:
+    """Return the 16-bit products of which gradients are the float32 form, and that nothing else takes."""
+    makers = {eqn.outvars[0]: eqn for eqn in program.jaxpr.eqns if len(eqn.outvars) == 1}
+    uses = Counter(x for eqn in program.jaxpr.eqns for x in _variables(eqn.invars))
+    uses.update(_variables(program.jaxpr.outvars))
+
+    def product(value: Any) -> Any:
+        eqn = makers.get(value)
+        if eqn is None or uses[value] != 1:
+            return None
+        if eqn.primitive.name in (*_SAME_ELEMENTS, "convert_element_type"):
+            return product(eqn.invars[0])
+        return value if _is_16_bit_product(eqn) else None
+
+    wide = (product(value) for value in _variables(gradients) if value.aval.dtype == jnp.float32)
+    return {value for value in wide if value is not None}
+
+
+def _is_16_bit_product(eqn: JaxprEqn) -> bool:
+    dtypes = {x.aval.dtype for x in (*eqn.invars, *eqn.outvars)}
+    is_plain = eqn.primitive.name == "dot_general" and eqn.params["precision"] is None
+    return is_plain and len(dtypes) == 1 and dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
+
+
+def _waiting(program: ClosedJaxpr, carried: Sequence[Any]) -> list[Any]:
+    """Return the results of the products on the way to `carried` by which these shares of them are computed."""
+    needed, products = set(_variables(carried)), list[JaxprEqn]()
+    for eqn in reversed(program.jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(_variables(eqn.invars))
+            products += [eqn] if eqn.primitive.name == "dot_general" else []
+    products.reverse()
+    done = list(accumulate(map(_multiplications, products)))
+    places = [next(i for i, n in enumerate(done) if n >= share * done[-1]) for share in _WAITING if done]
+    return [products[i].outvars[0] for i in places]
+
+
+def _multiplications(product: JaxprEqn) -> int:
+    (contracted, _), _ = product.params["dimension_numbers"]
+    left, result = product.invars[0].aval, product.outvars[0].aval
+    return math.prod(result.shape) * math.prod(left.shape[i] for i in contracted)
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+    return (x for x in atoms if not isinstance(x, Literal))

@@ -1,0 +1,84 @@
+"""Values on which a loss is tried: weights and rows in general position, and keys whose draws are all the same."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.extend.random as jexr
+import jax.numpy as jnp
+
+from jdp.core.types import Batch, PyTree
+
+
+def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
+    """Return parameters plus `amount` times noise: initial weights, such as a head of zeros, hide what rows do."""
+
+    def moved(number: int, x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        noise = jax.random.normal(jax.random.key(number), x.shape)
+        return (x + amount * (0.1 * jnp.std(x) + 0.02) * noise).astype(x.dtype)
+
+    leaves, tree = jax.tree.flatten(params)
+    return tree.unflatten(map(moved, range(len(leaves)), leaves))
+
+
+def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
+    """Return rows that all differ if `amount` is 1: positive numbers stay positive, no index exceeds the largest."""
+
+    def moved(number: int, x: jax.Array) -> jax.Array:
+        uniform = jax.random.uniform(jax.random.key(number), x.shape)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            largest = jnp.max(jnp.abs(x), initial=0.0)
+            return (x * (1 + amount * (uniform - 0.5)) + amount * 0.3 * largest * (1 - uniform)).astype(x.dtype)
+        if x.dtype == jnp.bool_:
+            return x ^ ((uniform < 0.3) & (amount > 0))
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            return x
+        low, high = jnp.minimum(0, jnp.min(x, initial=0)), jnp.max(x, initial=0)
+        drawn = (low + uniform * (high - low + 1).astype(jnp.float32)).astype(x.dtype)
+        return jnp.where(amount > 0, jnp.minimum(drawn, high), x)
+
+    leaves, tree = jax.tree.flatten(batch)
+    return tree.unflatten(map(moved, range(len(leaves)), map(jnp.asarray, leaves)))
+
+
+def drawn_like(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Return arrays for abstract or traced ones: floating-point numbers near 0, integers 0 and 1, each sharded."""
+
+    def drawn(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        key = jax.random.key(number)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return (0.3 * jax.random.normal(key, shape)).astype(dtype)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(jax.random.key(0), shape)
+        return jax.random.bernoulli(key, 0.5, shape).astype(dtype)
+
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = [(number, x.shape, x.dtype) for number, x in enumerate(leaves)]
+    with jax.ensure_compile_time_eval():
+        make = jax.jit(lambda: [drawn(*shape) for shape in shapes], out_shardings=structure.flatten_up_to(shardings))
+        return structure.unflatten(make())
+
+
+@functools.cache
+def _constant_bits() -> Any:
+    def bits(_: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.full(shape, 0x7333333333333333 >> (64 - width), jnp.dtype(f"uint{width}"))
+
+    return jexr.define_prng_impl(
+        key_shape=(1,),
+        seed=lambda seed: jnp.zeros(1, jnp.uint32),
+        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
+        random_bits=bits,
+        fold_in=lambda key, data: key,
+        name="jdp_constant",
+        tag="jdpc",
+    )
+
+
+def constant_key() -> jax.Array:
+    """Return a key whose words are all the same: uniform 0.45, normal -0.13, permutations that permute nothing."""
+    return jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits())

@@ -1,0 +1,315 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) with the matrices divided among the devices.
+
+The momentum is sharded as its parameter is. An update:
+1. All matrices of one shape, transposed if they are taller than wide, are one stack [n, a, b], over layers and leaves.
+   Zeros pad n to a multiple of the devices along `data`.
+2. The stack is sharded on n: XLA sends each device the matrices that it computes (an all-to-all; under ddp nothing).
+3. Each device orthogonalizes its n / N matrices, as `optax.contrib.scale_by_muon` does.
+4. The results are sharded as the parameters are (an all-to-all; under ddp an all-gather).
+
+Beside its strategy's row a step sends 2·r·Ψ/N, or r·Ψ under ddp, for Ψ elements of padded stacks of r bytes. Liu et al.
+2025, arXiv:2502.16982, gather the momentum instead, and every device computes all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from math import prod, sqrt
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers, MuonState
+
+from jdp.base.notices import notice
+from jdp.base.tree_paths import path_of
+from jdp.core.plan import Plan
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_mesh
+from jdp.core.state import TrainState, trained_part
+from jdp.core.types import PyTree
+from jdp.core.update.optimizer_checks import apply
+
+Rate = float | jax.Array | Callable[[Any], Any]
+Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
+AnyMesh = Mesh | AbstractMesh
+OPEN = PartitionSpec.UNCONSTRAINED
+"""Of a dimension that XLA shards as it likes."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices that are orthogonalized together: the paths of their leaves, and their bytes with the padding."""
+
+    paths: tuple[str, ...]
+    nbytes: int
+
+
+_STACKS: ContextVar[list[Stack] | None] = ContextVar("jdp_muon_stacks", default=None)
+
+
+def muon(
+    learning_rate: Rate,
+    *,
+    ns_coeffs: str | Sequence[Any] = "standard",
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps_root: float = 0.0,
+    adam_weight_decay: float = 0.0,
+    adam_learning_rate: Rate | None = None,
+    muon_weight_dimension_numbers: Any = None,
+    consistent_rms: float | None = None,
+) -> optax.GradientTransformation:
+    """Make `optax.contrib.muon`, with the matrices divided among the devices along `data`.
+
+        >>> state = jdp.init_state(init, jdp.muon(0.02), plan, rng=jax.random.key(0))
+        >>> state, metrics = jdp.make_train_step(loss_fn, plan)(state, batch)
+        >>> int(state.step)
+        1
+
+    Updates and state are those of optax, under every strategy and on any mesh. It also works in a jitted function of
+    your own; without a mesh it is optax' own.
+
+    Args:
+        learning_rate: a number, or a schedule: step -> number. Of AdamW too, if `adam_learning_rate` is None.
+        ns_coeffs: "standard" or "dion"; or three coefficients of a Newton-Schulz step, or three for each step.
+        ns_steps: number of Newton-Schulz steps.
+        beta: decay of the momentum.
+        eps: added to denominators.
+        weight_decay, weight_decay_mask: of matrices, as for `optax.adamw`.
+        mu_dtype: dtype of the momentum; None: the parameter's.
+        nesterov, adaptive, preconditioning: as for `optax.contrib.muon`.
+        adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate: of AdamW, which trains all but matrices.
+        muon_weight_dimension_numbers: a tree like the parameters of `optax.contrib.MuonDimensionNumbers`, or a function
+            that makes it from them; None in it: AdamW. Other dimensions than those named are counted as layers. None:
+            parameters of two dimensions are matrices, and AdamW trains all others.
+        consistent_rms: scale updates to this root mean square (0.2 is AdamW's) by sqrt(max(m, n)); None: by
+            sqrt(max(1, n / m)).
+
+    Returns:
+        An optax optimizer.
+    """
+
+    numbers = partial(_numbers, muon_weight_dimension_numbers)
+    scaled = partial(_scaled, numbers, consistent_rms)
+    hidden = optax.chain(
+        scale_by_muon(
+            ns_coeffs=_coefficients(ns_coeffs, ns_steps),
+            ns_steps=ns_steps,
+            beta=beta,
+            eps=eps,
+            mu_dtype=mu_dtype,
+            nesterov=nesterov,
+            adaptive=adaptive,
+            preconditioning=preconditioning,
+            weight_dimension_numbers=numbers,
+        ),
+        optax.stateless(lambda updates, _: scaled(updates)),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    others = optax.adamw(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps,
+        eps_root=adam_eps_root,
+        weight_decay=adam_weight_decay,
+        mu_dtype=mu_dtype,
+        nesterov=nesterov,
+    )
+    labels = lambda params: jax.tree.map(lambda _, dims: "adam" if dims is None else "muon", params, numbers(params))  # noqa: E731
+    return optax.partition({"muon": hidden, "adam": others}, labels)
+
+
+def _numbers(chosen: Any, params: PyTree) -> PyTree:
+    """Return a tree like the parameters with the dimension numbers of each, None for AdamW's."""
+    if chosen is None:
+        return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
+    chosen = chosen(params) if callable(chosen) else chosen
+    spread = lambda dims, part: jax.tree.map(lambda _: dims, part)  # noqa: E731
+    return jax.tree.map(spread, chosen, params, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers))
+
+
+def _scaled(numbers: Callable[[PyTree], PyTree], rms: float | None, updates: PyTree) -> PyTree:
+    def scaled(x: jax.Array, dims: MuonDimensionNumbers) -> jax.Array:
+        _, rows, columns = Form.of(x, dims).sizes
+        return x * (sqrt(max(1, columns / rows)) if rms is None else rms * sqrt(max(rows, columns)))
+
+    return jax.tree.map(scaled, updates, numbers(updates))
+
+
+def _coefficients(chosen: Any, steps: int) -> Any:
+    """Return the coefficients of Newton-Schulz steps; optax has those of a name."""
+    if not isinstance(chosen, str):
+        return chosen
+    state = optax.contrib.muon(0.0, chosen, steps).init(jnp.zeros((1, 1)))
+    is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
+    return next(node.ns_coeffs for node in jax.tree.leaves(state, is_leaf=is_muon) if is_muon(node))
+
+
+def scale_by_muon(
+    *,
+    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    mu_dtype: Any = None,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    weight_dimension_numbers: Any = None,
+) -> optax.GradientTransformation:
+    """Make `optax.contrib.scale_by_muon`, with the matrices divided among the devices along `data`."""
+    settings: Any = {"ns_steps": ns_steps, "eps": eps, "preconditioning": preconditioning}
+    by_optax = optax.contrib.scale_by_muon(ns_coeffs, beta=beta, mu_dtype=mu_dtype, **settings)
+    # Of a stack of gradients without momentum this is their orthogonalization alone.
+    alone = optax.contrib.scale_by_muon(
+        ns_coeffs, beta=0.0, nesterov=False, weight_dimension_numbers=[MuonDimensionNumbers(1, 2)], **settings
+    )
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        del params
+        dims = weight_dimension_numbers(updates) if callable(weight_dimension_numbers) else weight_dimension_numbers
+        mu, count = optax.tree.update_moment(updates, state.mu, beta, 1), optax.safe_increment(state.count)
+        ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
+        if nesterov:
+            now = optax.tree.bias_correction(updates, beta, count)
+            ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+
+        def orthogonalized(stack: jax.Array) -> jax.Array:
+            first = MuonState(jnp.zeros((), jnp.int32), [jnp.zeros_like(stack)], state.ns_coeffs)
+            new: Any = alone.update([stack], first)[0]
+            return new[0]
+
+        new = _divided(ahead, dims, orthogonalized)
+        if adaptive:
+            new = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, ahead, new)
+        return new, MuonState(count, jax.tree.map(lambda x, old: x.astype(old.dtype), mu, state.mu), state.ns_coeffs)
+
+    return optax.GradientTransformation(by_optax.init, update)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a leaf is matrices: its dimensions in the order layers, rows, columns, and the product of each kind."""
+
+    order: tuple[int, ...]
+    sizes: tuple[int, int, int]
+
+    @staticmethod
+    def of(leaf: jax.Array, dims: MuonDimensionNumbers) -> Form:
+        """Return the form of a leaf with these dimension numbers."""
+        rows, columns = (tuple(d % leaf.ndim for d in ((of,) if isinstance(of, int) else of)) for of in dims)
+        if {*rows} & {*columns}:
+            raise ValueError(f"A matrix has different dimensions as rows and columns; given {dims}. Name each once.")
+        kinds = tuple(d for d in range(leaf.ndim) if d not in rows + columns), rows, columns
+        layers, *matrix = (prod(leaf.shape[d] for d in kind) for kind in kinds)
+        return Form(sum(kinds, ()), (layers, matrix[0], matrix[1]))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The sizes of a matrix, transposed if it is taller than wide."""
+        return min(self.sizes[1:]), max(self.sizes[1:])
+
+    def matrices(self, leaf: jax.Array) -> jax.Array:
+        """Return a leaf as matrices [n, a, b], a ≤ b."""
+        x = leaf.transpose(self.order).reshape(self.sizes)
+        return x if x.shape[1:] == self.matrix else x.swapaxes(1, 2)
+
+    def leaf(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return a leaf of this shape of its matrices, the inverse of `matrices`."""
+        x = (x if self.sizes[1:] == self.matrix else x.swapaxes(1, 2)).reshape([shape[d] for d in self.order])
+        return x.transpose([self.order.index(d) for d in range(len(shape))])
+
+
+def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Array]) -> PyTree:
+    """Apply a function of a stack [n, a, b], a ≤ b, to a tree of matrices; each device computes its part of a stack."""
+    named, treedef = jax.tree.flatten_with_path(tree)
+    numbers = treedef.flatten_up_to(dims)
+    forms = [Form.of(leaf, each) for (_, leaf), each in zip(named, numbers, strict=True)]
+    alike, results = dict[Any, list[int]](), [leaf for _, leaf in named]
+    for i, (leaf, form) in enumerate(zip(results, forms, strict=True)):
+        alike.setdefault((form.matrix, leaf.dtype), []).append(i)
+    mesh = _mesh_of(results)
+    for members in alike.values():
+        parts = [forms[i].matrices(results[i]) for i in members]
+        stack, count = jnp.concatenate(parts), 1 if mesh is None else mesh.shape[DATA]
+        if 2 * len(stack) <= count:
+            notice(
+                f"jdp.muon divides {len(stack)} matrices {list(stack.shape[1:])} among {DATA}={count} devices, so most "
+                "of a stack is padding; a mesh with a replica axis sends less of it"
+            )
+        stack = jnp.pad(stack, ((0, -len(stack) % count), (0, 0), (0, 0)))
+        if (noted := _STACKS.get()) is not None:
+            noted.append(Stack(tuple(path_of(named[i][0]) for i in members), stack.size * stack.dtype.itemsize))
+        stack, first = _by_devices(function, stack, mesh), 0
+        for i, part in zip(members, parts, strict=True):
+            results[i] = forms[i].leaf(stack[first : first + len(part)], results[i].shape)
+            first += len(part)
+    return treedef.unflatten(results)
+
+
+def _by_devices(function: Callable[[jax.Array], jax.Array], stack: jax.Array, mesh: AnyMesh | None) -> jax.Array:
+    """Apply a function to a stack [n, a, b], of which each device computes n / N.
+
+    Before and after it the matrices' own dimensions are open, so that XLA shards them as it shards the parameters.
+    """
+    if mesh is None:
+        return function(stack)
+    at_rest = NamedSharding(mesh, PartitionSpec(None, OPEN, OPEN))
+    divided = NamedSharding(mesh, PartitionSpec(DATA))
+    stack = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(stack, at_rest), divided)
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(function(stack), divided), at_rest)
+
+
+def _mesh_of(leaves: Sequence[jax.Array]) -> AnyMesh | None:
+    """Return the mesh that an update is traced for, or that its arrays are on; None for one device or none."""
+    mesh: Any = traced_mesh() or next((jax.typeof(leaf).sharding.mesh for leaf in leaves), None)
+    return None if mesh is None or is_traced_by_shard() or mesh.shape.get(DATA, 1) == 1 else mesh
+
+
+@contextmanager
+def noting_stacks() -> Generator[list[Stack]]:
+    """Give the list of the stacks of updates that are traced while the context lasts."""
+    token = _STACKS.set(noted := list[Stack]())
+    try:
+        yield noted
+    finally:
+        _STACKS.reset(token)
+
+
+def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
+    """Return (kind of collective, devices of one) -> payload bytes that the state's update sends beside its row."""
+    count, params = plan.mesh.shape[DATA], trained_part(state.params, state.static.trained)
+    if count == 1:
+        return {}
+    given = params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32)
+    with tracing_on(plan.mesh), noting_stacks() as stacks:
+        jax.eval_shape(lambda *given: apply(state.static.tx, *given), *given)
+    placements = jax.tree.leaves(plan.param_placements(state.params, state.static))
+    sharded = {placement.path for placement in placements if placement.dim is not None}
+    sent = Counter[tuple[str, int]]()
+    for stack in stacks:
+        if sharded.isdisjoint(stack.paths):
+            sent["all-gather", count] += stack.nbytes
+        else:
+            sent["all-to-all", count] += 2 * stack.nbytes // count
+    return dict(sent)

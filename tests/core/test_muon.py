@@ -1,0 +1,177 @@
+"""`jdp.muon` is `optax.contrib.muon` of one device under every strategy, and each device computes its share of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from matrix_runs import (
+    LAST,
+    arrays,
+    assert_kept,
+    assert_same,
+    assert_trains_as_one_device,
+    batches,
+    by_hand,
+    is_shape,
+    plan_of,
+    run,
+    start,
+    values,
+)
+
+import jdp
+from jdp.core.update.muon import exchanged
+
+Numbers = optax.contrib.MuonDimensionNumbers
+MATRICES = {
+    "layers": {"u": (8, 16, 24), "d": (6, 24, 16)},  # as many matrices as devices, and not
+    "q": (3, 24, 4, 8),
+    "experts": (3, 2, 16, 24),
+    "square": (40, 40),
+    "tall": [(64, 32), (64, 32), (64, 32)],
+    "odd": (33, 31),
+}
+SHAPES = {**MATRICES, "bias": (6, 24)}
+NUMBERS = {
+    **jax.tree.map(lambda _: LAST, MATRICES, is_leaf=is_shape),
+    "q": Numbers(1, (2, 3)),
+    "bias": None,
+}
+SETTINGS = {"weight_decay": 0.1, "adam_learning_rate": 2e-3, "muon_weight_dimension_numbers": NUMBERS}
+
+
+@functools.cache
+def muon():
+    return jdp.muon(1e-2, **SETTINGS)
+
+
+@functools.cache
+def wanted():
+    return by_hand(SHAPES, optax.contrib.muon(1e-2, **SETTINGS))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"consistent_rms": 0.2, "beta": 0.9, "eps": 1e-7, "weight_decay": 0.1, "adam_weight_decay": 0.2},
+        {"nesterov": False, "mu_dtype": "bfloat16", "adam_b1": 0.8, "adam_b2": 0.99, "adam_eps_root": 1e-8},
+        {"ns_coeffs": "dion", "adaptive": True, "adam_learning_rate": 1e-3},
+        {"ns_coeffs": ((3.0, -4.0, 1.5), (2.9, -3.9, 1.6)), "ns_steps": 2, "preconditioning": "aol"},
+        {"preconditioning": "schatten", "ns_steps": 3, "weight_decay_mask": lambda p: jax.tree.map(jnp.ndim, p)},
+        {"muon_weight_dimension_numbers": NUMBERS},
+        {"muon_weight_dimension_numbers": lambda p: jax.tree.map(lambda x: LAST if x.ndim > 1 else None, p)},
+    ],
+    ids=["usual", "rms", "plain momentum", "dion", "coefficients", "schatten", "tree", "function"],
+)
+def test_on_one_device_it_is_optaxs(settings):
+    """Updates and states, whose structure is optax' too."""
+    params, ours, theirs = arrays(SHAPES, 1), jdp.muon(1e-3, **settings), optax.contrib.muon(1e-3, **settings)
+    one, other = ours.init(params), theirs.init(params)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for seed in (2, 3):
+        (u, one), (v, other) = (
+            jax.jit(tx.update)(arrays(SHAPES, seed), state, params) for tx, state in ((ours, one), (theirs, other))
+        )
+        assert_same((u, one), (v, other), 1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("ddp", 8), ("zero1", 3), ("zero1", 8), ("zero2", 2), ("zero3", 3), ("zero3", 8)]
+)
+def test_equals_one_device(strategy, devices, accumulate):
+    plan = plan_of(strategy, devices)
+    state, step = start(plan, SHAPES, muon(), accumulate)
+    assert_kept(state, step)
+    state = run(state, step, batches())
+    assert_same(values(state), wanted())
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"strategy": "zero1"}, {"strategy": "zero3", "devices": 3}),
+        ({"strategy": "zero2", "devices": 2}, {"strategy": "ddp", "devices": 1}),
+        ({"strategy": "ddp"}, {"strategy": "zero2", "mesh": {"replica": 2, "data": 4}}),
+    ],
+)
+def test_training_goes_on_elsewhere(tmp_path, first, then):
+    state, step = start(plan_of(**first), SHAPES, muon())
+    state = run(state, step, batches()[:5])
+    jdp.save(tmp_path, state)
+    plan = plan_of(**then)
+    other, step = start(plan, SHAPES, muon())
+    for each in (jdp.place(state, plan), jdp.restore(tmp_path, other)):
+        assert_same(values(run(each, step, batches()[5:])), wanted())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "zero1", "mesh": {"replica": 4, "data": 2}},
+        {"strategy": "zero3", "offload": "optimizer"},
+        {"strategy": "zero3", "mesh": {"data": 4, "model": 2}},
+    ],
+    ids=["replica", "offload", "model"],
+)
+def test_on_other_meshes(settings):
+    reference = optax.contrib.muon(1e-2, **SETTINGS)
+    assert_trains_as_one_device(SHAPES, muon(), plan_of(**settings), reference)
+
+
+@pytest.mark.parametrize("shapes", [{"a": {"w": (64, 32), "b": (240,)}, "c": (8, 8, 8)}, (64, 32), (33, 31)])
+def test_matrices_have_two_dimensions_and_adamw_trains_the_rest(shapes):
+    assert_trains_as_one_device(shapes, jdp.muon(1e-2), plan_of("zero2"), optax.contrib.muon(1e-2))
+
+
+def test_each_device_computes_its_share():
+    """Of 12 matrices on 8 devices two each: with one device's 12 in FLOPs, what is left is the loss and AdamW."""
+    shapes = {"w": (12, 64, 64)}
+    tx = jdp.muon(1e-2, muon_weight_dimension_numbers={"w": LAST})
+
+    def flops(strategy, devices):
+        plan = plan_of(strategy, devices)
+        state, step = start(plan, shapes, tx)
+        return step.compile(state, jax.device_put(batches(1)[0], plan.batch_sharding)).cost_analysis()["flops"]
+
+    one = flops("ddp", 1)
+    assert one > 12 * 5 * 3 * 2 * 64**3  # Newton-Schulz
+    for strategy in ("ddp", "zero1", "zero3"):
+        assert flops(strategy, 8) == pytest.approx(one * 2 / 12, rel=0.15)
+
+
+def test_what_it_sends_is_promised():
+    shapes, padded = {"w": (12, 64, 64), "v": [(64, 32)] * 3}, 16 * 64 * 64 * 4 + 8 * 64 * 32 * 4
+    tx = jdp.muon(1e-2, muon_weight_dimension_numbers={"w": LAST, "v": [LAST] * 3})
+    for strategy, promised in (
+        ("ddp", {("all-gather", 8): padded}),
+        ("zero1", {("all-to-all", 8): 2 * padded // 8}),
+        ("zero3", {("all-to-all", 8): 2 * padded // 8}),
+    ):
+        state, _ = start(plan := plan_of(strategy), shapes, tx)
+        assert exchanged(plan, state) == promised
+
+
+def test_in_a_loop_of_ones_own():
+    """The mesh is that of the arrays: what is compiled exchanges matrices, and gathers none."""
+    plan = plan_of("zero1", min_shard_size=1)
+    init = lambda rng: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))  # noqa: E731
+    model = jdp.init(init, plan, rng=jax.random.key(0))
+    params, tx = {"w": model.kernel[...]}, jdp.muon(1e-2)
+    opt_state = jdp.init(tx.init, plan, of=params)
+    compiled = jax.jit(tx.update).lower(params, opt_state, params).compile()
+    assert "all-to-all" in compiled.as_text()
+    got, _ = compiled(params, opt_state, params)
+    alone = {"w": np.asarray(params["w"])}
+    assert_same(got, optax.contrib.muon(1e-2).update(alone, tx.init(alone), alone)[0], 1e-6)
+
+
+@pytest.mark.parametrize(("numbers", "said"), [(Numbers(0, 0), "different dimensions as rows and columns")])
+def test_bad_dimension_numbers_are_refused(numbers, said):
+    with pytest.raises(ValueError, match=said):
+        start(plan_of(), {"w": (8, 8)}, jdp.muon(1e-2, muon_weight_dimension_numbers={"w": numbers}))
