@@ -29,7 +29,7 @@ NAMES = {
     "make_eval_step": "core/test_step.py::test_evaluation_is_the_loss_without_randomness_or_donation",
     "make_mesh": "core/test_mesh.py::test_axes_stand_as_written_and_minus_one_takes_what_is_left",
     "make_train_step": "core/test_step.py::test_results_stay_where_the_plan_wants_them",
-    "muon": "core/test_muon.py::test_equals_one_device[zero3-8-1]",
+    "muon": "core/test_zero_and_muon.py::test_equals_one_device[zero3-8-1]",
     "place": "core/test_value_and_grad.py::test_placing_moves_a_tree_between_plans_and_changes_no_bit",
     "process_rows": "data/test_feed.py::test_a_process_reads_the_rows_of_its_own_devices",
     "restore": "checkpoint/test_checkpoint.py::test_one_checkpoint_in_a_folder_of_its_own",

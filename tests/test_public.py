@@ -19,7 +19,7 @@ SIGNATURES = {
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
-        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, "
         "wire=None, buckets=None, "
         "check_loss=True, donate=True, compiler='auto')"
     ),
@@ -28,7 +28,7 @@ SIGNATURES = {
     ),
     "value_and_grad": (
         "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
-        "sync_batch_norm=True, wire=None, check_loss=True)"
+        "wire=None, check_loss=True)"
     ),
     "init": "(init, plan, *, rng=None, of=None)",
     "place": "(tree, plan, *, of=None)",
@@ -99,7 +99,7 @@ def test_what_public_objects_offer(name, members):
 
 def test_records_have_the_promised_fields():
     fields = lambda kind: list(kind.__dataclass_fields__)  # noqa: E731
-    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory", "flat"]
+    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory"]
     assert fields(jdp.Placement) == placement
     assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
 

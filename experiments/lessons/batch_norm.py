@@ -11,7 +11,7 @@ device's own statistics.
     python experiments/lessons/batch_norm.py [--picture FILE.svg]
 
 A norm of C channels sums a mean and a mean of squares forward and as much backward: 4·C more float32 in two
-collectives. jdp: `sync_batch_norm`, on by default. Ioffe and Szegedy 2015, arXiv:1502.03167; Wu and He 2018,
+collectives. jdp synchronises every `nnx.BatchNorm`. Ioffe and Szegedy 2015, arXiv:1502.03167; Wu and He 2018,
 arXiv:1803.08494.
 """
 
@@ -42,13 +42,30 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return images.reshape(-1, 8, 8, 1), labels
 
 
+class LocalNorm(nnx.Module):
+    """A batch norm that jdp does not know: each device has statistics of its own rows, and averages are averaged."""
+
+    def __init__(self, channels: int, momentum: float, rngs: nnx.Rngs) -> None:
+        self.scale, self.bias = nnx.Param(jnp.ones(channels)), nnx.Param(jnp.zeros(channels))
+        self.mean, self.var = nnx.BatchStat(jnp.zeros(channels)), nnx.BatchStat(jnp.ones(channels))
+        self.momentum, self.use_running_average = momentum, False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mean, var = self.mean[...], self.var[...]
+        if not self.use_running_average:
+            mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+            for average, new in ((self.mean, mean), (self.var, var)):
+                average[...] = self.momentum * average[...] + (1 - self.momentum) * new
+        return (x - mean) * jax.lax.rsqrt(var + 1e-5) * self.scale[...] + self.bias[...]
+
+
 class Net(nnx.Module):
     """Three convolutions, each normalised: 8 x 8, 4 x 4, 2 x 2 positions, their mean, ten logits."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs: nnx.Rngs, norm: Any = nnx.BatchNorm) -> None:
         pairs = list(zip((1, *CHANNELS), CHANNELS, strict=False))
         self.convs = nnx.List([nnx.Conv(a, b, (3, 3), 1 if a == 1 else 2, use_bias=False, rngs=rngs) for a, b in pairs])
-        self.norms = nnx.List([nnx.BatchNorm(channels, momentum=0.9, rngs=rngs) for channels in CHANNELS])
+        self.norms = nnx.List([norm(channels, momentum=0.9, rngs=rngs) for channels in CHANNELS])
         self.head = nnx.Linear(CHANNELS[-1], 10, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -64,20 +81,23 @@ def loss(model: Any, batch: Any, rng: Any) -> jdp.Loss:
     return jdp.Loss(total, jnp.float32(len(logits)), {"accuracy": right})
 
 
-# 1. Two steps that differ in one word. Under "manual" each device runs the loss on its own rows, and jdp hands the
-# norms the mesh's axes, or not. (Under "auto" arrays are whole: statistics are those of all rows.)
+# 1. One step, two norms. Under "manual" each device runs the loss on its own rows. jdp gives every nnx.BatchNorm the
+# mesh's axes, and a norm of another class nothing. (Under "auto" arrays are whole: statistics are those of all rows.)
+NORMS = {"local": LocalNorm, "sync.": nnx.BatchNorm}
+
+
 def make_steps(plan: jdp.Plan) -> dict[str, Any]:
-    make = functools.partial(jdp.make_train_step, loss, plan, partitioning="manual", donate=False)
-    return {"local": make(sync_batch_norm=False), "sync.": make(sync_batch_norm=True)}
+    return {name: jdp.make_train_step(loss, plan, partitioning="manual", donate=False) for name in NORMS}
 
 
 @functools.cache
-def first_state(plan: jdp.Plan) -> jdp.TrainState:
-    return jdp.init_state(lambda key: Net(nnx.Rngs(key)), optax.sgd(0.05, momentum=0.9), plan, rng=jax.random.key(0))
+def first_state(plan: jdp.Plan, name: str) -> jdp.TrainState:
+    make = lambda key: Net(nnx.Rngs(key), NORMS[name])  # noqa: E731
+    return jdp.init_state(make, optax.sgd(0.05, momentum=0.9), plan, rng=jax.random.key(0))
 
 
-def start(plan: jdp.Plan, seed: int) -> jdp.TrainState:  # other weights, without compiling again: leaves shuffled
-    random, state = np.random.default_rng(seed), first_state(plan)
+def start(plan: jdp.Plan, seed: int, name: str) -> jdp.TrainState:  # other weights, without compiling: leaves shuffled
+    random, state = np.random.default_rng(seed), first_state(plan, name)
     shuffled = lambda x: jax.device_put(random.permutation(np.ravel(x)).reshape(x.shape), x.sharding)  # noqa: E731
     return dataclasses.replace(state, params=jax.tree.map(shuffled, state.params))
 
@@ -90,7 +110,7 @@ def traffic(program: Any, devices: int) -> tuple[int, float]:
 
 # 3. What it brings. Both see the same batches from the same start, and take turns, so that times can be compared.
 def train(programs: dict[str, Any], plan: jdp.Plan, rows: int, count: int, seed: int) -> tuple[Any, dict[str, Any]]:
-    (images, labels), states = digits(), {name: start(plan, seed) for name in programs}
+    (images, labels), states = digits(), {name: start(plan, seed, name) for name in programs}
     random, seconds = np.random.default_rng(seed), {name: list[float]() for name in programs}
     for _ in range(count):
         drawn = random.integers(0, len(images) - HELD_OUT, rows * plan.mesh.size)
@@ -106,7 +126,7 @@ def compare(plan: jdp.Plan, evaluate: Any, rows: int, count: int, seeds: int) ->
     """Return accuracy and loss [local or not, seeds], collectives and bytes of both, and the ratio of their times."""
     images, labels = digits()
     batch = {"images": images[: rows * plan.mesh.size], "labels": labels[: rows * plan.mesh.size]}
-    programs = {name: step.compile(start(plan, 0), batch) for name, step in make_steps(plan).items()}
+    programs = {name: step.compile(start(plan, 0, name), batch) for name, step in make_steps(plan).items()}
     held_out, ratios, results = {"images": images[-HELD_OUT:], "labels": labels[-HELD_OUT:]}, [], []
     for seed in range(seeds):
         states, seconds = train(programs, plan, rows, count, seed)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jdp.core.tracing.jaxprs import bind
+from jdp.core.reading.jaxprs import bind
 
 _CALLS = ("jit", "closed_call", "checkpoint", "remat2")
 _SAME_ELEMENTS = ("transpose", "reshape", "squeeze", "copy")

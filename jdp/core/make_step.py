@@ -23,7 +23,6 @@ def make_train_step(
     precision: PrecisionName | Precision = "fp32",
     partitioning: Partitioning | None = None,
     clip_norm: float | None = None,
-    sync_batch_norm: bool = True,
     wire: Encoding | None = None,
     buckets: int | None = None,
     check_loss: bool = True,
@@ -57,9 +56,6 @@ def make_train_step(
             arXiv:1211.5063). Usual for transformers and recurrent models, which have rare large gradients. None: no
             clipping. Then a gradient whose squared norm overflows float32 is skipped, because it would make second
             moments infinite for ever.
-        sync_batch_norm: True: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as
-            under "auto". False: each device over its own rows, and the running averages are averaged; it saves
-            collectives when a device's rows are enough. In both cases the statistics are those of one microbatch.
         wire: how gradients are encoded while they are sent, for slow links. None: as `precision` says. "bf16": 2 bytes
             an element. "int8": 1, and a scale for each block of 256. They are added up in float32.
             Rounding is drawn from the step's key, so it is right on average. Requires partitioning="manual".
@@ -95,7 +91,6 @@ def make_train_step(
         requested=settled_partitioning(partitioning, wire),
         accumulate=accumulate,
         clip_norm=clip_norm,
-        sync_batch_norm=sync_batch_norm,
         wire=wire,
         check_loss=check_loss,
         donate=donate,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jdp.base.words import Rematerialise
-from jdp.core.tracing.jaxprs import ELEMENTWISE, REDUCTIONS, every_eqn
+from jdp.core.reading.jaxprs import ELEMENTWISE, REDUCTIONS, every_eqn
 
 Remat = Rematerialise | Callable[..., bool] | None
 

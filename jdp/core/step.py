@@ -26,12 +26,12 @@ from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
+from jdp.core.reading.collectives import TracedCollectives, read_collectives
 from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.state import TrainState
 from jdp.core.step_settings import StepSettings, check_settings
-from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model
 from jdp.core.update.guarded import guarded_update
 from jdp.core.update.offloaded import at_rest, fetched
@@ -71,7 +71,7 @@ class Step(Generic[Kind]):
         settings: all settings in one object; the step itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
         train: True for a training step, False for an evaluation step.
-        precision, accumulate, sync_batch_norm, wire, check_loss: as in `make_train_step`.
+        precision, accumulate, wire, check_loss: as in `make_train_step`.
         clip_norm, donate, compiler: likewise; the compiler has `buckets`.
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
@@ -95,7 +95,6 @@ class Step(Generic[Kind]):
     requested: Partitioning | None = read_only("settings.requested")
     accumulate: int = read_only("settings.accumulate")
     train: bool = read_only("settings.train")
-    sync_batch_norm: bool = read_only("settings.sync_batch_norm")
     wire: Encoding | None = read_only("settings.wire")
     check_loss: bool = read_only("settings.check_loss")
     clip_norm: float | None = read_only("settings.clip_norm")

@@ -20,7 +20,6 @@ class StepSettings:
         requested: the partitioning that was asked for; None leaves the choice to jdp.
         accumulate: number of microbatches, K.
         train: True if the loss is differentiated, False if it is evaluated.
-        sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
         wire: how gradients are encoded while they are sent; None: not.
         check_loss: True if the loss is tried on a few rows before the first step.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
@@ -32,7 +31,6 @@ class StepSettings:
     requested: Partitioning | None = None
     accumulate: int = 1
     train: bool = True
-    sync_batch_norm: bool = True
     wire: Encoding | None = None
     check_loss: bool = True
     clip_norm: float | None = None

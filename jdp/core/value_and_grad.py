@@ -56,7 +56,6 @@ def value_and_grad(
     accumulate: int = 1,
     precision: PrecisionName | Precision = "fp32",
     partitioning: Partitioning | None = None,
-    sync_batch_norm: bool = True,
     wire: Encoding | None = None,
     check_loss: bool = True,
 ) -> ValueAndGrad[*Arguments]:
@@ -94,7 +93,7 @@ def value_and_grad(
             belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate, precision, partitioning, sync_batch_norm, check_loss: as for `jdp.make_train_step`,
+        accumulate, precision, partitioning, check_loss: as for `jdp.make_train_step`,
             and needed when it needs them.
         wire: as for `jdp.make_train_step`. Rounding is drawn from `rng`, so it is right on average if each call gets
             another key.
@@ -120,7 +119,6 @@ def value_and_grad(
         precision=Precision.of(precision),
         requested=settled_partitioning(partitioning, wire),
         accumulate=accumulate,
-        sync_batch_norm=sync_batch_norm,
         wire=wire,
         check_loss=check_loss,
     )
@@ -175,7 +173,7 @@ class ValueAndGrad(Generic[*Arguments]):
         plan: the mesh and the strategy.
         settings: all settings in one object; the gradient itself has them too.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
-        precision, accumulate, sync_batch_norm, wire, check_loss: as in `make_train_step`.
+        precision, accumulate, wire, check_loss: as in `make_train_step`.
     """
 
     __slots__ = (
@@ -193,7 +191,6 @@ class ValueAndGrad(Generic[*Arguments]):
     precision: Precision = read_only("settings.precision")
     requested: Partitioning | None = read_only("settings.requested")
     accumulate: int = read_only("settings.accumulate")
-    sync_batch_norm: bool = read_only("settings.sync_batch_norm")
     wire: Encoding | None = read_only("settings.wire")
     check_loss: bool = read_only("settings.check_loss")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, overload
 
 import jax
@@ -186,7 +186,7 @@ def _promised(step: Step, state: TrainState, reading: Reading) -> Theory:
     return theory(
         step.plan,
         state.params,
-        replace(step.settings, sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto"),
+        step.settings,
         static=state.static,
         gathered=None if step.sends is None else step.sends.gathered,
         metrics=_metrics(reading, state),

@@ -15,7 +15,7 @@ from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
 from jdp.core import layers
-from jdp.core.tracing.jaxprs import every_eqn
+from jdp.core.reading.jaxprs import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report

@@ -10,7 +10,7 @@ from counted_flops import flops_per_token
 from flax import nnx
 
 import jdp
-from jdp.core.tracing.flops import count_flops
+from jdp.core.reading.flops import count_flops
 from jdp.experiment.losses import text_loss
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.models import GPTConfig, build

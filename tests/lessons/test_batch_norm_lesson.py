@@ -20,7 +20,8 @@ def one_step(rows=2):
     images, labels = (leaf[: 8 * rows] for leaf in lesson.digits())
     steps = lesson.make_steps(plan)
     programs = {
-        name: step.compile(lesson.start(plan, 0), {"images": images, "labels": labels}) for name, step in steps.items()
+        name: step.compile(lesson.start(plan, 0, name), {"images": images, "labels": labels})
+        for name, step in steps.items()
     }
     states, _ = lesson.train(programs, plan, rows, 1, 0)
     return programs, {name: jax.device_get(state.model_state)["norms"]["0"] for name, state in states.items()}

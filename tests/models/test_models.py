@@ -13,7 +13,7 @@ from flax import nnx
 
 import jdp.models.gpt as gpt
 import jdp.models.transformer as transformer
-from jdp.core.tracing.jaxprs import every_eqn
+from jdp.core.reading.jaxprs import every_eqn
 from jdp.models import GPT, MLP, GPTConfig, MLPConfig, build, generate, next_token_loss
 from jdp.models.modules import dropout
 

@@ -19,7 +19,7 @@ from jdp.base.notices import notice
 def synchronise(norm: nnx.BatchNorm, axes: tuple[str, ...]) -> None:
     """Make a norm take its statistics over the mesh axes `axes` besides the local rows; `()`: local rows only."""
     if norm.axis_name is not None:
-        notice("BatchNorm's own axis_name is not read: jdp gives it the axes of the batch (sync_batch_norm)")
+        notice("BatchNorm's own axis_name is not read: jdp gives it the axes of the batch")
     norm.axis_name = cast(Any, axes or None)
     if axes:  # by object's setter: nnx's own would add an attribute
         object.__setattr__(norm, "__class__", _masked(type(norm)))

@@ -1,4 +1,4 @@
-"""Gradients of a loss over devices and microbatches: one algorithm (`accumulate`), two views (`auto`, `manual`).
+"""Gradients of a loss over devices and microbatches: one algorithm (`accumulate`), two views (`views`).
 
 A training step, from `train_step(state, batch)` to the new state: each file, and what enters and leaves it.
 
@@ -9,75 +9,56 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
 
     train_step(state, batch)               params S at rest, p; model_state replicated; batch [R, ...]
     │
-    ├─ partitioned_loss.py  choose         "auto" or "manual"?
-    │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced as the step calls it, not run
-    │  │   ├─ loss_program.py              its jaxpr, made once for each shape of a call; the step runs it
-    │  │   ├─ loss_trace.py                read: what only a global view can run, which weights are used twice
-    │  │   ├─ auto_contract.py             where auto would send more, or in another dtype, than the strategy promises
-    │  │   ├─ global_trace.py              the loss on global arrays, where its program in the step proves nothing
-    │  │   ├─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
-    │  │   └─ proof.py  prove          a sum over rows? reader.py follows the rows through the jaxpr by rules for
-    │  │       │                           each primitive: rules.py, shapes.py, products.py, gathers.py
-    │  │       └─ quotients.py             a scalar that ends in a quotient of sums is read as total and weight
-    │  └─ partitioning.py  check           a loss that is not proven, on values: keeps the choice, takes auto, or raises
-    │      └─ loss_check.py  mixing        Σtotal / Σweight of a few rows in one call, and in several
+    ├─ partitioned_loss.py  view           how is the loss called? Settled once for each shape of batch
+    │  └─ loss_view.py  settle_view        the loss is traced on the rows of a call, not run:
+    │      ├─ views.py  chosen_view        what it returns decides: jdp.Loss manual, a scalar auto
+    │      ├─ random/row_keys.py           which of its draws count rows: their shapes at two numbers of rows
+    │      ├─ outputs.py                   which arrays of its aux are rows
+    │      └─ loss_check.py  Trial         is it a sum over rows? Tried on a few rows, before the first step
     │
     └─ core/step.py    _train              traced by jit; key = fold_in(state.rng, state.consumed)
        │
-       ├─ auto.py      gradients           either: global arrays
+       ├─ views.py     auto                either: global arrays
        │     params                        S at rest, as they are
        │     batch                         rows = R: [R, ...], constrained to P((replica, data))
        │
-       ├─ manual.py    gradients           or: each device's own arrays, in a shard_map over replica and data
-       │     params                        its shard at rest (model_axes.to_replica_view reshapes what enters)
+       ├─ views.py     manual              or: each device's own arrays, in a shard_map over replica and data
+       │     params                        its shard at rest (collectives.to_replica_view reshapes what enters)
        │     batch                         rows = R / D: [R / D, ...]
        ▼
        accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view (spec.py):
        │
-       │     collective   auto.py: a constraint to    manual.py, by collectives.py, encoded by wire.py
+       │     collective   auto: a constraint to       manual, by collectives.py, encoded by wire.py
        │     gather       the compute spec            all_gather over data; none where rest = compute
        │     reduce       the rest spec               psum_scatter over data; none where rest = compute
        │     finish       the rest spec               psum over replica; where rest = compute, over data too
        │     sum          none: sums are global       jax.lax.psum over replica and data
        │
-       │  1. working_copy                  if K > 1, and the strategy gathers once a step:
-       │                                   ddp            S at compute, cast to c
+       │  1. working_copy                  ddp            S at compute, cast to c
        │                                   zero1, zero2   shard, p → cast to c → gather → S at compute, c
-       │                                   else the parameters at rest, p, which are gathered in 2
+       │                                   zero3          the shard at rest, p: gathered in 2
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
-       │     │                             carries gradients, sums and the model state that changes
-       │     ├─ microbatch.py Microbatch   the loss behind a `Boundary` (boundary.py): what is gathered at use, and
-       │     │                             which gradients the backward pass sums over devices
-       │     ├─ rowwise_loss.py            runs the program; takes a key, or a `BatchKey` for some of the R rows:
-       │     │   ├─ random/match_draws.py  then each draw is compared with the one for all R rows,
-       │     │   └─ random/replay.py       and the loss is run again so that it draws its rows of that one
-       │     ├─ loss_call.py  TracedLoss   shard → gather → S, c, at the top or, in scan_layers, layer by layer
-       │     │   │                         (core/layers.py, core/layer_loop.py)
+       │     │                             carries gradients, sums and the model state that changes (microbatch.py)
+       │     ├─ loss_call.py  TracedLoss   the loss as a function of weights: shard → gather → S, c (boundary.py), at
+       │     │   │                         the top or, in scan_layers, layer by layer (core/layer_loop.py)
        │     │   └─ loss_fn                (model, batch, rng) → Loss → Sums (float32), model state afterwards
-       │     ├─ backward pass              gradient, c → cast to r → reduce → at rest, r, by the boundary;
-       │     │                             ddp, zero1 with K > 1: not yet reduced, S at compute, r
+       │     ├─ jax.value_and_grad         ddp, zero1     S at compute, c → cast to r
+       │     │                             zero2          S at compute, c → cast to r → reduce → at rest, r
+       │     │                             zero3          the same, in the backward pass of the gather
        │     └─ add                        to the accumulators of gradients and sums
        │
-       │  3. reduce (ddp, zero1), finish   what the backward pass left: Σ∇total: S at rest, r, summed over the batch
-       │                                   axes; of frozen parameters none
+       │  3. reduce (ddp, zero1), finish   Σ∇total: S at rest, r, summed over the batch axes; of frozen parameters none
        │
        │  4. sum, average                  Sums of all R rows; under manual the mean of floating-point model state that
        │                                   changed (model_state.py)
        ▼
-       manual.py                           model_axes.from_replica_view: gradients in the shapes S again
-       │
-       └─ core/step.py  _train             gradients / Σweight in float32 → norm → clip → optimizer, at rest →
+       core/step.py    _train              gradients / Σweight in float32 → norm → clip → optimizer, at rest →
                                            the old state where a value is not finite (update/guarded.py)
     new state, metrics                     params S at rest, p; metrics: global
 
-Under manual, on several devices, a layer loop gathers one layer ahead and reduces one behind, in every strategy: zero2
-and zero3 in each microbatch, ddp and zero1 in the last, where the boundary adds the gradients of the others before it
-reduces. A loss that uses a layer's weights in several places is reduced at the top (`accumulate._sends_in_loops`).
+In `manual` a layer loop gathers one layer ahead and reduces one behind, under every strategy. ddp and zero1 reduce in
+the last microbatch alone, whose boundary adds the gradients of the others first.
 
-A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
-come back in the order of the batch, from those without.
-
-`tracing/collectives.py` reads which collectives the trace of a lowered step issues, for `jdp.verify`.
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
 """

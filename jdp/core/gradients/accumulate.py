@@ -28,10 +28,10 @@ from jdp.core.gradients.microbatch import Microbatch, boundary_of, microbatches,
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves, sum_leaves
 from jdp.core.gradients.wire import seeds
+from jdp.core.reading.collectives import gathers_by_layer, reduced_by_layer
+from jdp.core.reading.jaxprs import every_eqn
 from jdp.core.sharding.placement import Placement
 from jdp.core.state import trained_part, with_trained
-from jdp.core.tracing.collectives import gathers_by_layer, reduced_by_layer
-from jdp.core.tracing.jaxprs import every_eqn
 from jdp.core.types import Batch, PyTree
 
 _PRINTS = frozenset(("debug_print", "debug_callback", "io_callback", "pure_callback"))

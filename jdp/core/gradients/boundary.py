@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.precision import Precision
+from jdp.core.reading.collectives import parameter_scope, reduction_scope
 from jdp.core.sharding.placement import Placement
-from jdp.core.tracing.collectives import parameter_scope, reduction_scope
 
 Collective = Callable[[jax.Array, Placement, int], jax.Array]
 """(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""

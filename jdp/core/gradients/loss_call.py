@@ -20,8 +20,8 @@ from jdp.core.gather_rows import recording
 from jdp.core.gradients.boundary import Boundary, Weight
 from jdp.core.layers import GatherTable, gathering
 from jdp.core.precision import Precision
+from jdp.core.reading.collectives import top_scope
 from jdp.core.state import AnyState
-from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
 RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))

@@ -27,9 +27,9 @@ from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
 from jdp.core.random.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
 from jdp.core.random.trial_values import drawn_like
+from jdp.core.reading.jaxprs import every_eqn, user_line
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
-from jdp.core.tracing.jaxprs import every_eqn, user_line
 from jdp.core.types import Batch, LossFn, PartsError
 
 Values = Literal["real", "abstract", "drawn"]

@@ -64,8 +64,7 @@ def traced_loss(spec: GradientSpec, collectives: Collectives, boundary: Boundary
     """Return the loss as a function of `Weight`s; without a boundary of what `working_copy` returns."""
     if boundary is None and spec.strategy.gather == "use":
         boundary = boundary_of(spec, collectives, in_loops=collectives.by_layer)
-    sync_axes = collectives.axes if spec.settings.sync_batch_norm else ()
-    return TracedLoss(spec.loss_fn, spec.adapter, spec.placements, boundary, sync_axes)
+    return TracedLoss(spec.loss_fn, spec.adapter, spec.placements, boundary, collectives.axes)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from jdp.core.tracing.jaxprs import scan_counts, user_line
+from jdp.core.reading.jaxprs import scan_counts, user_line
 from jdp.core.types import PartsError
 
 THREEFRY = "threefry2x32"

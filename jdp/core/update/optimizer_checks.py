@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr
 from jdp.base.formatting import listed
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
-from jdp.core.tracing.jaxprs import DECOMPOSITIONS, every_eqn
+from jdp.core.reading.jaxprs import DECOMPOSITIONS, every_eqn
 from jdp.core.types import PyTree
 
 GIVEN = "value"

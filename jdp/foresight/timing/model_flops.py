@@ -11,22 +11,31 @@ appendix B. Where the peak is not known there is no MFU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jdp.base.chips import CHIPS
-from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_call import trace_loss
+from jdp.core.reading.flops import count_flops
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.tracing.flops import count_flops
 from jdp.core.types import Batch
+from jdp.foresight.targets.relocate import dtype_on_device
 
 
 def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
     """Return the FLOPs of one training step over the global batch, all devices together."""
-    rows = batch_rows(batch)
-    forward = count_flops(trace_loss(step.loss_fn, step.precision, state, batch, rows, key=state.rng)[0])
+    adapter = state.static.adapter
+
+    def loss(params: Any, model_state: Any, batch: Batch, rng: jax.Array) -> list[Any]:
+        model = params if adapter is None else adapter.merge(params, model_state, rng)
+        return jax.tree.leaves(step.loss_fn(model, batch, rng))
+
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_on_device(leaf.dtype))  # noqa: E731
+    others = jax.tree.map(shape, (state.model_state, batch, state.rng))
+    working = step.precision.working_shapes(state.params)
+    forward = count_flops(jax.make_jaxpr(loss)(working, *others).jaxpr)
     if (trained := state.static.trained) is None:
         return 3.0 * forward
     sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]

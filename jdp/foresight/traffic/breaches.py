@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jdp.base.formatting import format_bytes, listed
+from jdp.core.reading.collectives import UPDATE, Issued
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.step import Step
-from jdp.core.tracing.collectives import UPDATE, Issued
 from jdp.foresight.program.module import bits
 from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
 from jdp.foresight.traffic.origin import Parameters, Piece, Reading, is_own_line, users_line

@@ -11,7 +11,7 @@ N devices are along `data`, R along `replica` (over which nothing is sent where 
 
 A leaf that no dimension divides is replicated, and sent as ddp sends it: r for each element, over all R·N, once a step.
 
-Which gathers zero3 makes is read from its own trace (`core/tracing/collectives.py`). Two things are sent beside the
+Which gathers zero3 makes is read from its own trace (`core/reading/collectives.py`). Two things are sent beside the
 row, by plan: statistics of batch norms, and metrics (`origin.BatchStatistics`), and gradients of parameters too small
 to shard (`Unsharded`).
 
@@ -41,11 +41,11 @@ import jax.numpy as jnp
 from jdp.base.words import Encoding
 from jdp.core.gradients.wire import encodes, row_bytes
 from jdp.core.plan import MIN_SHARD_SIZE, Plan
+from jdp.core.reading.collectives import Gathered
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import Static
 from jdp.core.step_settings import StepSettings
-from jdp.core.tracing.collectives import Gathered
 from jdp.core.types import PyTree
 from jdp.foresight.traffic.origin import BatchStatistics
 
@@ -210,7 +210,7 @@ def theory(
     for (kind, devices), payload in (exchanged or {}).items():
         promises = (*promises, Promise(kind, payload, (DATA,), devices, 1, 4, first.parameters))
         packed[kind] += payload
-    adapter = static.adapter if static is not None and settings.sync_batch_norm else None
+    adapter = None if static is None else static.adapter
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, settings.accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
     return Theory(sum(count for count, _ in leaves), promises, statistics, unsharded, gathered, most, dict(packed))

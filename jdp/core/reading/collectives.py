@@ -23,7 +23,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jdp.core.tracing.jaxprs import every_eqn, source_lines
+from jdp.core.reading.jaxprs import every_eqn, source_lines
 
 UPDATE = "optimizer_update"
 """The name, in XLA's names of operations, of the optimizer's update."""
