@@ -71,7 +71,6 @@ REST = {
     "core/test_zero_and_muon.py::test_equals_one_device": "ddp-8-3 | zero1-3-1 | zero2-2-3 | zero3-8-1",
     "core/test_zero_and_muon.py::test_training_goes_on_elsewhere": "first0-then0",
     "core/test_zero_and_muon.py::test_on_other_meshes": "replica",
-    "foresight/test_contract.py::test_with_replicas_the_contract_is_kept": "ddp | zero3",
     "foresight/test_peak_memory.py::test_the_classes_add_up_and_arguments_are_those_of_the_plan": "mlp-zero1-1 | gpt-zero3-4",
     "foresight/test_targets.py::test_every_gpu_kind_compiles_matrix_products_and_collectives": "h100-*",
     "foresight/test_traffic.py::test_the_chosen_partitioning_keeps_the_contract": "gpt-zero3-4 | mlp-ddp-4 | mlp-zero1-4 | mlp-zero2-4",

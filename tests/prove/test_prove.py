@@ -18,7 +18,8 @@ from flax import nnx
 
 import jdp
 from jdp.base.machine import available_memory
-from jdp.core.gradients import accumulate, views
+from jdp.core.gradients import views
+from jdp.core.gradients.microbatch import Microbatch
 from jdp.core.random.row_keys import RowDraws
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
@@ -127,15 +128,15 @@ def test_a_tree_of_arrays_is_a_model_too_and_a_step_that_is_skipped_is_skipped_b
 
 def means_of_means(monkeypatch, *, in_loss):
     """Each shard divides by its own weight, and the means are averaged."""
-    one = accumulate.microbatch_gradients
+    one = Microbatch.__call__
 
-    def means(*args):
-        grads, sums, *others = one(*args)
+    def means(self, *args):
+        grads, sums, *others = one(self, *args)
         share = jax.lax.pmean(sums.weight, "data") / sums.weight
         total = sums.total * share if in_loss else sums.total
         return jax.tree.map(lambda g: g * share, grads), dataclasses.replace(sums, total=total), *others
 
-    monkeypatch.setattr(accumulate, "microbatch_gradients", means)
+    monkeypatch.setattr(Microbatch, "__call__", means)
 
 
 def test_a_mean_of_means_is_seen_in_the_loss_or_in_a_leaf(monkeypatch):
@@ -189,8 +190,8 @@ def forgets_a_bias(monkeypatch):
     def forgetful(*args):
         whole = original(*args)
 
-        def finish(x, place, leading):
-            return x if place.path == "layers/0/bias" else whole.finish(x, place, leading)
+        def finish(x, place, *others):
+            return x if place.path == "layers/0/bias" else whole.finish(x, place, *others)
 
         return dataclasses.replace(whole, finish=finish)
 

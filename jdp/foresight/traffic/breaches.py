@@ -156,7 +156,8 @@ class _Judge:
         counts = packed and (not parameters or c.kind == "all-to-all")
         if counts and size <= TOLERANCE * self._use_up(("packed", (c.kind,)), packed, size):
             return None
-        if UPDATE in (c.op_name or "") and piece.payload_bytes > TINY:
+        # XLA may join an update's collective with that of the working copy, which is narrower.
+        if UPDATE in (c.op_name or "") and bits(piece.dtype) >= 32 and piece.payload_bytes > TINY:
             return Reason("the optimizer's update computes with complete arrays", _COMPLETE)
         if not parameters:
             words = "no parameter has this shape, so it is activations or a part of the batch"
