@@ -176,7 +176,6 @@ def on_the_whole_batch(loss, params, rows=ROWS):
     return value.total / value.weight
 
 
-MIXING = [contrastive, normalised, pairs]
 FOUND = {
     contrastive: "rows 8, 24 of the batch change the part of rows 0, 16: Loss.total of them is .* and not .*, the sum",
     weight_is_a_constant: "without rows Loss.weight is 100, not 0",
@@ -185,7 +184,7 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("loss", [*MIXING, *FOUND], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [normalised, pairs, *FOUND], ids=lambda loss: loss.__name__)
 def test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused(loss):
     step, before, _, metrics = one_step(loss, {})
     assert step.partitioning == "auto" and "the loss returns jdp.Loss, but " in step.why
