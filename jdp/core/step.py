@@ -20,14 +20,12 @@ from jax.sharding import Mesh
 
 from jdp.base.notices import notice
 from jdp.base.public import public
-from jdp.base.words import Encoding, Partitioning
+from jdp.base.words import Partitioning
 from jdp.core.batch import check_alive, check_operands, check_state, owned_batch, signature
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.plan import Plan
-from jdp.core.precision import Precision
 from jdp.core.reading.collectives import TracedCollectives, read_collectives
-from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.state import TrainState
@@ -68,11 +66,9 @@ class Step(Generic[Kind]):
         loss: the loss on the plan, which chooses the partitioning and computes gradients.
         loss_fn: the loss function.
         plan: the mesh and the strategy.
-        settings: all settings in one object; the step itself has them too.
-        requested: the partitioning that was asked for; None leaves the choice to jdp.
-        train: True for a training step, False for an evaluation step.
-        precision, accumulate, wire, check_loss: as in `make_train_step`.
-        clip_norm, donate, compiler: likewise; the compiler has `buckets`.
+        settings: the keywords of `make_train_step`; `settings.train` is False for an evaluation step.
+        partitioning: "auto" or "manual"; None before the loss was traced.
+        why: the reason for it, one sentence.
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
 
@@ -83,23 +79,11 @@ class Step(Generic[Kind]):
         "sends",
     )  # no other is set by mistake
 
-    loss_fn: LossFn = read_only("loss.loss_fn", "The loss function.")
-    plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
-    settings: StepSettings = read_only("loss.settings", "All settings.")
-    partitioning: Partitioning | None = read_only("loss.partitioning", "auto or manual; None before jdp has chosen.")
-    why: str = read_only("loss.why", "The reason for `partitioning`.")
-    microbatches: int = read_only("loss.microbatches", "Parts of a device's rows that are computed one after another.")
-    batch_unit: BatchUnit = read_only("loss.batch_unit", "What a global batch's rows must divide by.")
-
-    precision: Precision = read_only("settings.precision")
-    requested: Partitioning | None = read_only("settings.requested")
-    accumulate: int = read_only("settings.accumulate")
-    train: bool = read_only("settings.train")
-    wire: Encoding | None = read_only("settings.wire")
-    check_loss: bool = read_only("settings.check_loss")
-    clip_norm: float | None = read_only("settings.clip_norm")
-    donate: bool = read_only("settings.donate")
-    compiler: Compiler = read_only("settings.compiler")
+    loss_fn: LossFn = read_only("loss.loss_fn")
+    plan: Plan = read_only("loss.plan")
+    settings: StepSettings = read_only("loss.settings")
+    partitioning: Partitioning | None = read_only("loss.partitioning")
+    why: str = read_only("loss.why")
 
     def __init__(self, loss: PartitionedLoss) -> None:
         self.loss = loss
@@ -128,7 +112,7 @@ class Step(Generic[Kind]):
             notice("inside of another jit a step has that one's compiler options: its own are left out")
             run = self._jit(donated=(), options={})
         results = run(state, batch)
-        loss.limit_run_ahead(results[1] if self.train else results)
+        loss.limit_run_ahead(results[1] if self.settings.train else results)
         return results
 
     @property
@@ -141,14 +125,14 @@ class Step(Generic[Kind]):
         """The jitted function itself; `Step.__call__` adds checks of its arguments, which take 1 or 2 microseconds."""
         compiled = self.loss.compiled
         if "step" not in compiled:
-            donated = (0,) if self.donate and self.train else ()
+            donated = (0,) if self.settings.donate and self.settings.train else ()
             compiled["step"] = self._jit(donated, self.compiler_options)
         return compiled["step"]
 
     @property
     def _keeping(self) -> Any:
         """`jitted` without donation: `jax_debug_nans` may run the step again on the same state."""
-        if not (self.donate and self.train):
+        if not (self.settings.donate and self.settings.train):
             return self.jitted
         compiled = self.loss.compiled
         if "keeping" not in compiled:
@@ -159,7 +143,7 @@ class Step(Generic[Kind]):
     def compiler_options(self) -> dict[str, CompilerValue]:
         """XLA's options that the step is compiled with on its mesh. Raises ValueError for a value that XLA refuses."""
         if self._options is None:
-            self._options = self.compiler.for_mesh(self.plan.mesh)
+            self._options = self.settings.compiler.for_mesh(self.plan.mesh)
         return self._options
 
     def _jit(self, donated: tuple[int, ...], options: dict[str, CompilerValue]) -> Any:
@@ -173,14 +157,14 @@ class Step(Generic[Kind]):
             with tracing_on(plan.mesh):
                 return means(loss.evaluate(state, batch))
 
-        if not self.train:
+        if not self.settings.train:
             return jax.jit(eval_step, compiler_options=options or None)
         return jax.jit(train_step, donate_argnums=donated, compiler_options=options or None)
 
     def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
         """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
         self.loss.agree(
-            "the train step" if self.train else "the evaluation step",
+            "the train step" if self.settings.train else "the evaluation step",
             signature(batch),
             state,
             batch,

@@ -32,7 +32,6 @@ from jdp.core.init.trees import check_tree, refuse_offload
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
-from jdp.core.sharding.axes import BatchUnit
 from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
 from jdp.core.step_settings import (
@@ -171,9 +170,9 @@ class ValueAndGrad(Generic[*Arguments]):
         argnums: which of the models are differentiated.
         wrt: which of their parameters are; None for all.
         plan: the mesh and the strategy.
-        settings: all settings in one object; the gradient itself has them too.
-        requested: the partitioning that was asked for; None leaves the choice to jdp.
-        precision, accumulate, wire, check_loss: as in `make_train_step`.
+        settings: the keywords of `value_and_grad`.
+        partitioning: "auto" or "manual"; None before the loss was traced.
+        why: the reason for it, one sentence.
     """
 
     __slots__ = (
@@ -181,18 +180,10 @@ class ValueAndGrad(Generic[*Arguments]):
         "wrt",
     )  # fmt: skip
 
-    plan: Plan = read_only("loss.plan", "The mesh and the strategy.")
-    settings: StepSettings = read_only("loss.settings", "All settings.")
-    microbatches: int = read_only("loss.microbatches", "Parts of a device's rows that are computed one after another.")
-    batch_unit: BatchUnit = read_only("loss.batch_unit", "What a global batch's rows must divide by.")
-    partitioning: Partitioning | None = read_only("loss.partitioning", "auto or manual; None before jdp has chosen.")
-    why: str = read_only("loss.why", "The reason for `partitioning`.")
-
-    precision: Precision = read_only("settings.precision")
-    requested: Partitioning | None = read_only("settings.requested")
-    accumulate: int = read_only("settings.accumulate")
-    wire: Encoding | None = read_only("settings.wire")
-    check_loss: bool = read_only("settings.check_loss")
+    plan: Plan = read_only("loss.plan")
+    settings: StepSettings = read_only("loss.settings")
+    partitioning: Partitioning | None = read_only("loss.partitioning")
+    why: str = read_only("loss.why")
 
     def __init__(self, loss: PartitionedLoss, argnums: int | tuple[int, ...], wrt: Any) -> None:
         self.loss, self.argnums, self.wrt = loss, argnums, wrt

@@ -102,11 +102,11 @@ def candidates(
 
     All have the same number of rows: the batch's, rounded up to what every number of microbatches divides.
     """
-    if not step.train:
+    if not step.settings.train:
         raise ValueError(
             "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
         )
-    counts = tuple(accumulate or (step.accumulate,))
+    counts = tuple(accumulate or (step.settings.accumulate,))
 
     def candidate(count: int, name: str) -> Candidate:
         other = step.changed(plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
@@ -138,7 +138,7 @@ def make_plan_report(
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
     """Compile one candidate for `target`, and read off the program what it holds, sends and waits for."""
     step, state, batch = candidate.step, candidate.state, candidate.batch
-    named = Estimate(step.plan.strategy, step.accumulate)
+    named = Estimate(step.plan.strategy, step.settings.accumulate)
     try:
         compiled = candidate.compile(target, cache)
     except CompileError as error:
@@ -148,7 +148,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         named,
         report=report(step, state, compiled, target, judge=target.kind != "cpu"),
         model_flops=model_flops(step, state, batch),
-        peak_flops=peaks.get(XLA_TYPES[step.precision.compute]),
+        peak_flops=peaks.get(XLA_TYPES[step.settings.precision.compute]),
         tokens=tokens,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,

@@ -89,7 +89,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
     state, batch, target = operands("verify", arguments, target, other)
-    if not step.train:
+    if not step.settings.train:
         raise ValueError(
             "The contract is about training: jdp.verify takes a step of jdp.make_train_step; given an evaluation "
             "step. Pass the training step."
@@ -144,7 +144,7 @@ def report(
     """
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
-    reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.accumulate)
+    reading = Reading(compiled, mesh, batch_axes(mesh), parameters, donated, offloads, step.settings.accumulate)
     promised = _promised(step, state, reading)
     collectives = collectives_on(reading, promised.statistics)
     stray = strays(collectives, promised, reading, step)
@@ -161,7 +161,7 @@ def report(
         why=step.why,
         target=str(target),
         mesh=dict(mesh.shape),
-        accumulate=step.accumulate,
+        accumulate=step.settings.accumulate,
         theory=promised,
         wire_bytes_per_device=verdict.wire_bytes,
         bound_wire_bytes_per_device=verdict.theory_wire_bytes,
@@ -214,12 +214,12 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
     counted = [each.collective for each in collectives if each.over_batch]
     yield from caveats_on([(c.kind, c.caveats) for c in counted])
     reductions = [c for c in counted if c.kind in ("all-reduce", "reduce-scatter")]
-    total, requested = sum(c.wire_bytes for c in reductions), XLA_TYPES[step.precision.reduce]
+    total, requested = sum(c.wire_bytes for c in reductions), XLA_TYPES[step.settings.precision.reduce]
     other = [c for c in reductions if c.dtype != requested]
     if sum(c.wire_bytes for c in other) > SLACK * total:
         dtypes = ", ".join(sorted({c.dtype for c in other}))
         choose = "auto cannot choose it" if step.partitioning == "auto" else "the compiler chose otherwise"
-        yield f"gradients are reduced in {dtypes}, and precision.reduce is {step.precision.reduce}: {choose}"
+        yield f"gradients are reduced in {dtypes}, and precision.reduce is {step.settings.precision.reduce}: {choose}"
     if counted and step.plan.mesh.devices.flat[0].platform == "cpu":
         yield CPU_PROGRAM
 

@@ -147,7 +147,7 @@ class Inspection:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
         state, grads = fetched(step.plan, state, grads)
         norm, loss = optax.tree.norm(grads), sums.total / sums.weight
-        new = clipped_update(step.clip_norm, state, grads, norm, loss)
+        new = clipped_update(step.settings.clip_norm, state, grads, norm, loss)
         before = tuple(getattr(state, name) for name in fields)
         flags = dict(zip(fields, broken(before, new), strict=True))
         return {path_of(path): _by_place(x) for path, x in jax.tree.leaves_with_path(flags) if x.size}

@@ -88,10 +88,12 @@ def prove(
     key = key if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     reference, first = Reference(init, tx, train_step, key, wrt, quick), batches(0)
     shapes, devices = reference.abstract_state(), train_step.plan.mesh.size
-    check_proof(shapes, devices=devices, steps=steps, precision=train_step.precision, available=available_memory())
+    check_proof(
+        shapes, devices=devices, steps=steps, precision=train_step.settings.precision, available=available_memory()
+    )
     counts = sorted({1, *accumulate})
     settings, skipped = steps_of(reference, counts, batch_rows(first), _no_microbatches(reference, shapes, first))
-    own = Setting(train_step.plan.strategy, devices, train_step.accumulate)
+    own = Setting(train_step.plan.strategy, devices, train_step.settings.accumulate)
     texts = (only,) if isinstance(only, str) and only else tuple(only)
     trials = choose_trials([*settings], own, steps=steps, only=texts, quick=quick)
     skipped |= {"resume": "saving in the middle takes at least 2 steps"} if steps < 2 else {}
@@ -110,7 +112,7 @@ def prove(
 
 
 def _check(train_step: Any, steps: int, accumulate: Sequence[int]) -> None:
-    if not isinstance(train_step, Step) or not train_step.train:
+    if not isinstance(train_step, Step) or not train_step.settings.train:
         raise ValueError(f"A proof is of a step of jdp.make_train_step; given {described(train_step)}. Make one.")
     if steps < 1:
         raise ValueError(f"steps is how many optimizer steps each run takes, at least 1; given {steps}. Take 10.")

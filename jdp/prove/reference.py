@@ -84,7 +84,7 @@ class Reference:
 
     def step_on(self, plan: Plan, accumulate: int) -> Step:
         """Return the step on another plan; the proof itself compares losses, so that none is tried."""
-        options = {**dict(self.step.compiler.options), **(QUICK if self.quick else {})}
+        options = {**dict(self.step.settings.compiler.options), **(QUICK if self.quick else {})}
         return self.step.changed(plan=plan, accumulate=accumulate, check_loss=False, compiler=Compiler.of(options))
 
     def abstract_state(self) -> TrainState:
@@ -125,7 +125,7 @@ class Reference:
         return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, static)
 
     def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
-        precision = self.step.precision
+        precision = self.step.settings.precision
         key, trained = jax.random.fold_in(state.rng, state.step + state.skipped), state.static.trained
         working = jax.tree.map(lambda p: p.astype(precision.compute_dtype), state.params)
         working = _with_noise(working, replace(noise, amplitude=FORWARD * noise.amplitude), stream=0)
@@ -139,7 +139,7 @@ class Reference:
         grads = jax.tree.map(lambda g: g.astype(precision.reduce_dtype).astype(jnp.float32) / sums.weight, grads)
         grads = _with_noise(grads, noise, stream=1, absolute=True)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-        if (limit := self.step.clip_norm) is not None:
+        if (limit := self.step.settings.clip_norm) is not None:
             grads = jax.tree.map(lambda g: jnp.where(norm > limit, g * limit / norm, g), grads)
         params = trained_part(state.params, trained)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
@@ -201,7 +201,7 @@ def record_reference(
 ) -> Record:
     """Run the reference and its shadows, and record them; `begin` gets the name of each run before it starts."""
     batch = batches(0)
-    record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.step.precision, batch)
+    record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.step.settings.precision, batch)
     shadows = [Noise(np.uint32(index // 2), np.float32(amplitude * (-1) ** index)) for index in range(2 * PAIRS)]
     for index, noise in enumerate([SILENT, *shadows]):
         exaggerated = f"shadow {index} of {2 * PAIRS}: the reference with exaggerated rounding"

@@ -20,7 +20,7 @@ from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report
 
-DROPOUT = 0.0
+DROPOUT = 0.1
 
 
 class Counting(nnx.Module):

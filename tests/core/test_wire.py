@@ -186,7 +186,7 @@ def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(monkeypatch):
     step = jdp.make_train_step(linear, plan_of("ddp"), buckets=25 * 2**20)
     names = {f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "all_reduce", "reduce_scatter")}
     assert Compiler.of("overlap", 5).settled.items() >= dict.fromkeys(names, 5).items()
-    assert step.compiler.settled == dict.fromkeys(names, 25 * 2**20)
+    assert step.settings.compiler.settled == dict.fromkeys(names, 25 * 2**20)
     assert (
         step.changed(accumulate=2).compiler.buckets == step.changed(compiler="default").compiler.buckets == 25 * 2**20
     )

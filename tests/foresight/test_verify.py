@@ -122,7 +122,7 @@ def test_a_step_moves_to_a_targets_devices():
     assert moved.state.params["w"].sharding == jax.NamedSharding(mesh, jax.P(None, "data"))
     assert moved.state.opt_state[0].mu["w"].sharding == moved.state.params["w"].sharding
     assert jax.tree.map(lambda x: (x.shape, x.dtype), moved.state) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    assert moved.step.accumulate == 2
+    assert moved.step.settings.accumulate == 2
     assert step.plan.mesh.devices.flat[0].platform == "cpu"
 
 

@@ -34,9 +34,9 @@ from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
 
 
-def read_only(path: str, doc: str = "As in `jdp.make_train_step`.") -> Any:
+def read_only(path: str) -> Any:
     """Return a property that reads what a step or a gradient is made of: an attribute of an attribute."""
-    return property(attrgetter(path), doc=doc)
+    return property(attrgetter(path))
 
 
 class PartitionedLoss:
@@ -85,11 +85,6 @@ class PartitionedLoss:
         if self.last:
             return self.last.why
         return REQUESTED if self.settings.requested else "settled when the step is first traced"
-
-    @property
-    def microbatches(self) -> int:
-        """Number of parts of a device's rows that are computed one after another."""
-        return self.settings.accumulate
 
     @property
     def batch_unit(self) -> BatchUnit:

@@ -50,7 +50,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """Strategy and microbatches: `candidate_name`."""
-        return candidate_name(self.step.plan.strategy, self.step.accumulate)
+        return candidate_name(self.step.plan.strategy, self.step.settings.accumulate)
 
     def lower(self) -> jax.stages.Lowered:
         """Return `step.lower(state, batch)` for devices that are only described."""
@@ -115,8 +115,8 @@ def abstract_on(
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
-        relocated = step.changed(plan=plan, accumulate=microbatches or step.accumulate)
-        rows, notes = round_up_rows(rows, relocated.batch_unit)
+        relocated = step.changed(plan=plan, accumulate=microbatches or step.settings.accumulate)
+        rows, notes = round_up_rows(rows, relocated.loss.batch_unit)
     keep = target is None
     if target is not None:
         state = step.bare(state)

@@ -34,7 +34,7 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
 
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype_on_device(leaf.dtype))  # noqa: E731
     others = jax.tree.map(shape, (state.model_state, batch, state.rng))
-    working = step.precision.working_shapes(state.params)
+    working = step.settings.precision.working_shapes(state.params)
     forward = count_flops(jax.make_jaxpr(loss)(working, *others).jaxpr)
     if (trained := state.static.trained) is None:
         return 3.0 * forward
@@ -68,7 +68,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None:
     """Return the seconds of a training step at every device's peak; divided by its time, that is the MFU."""
     devices = step.plan.mesh.devices
-    peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.precision.compute_dtype).name)
+    peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.settings.precision.compute_dtype).name)
     if peak is None:
         return None
     return model_flops(step, state, batch) / (peak * devices.size)

@@ -164,8 +164,10 @@ class _Judge:
             return Reason(words, self._keep_local())
         paths, remedy = tuple(placement.path for placement in parameters), self._manual(c.kind, piece)
         if c.kind == "all-reduce" and all(path in self.promised.unsharded.paths for path in paths):
-            rounds = step.accumulate if row.reduce_each_microbatch else 1
-            planned = rounds * step.precision.reduce_dtype.itemsize * self.parameters.working_elements(parameters)
+            rounds = step.settings.accumulate if row.reduce_each_microbatch else 1
+            planned = (
+                rounds * step.settings.precision.reduce_dtype.itemsize * self.parameters.working_elements(parameters)
+            )
             left = self._use_up(("unsharded", paths), planned, size)
             if size <= left:
                 return None
@@ -174,16 +176,16 @@ class _Judge:
             return self._unpromised(c.kind, parameters, remedy)
         if sent_by.in_accumulation_loop and promise.rounds == 1:
             words = "sent for every microbatch, and promised once a step"
-            return Reason(words, remedy, 1 - 1 / max(step.accumulate, 1))
+            return Reason(words, remedy, 1 - 1 / max(step.settings.accumulate, 1))
         allowance = self._allowance(promise, parameters)
         left = self._use_up((c.kind, paths), allowance, size)
         if size <= left + (TOLERANCE - 1) * allowance:
             return None
         excess, itemsize = 1 - max(left, 0.0) / size, bits(piece.dtype) // 8
         if itemsize > promise.itemsize:
-            remedy = f"precision.reduce is {step.precision.reduce}; partitioning='manual' reduces in it."
+            remedy = f"precision.reduce is {step.settings.precision.reduce}; partitioning='manual' reduces in it."
             if c.kind == "all-gather":
-                compute = step.precision.compute
+                compute = step.settings.precision.compute
                 remedy = f"Cast it to {compute} before it is gathered, or use the working copy that the loss gets."
             words = f"sent in {itemsize} bytes an element, and {promise.itemsize} are promised"
             return Reason(words, remedy, excess)

@@ -120,7 +120,7 @@ def gathers(step: Step, state: TrainState) -> tuple[Gather, ...] | None:
     found = list[Gather]()
     for each in step.sends.gathered:
         times, where = each.elements / max(elements[each.path], 1), "top" if each.at_top else "layer"
-        found.append(Gather(each.path, where, times / step.accumulate, each.payload_bytes))
+        found.append(Gather(each.path, where, times / step.settings.accumulate, each.payload_bytes))
     return tuple(found)
 
 
