@@ -61,7 +61,7 @@ def seeds_by_leaf(tree: PyTree, seed: jax.Array | None) -> PyTree:
 
 
 def seeds_by_row(placements: PyTree, shards: PyTree, seed: jax.Array) -> PyTree:
-    """Return `Held.seed` of each parameter that the backward pass reduces; None for the others."""
+    """Return `Weight.seed` of each parameter that the backward pass reduces; None for the others."""
     leaves, tree = jax.tree.flatten(placements)
     reduced = [placement.trained and placement.dim is not None for placement in leaves]
     each = zip(_several(seed, len(leaves)), tree.flatten_up_to(shards), reduced, strict=True)
