@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from jax.extend import source_info_util
@@ -102,13 +102,6 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager, _at_source(eqn):
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-@contextmanager
-def traced_at(eqn: JaxprEqn) -> Generator[None]:
-    """Give what is traced inside the source line, the name scope and the settings of `eqn`."""
-    with _at_source(eqn), eqn.ctx.manager:
-        yield
 
 
 def _at_source(eqn: JaxprEqn) -> AbstractContextManager[Any]:
