@@ -160,7 +160,7 @@ def test_a_bad_call_is_one_error_with_the_fix(case):
 def test_numbers_of_numpy_are_numbers():
     assert plan(min_shard_size=np.int64(0)).min_shard_size == 0
     made = step(accumulate=np.int32(2), clip_norm=np.float32(1))
-    assert (made.accumulate, made.clip_norm) == (2, 1.0)
+    assert (made.settings.accumulate, made.settings.clip_norm) == (2, 1.0)
     assert jdp.make_mesh(data=np.int64(8)).shape == {"data": 8}
     assert jdp.scaled_lr(np.float32(0.1), base_batch=np.int64(1), batch=2) == pytest.approx(0.2)
 

@@ -30,7 +30,7 @@ from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import traced_loss, working_copy
 from jdp.core.gradients.outputs import changed_rows
 from jdp.core.gradients.spec import GradientSpec
-from jdp.core.gradients.views import auto_collectives
+from jdp.core.gradients.views import AutoCollectives
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.random.trial_values import constant_key, moved_rows, moved_weights
@@ -106,7 +106,7 @@ class Trial:
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.plan.replicated
-        collectives, adapter = auto_collectives(spec, self.plan), self.state.static.adapter
+        collectives, adapter = AutoCollectives(spec, self.plan), self.state.static.adapter
         training = settings.train and not (adapter is not None and adapter.has_statistics)
         loss = replace(traced_loss(spec, collectives), training=training)
 

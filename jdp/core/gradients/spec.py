@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -18,38 +17,54 @@ from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
 
 
-@dataclass(frozen=True)
-class Collectives:
-    """How arrays are gathered, reduced and sharded in one partitioning.
+class Collectives(Protocol):
+    """How arrays are gathered, reduced and sharded in one view."""
 
-    Attributes:
-        gather: a shard at its rest spec -> the array at its compute spec.
-        reduce: a gradient at its compute spec -> at its rest spec, summed over `data`.
-        constrain: an accumulator of gradients -> the same values, sharded as the strategy accumulates.
-        finish: a gradient at its rest spec -> summed over the batch axes that `reduce` left out.
-        sum: scalar -> its sum over the batch axes.
-        average: (model state before, after the step) -> floating-point leaves that changed, averaged over the batch
-            axes; other leaves of `after` as they are.
-        microbatches: (batch, K) -> the batch with leaves [K, rows / K, ...], interleaved.
-        key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets, a row key if it draws.
-        axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
-        by_layer: True if layer loops gather one layer ahead and reduce one behind.
-    """
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows."""
+        return ()
 
-    gather: Collective
-    reduce: Reduction
-    constrain: Collective
-    finish: Reduction
-    sum: Callable[[jax.Array], jax.Array]
-    average: Callable[[PyTree, PyTree], PyTree]
-    microbatches: Callable[[Batch, int], Batch]
-    key_of: Callable[[jax.Array, int, Any, int], jax.Array]
-    axes: tuple[str, ...] = ()
-    by_layer: bool = False
+    @property
+    def by_layer(self) -> bool:
+        """Whether layer loops gather one layer ahead and reduce one behind."""
+        return False
 
-    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+    def gather(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
+        """Return a shard at its rest spec as the array at its compute spec."""
+        ...
+
+    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
+        """Return a gradient at its compute spec at its rest spec, summed over `data`."""
+        ...
+
+    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
+        """Return a gradient at its rest spec, summed over the batch axes that `reduce` left out."""
+        ...
+
+    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
         """Return a gradient at its rest spec, summed over all batch axes."""
         return self.finish(self.reduce(x, placement, leading, seed), placement, leading)
+
+    def constrain(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
+        """Return an accumulator of gradients, sharded as the strategy accumulates."""
+        ...
+
+    def sum(self, x: jax.Array, /) -> jax.Array:
+        """Return a scalar summed over the batch axes."""
+        ...
+
+    def average(self, before: PyTree, after: PyTree, /) -> PyTree:
+        """Return the model state after a step: floating-point leaves that changed are averaged over the batch axes."""
+        ...
+
+    def microbatches(self, batch: Batch, count: int, /) -> Batch:
+        """Return the batch with leaves [count, rows / count, ...], interleaved."""
+        ...
+
+    def key_of(self, key: jax.Array, rows: int, index: Any, count: int, /) -> jax.Array:
+        """Return the key that the loss gets for `rows` rows, microbatch `index` of `count`: a row key if it draws."""
+        ...
 
 
 @dataclass(frozen=True)

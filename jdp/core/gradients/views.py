@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,11 +72,11 @@ def view_evaluation(view: Partitioning, spec: GradientSpec, plan: Plan) -> Calla
     """Return a function (params, model_state, batch) -> sums, all global."""
     if view == "auto":
         return lambda params, model_state, batch: evaluate(
-            spec, auto_collectives(spec, plan), params, model_state, _constrained(plan, batch)
+            spec, AutoCollectives(spec, plan), params, model_state, _constrained(plan, batch)
         )
 
     def local(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
-        return evaluate(spec, manual_collectives(spec, plan), params, model_state, batch)
+        return evaluate(spec, ManualCollectives(spec, plan), params, model_state, batch)
 
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     replicas = _by_device(local, plan, (rest, replicated, plan.batch_spec), replicated)
@@ -90,7 +90,7 @@ def on_every_device(function: Callable[..., Any], plan: Plan) -> Callable[..., A
 
 def _auto_gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        view = auto_collectives(spec, plan)
+        view = AutoCollectives(spec, plan)
         grads, sums, after = step_gradients(spec, view, params, model_state, _constrained(plan, batch), key)
         whole = jax.lax.with_sharding_constraint(sums.whole, NamedSharding(plan.mesh, PartitionSpec()))
         return grads, replace(sums, rows=_constrained(plan, sums.rows), whole=whole), after
@@ -102,7 +102,7 @@ def _manual_gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     changed: list[bool] = []
 
     def local(params: PyTree, model_state: PyTree, *others: Any) -> Any:
-        grads, sums, after = step_gradients(spec, manual_collectives(spec, plan), params, model_state, *others)
+        grads, sums, after = step_gradients(spec, ManualCollectives(spec, plan), params, model_state, *others)
         changed[:] = changed_leaves(model_state, after)
         return grads, sums, trained_part(after, changed)
 
@@ -123,72 +123,90 @@ def _manual_gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     return run
 
 
-def auto_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
-    """Return the collectives of `auto`: constraints of global arrays to the plan's specs."""
-    mesh = plan.mesh
+@dataclass(frozen=True)
+class AutoCollectives(Collectives):
+    """The collectives of `auto`: constraints of global arrays to the plan's specs."""
 
-    def constrain(x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*partition[leading:])))
+    spec: GradientSpec
+    plan: Plan
 
-    def constrain_accumulator(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return constrain(x, placement.rest if spec.strategy.reduce_each_microbatch else placement.compute, leading)
+    def _constrained(self, x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.plan.mesh, PartitionSpec(*partition[leading:])))
 
-    def microbatches(batch: Batch, count: int) -> Batch:
-        sharding = NamedSharding(mesh, PartitionSpec(None, *plan.batch_spec))
+    def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return self._constrained(x, placement.compute, leading)
+
+    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        return self._constrained(x, placement.rest, leading)
+
+    finish = reduce
+
+    def constrain(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        each_microbatch = self.spec.strategy.reduce_each_microbatch
+        return self._constrained(x, placement.rest if each_microbatch else placement.compute, leading)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def average(self, before: PyTree, after: PyTree) -> PyTree:
+        return after
+
+    def microbatches(self, batch: Batch, count: int) -> Batch:
+        sharding = NamedSharding(self.plan.mesh, PartitionSpec(None, *self.plan.batch_spec))
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count), sharding), batch)
 
-    def key_of(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
-        if spec.draws is None:
+    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
+        draws = self.spec.draws
+        return key if draws is None else draws.key(key, offset=index, stride=count, total=rows * count)
+
+
+@dataclass(frozen=True)
+class ManualCollectives(Collectives):
+    """The collectives of `manual`: those of `jax.lax`, on a device's own arrays."""
+
+    spec: GradientSpec
+    plan: Plan
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return batch_axes(self.plan.mesh)
+
+    @property
+    def by_layer(self) -> bool:
+        return self.plan.batch_shards > 1
+
+    def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return collectives.all_gather(x, placement, leading, self.plan.mesh)
+
+    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        return collectives.psum_scatter(x, placement, leading, self.plan.mesh, self.spec.settings.wire, seed)
+
+    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        axes = tuple(axis for axis in self.axes if placement.dim is None or axis != DATA)
+        return collectives.psum(x, axes, placement, leading, self.plan.mesh, self.spec.settings.wire, seed)
+
+    def constrain(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return x
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.axes)
+
+    def average(self, before: PyTree, after: PyTree) -> PyTree:
+        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+            is_same = old is new or not jnp.issubdtype(new.dtype, jnp.floating)
+            return new if is_same else mean_over(new, self.axes, self.plan.batch_shards)
+
+        return jax.tree.map(mean, before, after)
+
+    def microbatches(self, batch: Batch, count: int) -> Batch:
+        return jax.tree.map(lambda x: interleave(x, count), batch)
+
+    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
+        if (draws := self.spec.draws) is None:
             return key
-        return spec.draws.key(key, offset=index, stride=count, total=rows * count)
-
-    return Collectives(
-        gather=lambda x, placement, leading: constrain(x, placement.compute, leading),
-        reduce=lambda x, placement, leading, _=None: constrain(x, placement.rest, leading),
-        constrain=constrain_accumulator,
-        finish=lambda x, placement, leading, _=None: constrain(x, placement.rest, leading),
-        sum=lambda x: x,
-        average=lambda before, after: after,
-        microbatches=microbatches,
-        key_of=key_of,
-    )
-
-
-def manual_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
-    """Return the collectives of `manual`: those of `jax.lax`, on a device's own arrays."""
-    mesh, axes, wire = plan.mesh, batch_axes(plan.mesh), spec.settings.wire
-    others = tuple(axis for axis in axes if axis != DATA)
-    replicas = plan.batch_shards
-
-    def reduce(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        return collectives.psum_scatter(x, placement, leading, mesh, wire, seed)
-
-    def finish(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        summed = axes if placement.dim is None else others
-        return collectives.psum(x, summed, placement, leading, mesh, wire, seed)
-
-    def average(before: Any, after: Any) -> Any:
-        unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
-        return after if unchanged else mean_over(after, axes, replicas)
-
-    def key_of(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
-        if spec.draws is None:
-            return key
-        first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count) + jnp.uint32(index)
-        return spec.draws.key(key, offset=first, stride=count, total=rows * count * replicas)
-
-    return Collectives(
-        gather=lambda x, placement, leading: collectives.all_gather(x, placement, leading, mesh),
-        reduce=reduce,
-        constrain=lambda x, placement, leading: x,
-        finish=finish,
-        sum=lambda x: jax.lax.psum(x, axes),
-        average=lambda before, after: jax.tree.map(average, before, after),
-        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count), batch),
-        key_of=key_of,
-        axes=axes,
-        by_layer=replicas > 1,
-    )
+        own_rows, device = rows * count, jax.lax.axis_index(self.axes).astype(jnp.uint32)
+        first = device * jnp.uint32(own_rows) + jnp.uint32(index)
+        return draws.key(key, offset=first, stride=count, total=own_rows * self.plan.batch_shards)
 
 
 def _by_device(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
