@@ -191,7 +191,7 @@ def test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused(loss):
     if loss is not mixup:
         np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(loss, before), rtol=1e-5)
     for settings in ({"accumulate": 2}, {"partitioning": "manual"}):
-        with pytest.raises(ValueError, match=f"must be a sum over rows.*{FOUND.get(loss, 'rows')}.*pairs, 2"):
+        with pytest.raises(ValueError, match=f"must be a sum over rows.*{FOUND.get(loss, 'rows')}"):
             one_step(loss, settings)
 
 

@@ -52,8 +52,12 @@ class Adapter:
         sync_axes: tuple[str, ...] = (),
         *,
         keep_mode: bool = False,
+        running_norms: bool = False,
     ) -> nnx.Module:
-        """Build the module: in training mode with a key to draw from, in evaluation mode without one."""
+        """Build the module: in training mode with a key to draw from, in evaluation mode without one.
+
+        With `running_norms` batch norms take their running averages in either mode.
+        """
         filled: Flat = {}
         for path, variable in self.variables.items():
             if isinstance(variable, nnx.RngState):
@@ -66,6 +70,8 @@ class Adapter:
             synchronise(norm, sync_axes)
         if rng is None or not keep_mode:
             (module.eval if rng is None else module.train)()
+        for _, norm in _batch_norms(module) if running_norms else ():
+            norm.use_running_average = True
         return module
 
     def changed(self, module: nnx.Module) -> dict[str, Any]:

@@ -30,7 +30,13 @@ class Models:
     specs: tuple[tuple[tuple[str, PartitionSpec], ...], ...]  # of each model, as `metadata` returns them
 
     def merge(
-        self, params: Sequence[Any], model_state: Sequence[Any], rng: jax.Array | None, sync_axes: tuple[str, ...] = ()
+        self,
+        params: Sequence[Any],
+        model_state: Sequence[Any],
+        rng: jax.Array | None,
+        sync_axes: tuple[str, ...] = (),
+        *,
+        running_norms: bool = False,
     ) -> tuple[Any, ...]:
         """Build the models: modules in their own mode if there is a key to draw from, else in evaluation mode."""
 
@@ -38,7 +44,8 @@ class Models:
             if adapter is None:
                 return params[index]
             key = None if rng is None else jax.random.fold_in(rng, index)
-            return adapter.merge(params[index], model_state[index], key, sync_axes, keep_mode=True)
+            own = params[index], model_state[index], key, sync_axes
+            return adapter.merge(*own, keep_mode=True, running_norms=running_norms)
 
         return tuple(merged(index, adapter) for index, adapter in enumerate(self.adapters))
 

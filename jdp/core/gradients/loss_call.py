@@ -114,7 +114,7 @@ class TracedLoss:
         placements: a tree like the parameters, of `Placement`.
         boundary: how weights are gathered and their gradients summed; None where the operands are gathered already.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
-        training: True puts a module in training mode, with the key to draw from.
+        running_norms: True lets batch norms take their running averages in training mode too.
     """
 
     fn: LossFn
@@ -122,7 +122,7 @@ class TracedLoss:
     placements: PyTree
     boundary: Boundary | None
     sync_axes: tuple[str, ...] = ()
-    training: bool = True
+    running_norms: bool = False
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
@@ -146,7 +146,7 @@ class TracedLoss:
         with context:
             model = weights
             if self.adapter is not None:
-                model = self.adapter.merge(weights, model_state, key if self.training else None, self.sync_axes)
+                model = self.adapter.merge(weights, model_state, key, self.sync_axes, running_norms=self.running_norms)
             both = self.fn.both if isinstance(self.fn, LossWithAux) else lambda *given: (self.fn(*given), ())
             value, aux = both(model, batch, key)
             if self.adapter is not None:

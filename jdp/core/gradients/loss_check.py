@@ -8,9 +8,10 @@ tried on a few rows, in float32:
    zero rows, or is not finite there, the same rows twice are compared with twice the rows.
 2. No row changes another row's part. With rows (a, b) and others (a', b') of the same shapes
    f(a, b) + f(a', b') = f(a', b) + f(a, b'). Rows are split into a and b by each bit of their number, so any two are
-   apart once.
+   apart once. And a loss that draws nothing is the same for rows in another order.
 
-Weights and rows are those of the first call, and then the same moved into general position. With a head of zeros, or
+Values alone are tried: rows that meet behind a `stop_gradient` and cancel are not seen. Batch norms of NNX take their
+running averages meanwhile, as they are known. Weights and rows are those of the first call, and then the same moved into general position. With a head of zeros, or
 with weights that are all 1, no row would make a difference. A result that is not finite decides nothing.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
@@ -42,6 +44,8 @@ ROWS = 4
 TOLERANCE = 1e-5
 """Of the sum of absolute values. Rows keep their places, so only the last sum over rows is rounded otherwise."""
 
+UNDECIDED = "on the rows that were tried it is not finite, or they have no weight"
+
 Program = Callable[[bool], Any]
 """What was compiled, as a function of whether weights and rows are moved."""
 
@@ -52,12 +56,19 @@ class UntriedError(ValueError):
 
 @dataclass(frozen=True)
 class Trial:
-    """A loss, and the state and the batch that it is tried on."""
+    """A loss, and the state and the batch that it is tried on.
+
+    Attributes:
+        draws: True if the loss draws random numbers.
+        evaluates: True to try it as an evaluation calls it: without a key, and a module in evaluation mode.
+    """
 
     spec: GradientSpec
     plan: Plan
     state: AnyState
     batch: Batch
+    draws: bool = False
+    evaluates: bool = False
 
     def finding(self, rows: int) -> str | None:
         """Describe how the loss is no sum over rows, with the two numbers; None if it passes.
@@ -94,11 +105,11 @@ class Trial:
                 return found
             if np.isfinite(calls.total).all() and np.any(calls.weight):
                 decided = True
-                if found := _of_halves(calls, numbers):
+                if found := _of_halves(calls, numbers) or _of_order(calls, self.draws):
                     return found
                 _report_metrics(calls, empty)
         if not decided:
-            raise UntriedError("on the rows that were tried it is not finite, or they have no weight")
+            raise UntriedError(UNDECIDED)
         return None
 
     def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Program:
@@ -106,21 +117,23 @@ class Trial:
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.plan.replicated
-        collectives, adapter = AutoCollectives(spec, self.plan), self.state.static.adapter
-        training = settings.train and not (adapter is not None and adapter.has_statistics)
-        loss = replace(traced_loss(spec, collectives), training=training)
+        collectives = AutoCollectives(spec, self.plan)
+        loss = replace(traced_loss(spec, collectives), running_norms=True)
+        its_key = key if settings.train and not self.evaluates else None
 
         def run(params: PyTree, model_state: PyTree, batch: Batch, amount: jax.Array) -> Any:
             sets = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[numbers.ravel()], replicated), batch)
             sets = jax.tree.map(lambda x: x.reshape(*numbers.shape, *x.shape[1:]), moved_rows(sets, amount))
             operands = working_copy(spec, collectives, moved_weights(params, amount))
-            return function(lambda rows: loss(operands, model_state, rows, key if settings.train else None)[0], sets)
+            return function(lambda rows: loss(operands, model_state, rows, its_key)[0], sets)
 
         arguments = self.state.params, self.state.model_state, self.batch
         with jax.default_matmul_precision("highest"):  # GPUs would take TF32
             traced = jax.jit(run, out_shardings=replicated).trace(*arguments, jnp.float32(0))
             if traced.jaxpr.effects:
                 raise UntriedError("it prints or calls back, which a trial would do too")
+            if any(isinstance(x, Tracer) for x in traced.jaxpr.consts):
+                raise UntriedError("it closes over a value of the function that is traced: pass that in the batch")
             program = traced.lower().compile()
         return lambda moved: jax.device_get(program(*arguments, jnp.float32(moved)))
 
@@ -138,10 +151,12 @@ def _masks(count: int) -> np.ndarray:
 
 
 def _mixtures(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
-    def call(mask: jax.Array) -> Sums:
-        return forward(jax.tree.map(lambda x: jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 2)), x[1], x[0]), sets))
-
-    return jax.lax.map(call, jnp.asarray(_masks(jax.tree.leaves(sets)[0].shape[1])))
+    """Return the sums of a call for each of `_masks`, and of one with the first rows in the opposite order."""
+    count = jax.tree.leaves(sets)[0].shape[1]
+    places = np.arange(count) + count * _masks(count)
+    both = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sets)
+    places = np.concatenate([places, np.arange(count)[None, ::-1]])
+    return jax.lax.map(lambda rows: forward(jax.tree.map(lambda x: x[rows], both)), jnp.asarray(places))
 
 
 def _nothing(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
@@ -180,8 +195,17 @@ def _of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
             scale += 1e-3 * np.abs(calls.weight).sum() if name == "total" else 0  # a loss of 0 is rounding
             if abs(together - apart) > TOLERANCE * scale:
                 numbers_of = f"Loss.{name} of them is {together:.6g} and not {apart:.6g}, the sum of their parts"
-                return f"rows {left} of the batch change the part of rows {right}: {numbers_of}"
-    return changed_rows([*map(np.asarray, calls.rows)], masks)
+                pairs = "if neighbouring rows belong together, make one row of them, [pairs, 2, ...]"
+                return f"rows {left} of the batch change the part of rows {right}: {numbers_of}; {pairs}"
+    return changed_rows([np.asarray(x)[:-1] for x in calls.rows], masks)
+
+
+def _of_order(calls: Sums, draws: bool) -> str | None:
+    """Compare rows with the same in the opposite order: at other places they may be rounded otherwise."""
+    for name, f in (("total", calls.total), ("weight", calls.weight)):
+        if not draws and abs(f[0] - f[-1]) > 1e-3 * (abs(f[0]) + abs(f[-1])):
+            return f"Loss.{name} is {f[0]:.6g} of some rows and {f[-1]:.6g} of the same rows in the opposite order"
+    return None
 
 
 def _report_metrics(calls: Sums, empty: Sums | None) -> None:

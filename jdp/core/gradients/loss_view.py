@@ -8,7 +8,7 @@ gets `auto` with one microbatch, which is reported, or an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss
-from jdp.core.gradients.loss_check import Trial, UntriedError
+from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
 from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import chosen_view, on_every_device
@@ -58,37 +58,65 @@ class View:
     gathers_rows: bool = False
 
 
+IN_TRAINING_ALONE = "rows change each other in training alone, as in a batch norm"
+
+
 class TrialOnce:
-    """The trial of one loss: made once, and remembered for other shapes, meshes and plans."""
+    """The trial of one loss: made once for each form of its model and its batch, for other numbers of rows too."""
 
     def __init__(self) -> None:
-        self.is_over = False
-        self._result: str | None = None
+        self._results: dict[Hashable, str | None] = {}
+
+    def is_of(self, state: AnyState, batch: Batch) -> bool:
+        """Return True if the loss was tried on values of this form."""
+        return self._form(state, batch) in self._results
 
     def __call__(self, values: Values, trial: Trial, rows: int) -> str | None:
         """Return what speaks against calling the loss on parts of the batch; None if nothing does."""
-        if self.is_over or values == "abstract":
-            return self._result
+        form = self._form(trial.state, trial.batch)
+        if form not in self._results and values != "abstract":
+            self._results[form] = self._finding(trial, rows) if values == "real" else self._on_drawn_values(trial, rows)
+        return self._results.get(form)
+
+    def _form(self, state: AnyState, batch: Batch) -> Hashable:
+        leaves, structure = jax.tree.flatten((state.params, batch))
+        return state.static.adapter, structure, tuple([(x.ndim, str(x.dtype)) for x in leaves])
+
+    def _finding(self, trial: Trial, rows: int) -> str | None:
+        adapter = trial.state.static.adapter
         try:
-            if values == "real":
-                self._result = trial.finding(rows)
-            else:
-                with jax.ensure_compile_time_eval():
-                    self._result = _on_drawn_values(trial).finding(rows)
+            found = trial.finding(rows)
         except UntriedError as error:
-            self._result = f"whether it is a sum over rows is not known: {error}"
-        self.is_over = True
-        return self._result
+            return f"whether it is a sum over rows is not known: {error}"
+        if found is None or adapter is None or not (trial.spec.settings.train and adapter.has_statistics):
+            return found
+        try:
+            return found if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
+        except UntriedError:
+            return found
 
-
-def _on_drawn_values(trial: Trial) -> Trial:
-    plan, state = trial.plan, trial.state
-    rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
-    model_state = drawn_like(state.model_state, jax.tree.map(lambda _: plan.replicated, state.model_state))
-    batch = drawn_like(trial.batch, jax.tree.map(lambda _: plan.batch_sharding, trial.batch))
-    return replace(
-        trial, state=replace(state, params=drawn_like(state.params, rest), model_state=model_state), batch=batch
-    )
+    def _on_drawn_values(self, trial: Trial, rows: int) -> str | None:
+        """Return the finding on weights and rows that are drawn, with larger numbers if nothing was decided."""
+        plan, state, found = trial.plan, trial.state, None
+        rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
+        replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
+        with jax.ensure_compile_time_eval():
+            for integers in (1, 9, 99):
+                drawn = replace(
+                    state,
+                    params=drawn_like(state.params, rest),
+                    model_state=drawn_like(state.model_state, replicated, positive=True),
+                )
+                shardings = jax.tree.map(lambda _: plan.batch_sharding, trial.batch)
+                batch = drawn_like(trial.batch, shardings, integers=integers, positive=integers > 1)
+                found = self._finding(replace(trial, state=drawn, batch=batch), rows)
+                if found is None or not found.endswith(UNDECIDED):
+                    break
+        return (
+            found
+            if found is None
+            else f"{found} (tried on drawn values; a call of `check` outside jit tries real ones)"
+        )
 
 
 def settle_view(
@@ -102,7 +130,7 @@ def settle_view(
     settings, adapter = spec.settings, state.static.adapter
     read = partial(_read, spec, plan, state, batch)
     reading = whole = read(settings.requested or "auto")
-    statistics = adapter.unsynchronised if adapter is not None and settings.train else ()
+    statistics = () if adapter is None or not settings.train else adapter.unsynchronised_floats + adapter.unsynchronised
     name, why = chosen_view(settings.requested, whole.form, plan.batch_shards, settings.train, statistics)
     if settings.accumulate > 1:
         _check_microbatches(whole.form, settings.accumulate)
@@ -111,13 +139,13 @@ def settle_view(
         try:
             reading = read(name)
         except Exception as error:  # the user's own code, which may need global arrays
-            first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            reason = f"it cannot be called on one device's rows ({first_line})"
+            first_line = str(error).partition(chr(10))[0]
+            reason = f"it cannot be called on one device's rows ({type(error).__name__}: {first_line})"
     reason = reason or reading.obstacle(trial)
     if reason is not None and name != whole.partitioning:
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
         reading, reason = whole, whole.obstacle(trial)
-    if reason is not None:
+    if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
         raise ValueError(_refusal(plan, settings.accumulate, name, reason, adapter is None))
     reading.check_metrics()
     return View(
@@ -149,12 +177,12 @@ def _check_microbatches(form: LossForm, count: int) -> None:
 def _refusal(plan: Plan, accumulate: int, name: Partitioning, reason: str, is_plain: bool) -> str:
     parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if name == "manual"]
     parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
-    norms = " A batch norm of linen or equinox: wrap the model in nnx.bridge.ToNNX." if is_plain else ""
+    norms = is_plain and "change the part of rows" in reason
     return (
         f"A loss that is called on parts of the batch ({' × '.join(parts)}) must be a sum over rows, and draw by row; "
-        f"{reason}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole batch; if "
-        f"neighbouring rows belong together, make one row of them, [pairs, 2, ...].{norms} check_loss=False turns the "
-        "trial off."
+        f"{reason}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole batch."
+        f"{' Has it a batch norm of linen? Wrap the model in nnx.bridge.ToNNX.' if norms else ''} check_loss=False "
+        "turns the trial off."
     )
 
 
@@ -177,6 +205,10 @@ def _read(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, partiti
             raise
         refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
         raise ValueError(_refusal(plan, spec.settings.accumulate, partitioning, refusal, False)) from error
+    except Exception as error:
+        if calls > 1:
+            error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
+        raise
     return _Reading(spec, plan, state, batch, partitioning, calls, rows, trace, jaxpr, form)
 
 
@@ -240,7 +272,8 @@ class _Reading:
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
-        return trial(Trial(replace(self.spec, loss_fn=loss_fn), self.plan, self.state, self.batch), self.rows)
+        spec, draws = replace(self.spec, loss_fn=loss_fn), draws_anything(self.jaxpr)
+        return trial(Trial(spec, self.plan, self.state, self.batch, draws), self.rows)
 
     @property
     def remarks(self) -> str:

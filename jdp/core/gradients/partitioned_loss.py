@@ -98,7 +98,7 @@ class PartitionedLoss:
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.settings.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = _shapes(state, batch)
-        if shapes in self._views and (values != "real" or self._trial.is_over):
+        if shapes in self._views and (values != "real" or self._trial.is_of(state, batch)):
             return self._views[shapes]
         before = self._views.pop(shapes, None)
         settled = settle_view(self.gradient_spec(state), self.plan, state, batch, partial(self._trial, values))
@@ -210,7 +210,8 @@ class PartitionedLoss:
 
 def _shapes(state: AnyState, batch: Batch) -> Hashable:
     """Return what views are remembered by; a module's mode decides what it draws."""
-    return state.static.adapter, tuple([(x.shape, str(x.dtype)) for x in jax.tree.leaves((state.params, batch))])
+    leaves, structure = jax.tree.flatten((state.params, batch))
+    return state.static.adapter, structure, tuple([(x.shape, str(x.dtype)) for x in leaves])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

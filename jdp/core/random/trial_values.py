@@ -45,22 +45,22 @@ def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
     return tree.unflatten(map(moved, range(len(leaves)), map(jnp.asarray, leaves)))
 
 
-def drawn_like(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Return arrays for abstract or traced ones: floating-point numbers near 0, integers 0 and 1, each sharded."""
+def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: bool = False) -> PyTree:
+    """Return arrays for abstract or traced ones, each sharded: integers up to `integers`, other numbers near 0 or 1."""
 
     def drawn(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         key = jax.random.key(number)
         if jnp.issubdtype(dtype, jnp.floating):
-            return (0.3 * jax.random.normal(key, shape)).astype(dtype)
+            floats = jax.random.uniform(key, shape) + 0.5 if positive else 0.3 * jax.random.normal(key, shape)
+            return floats.astype(dtype)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return jnp.broadcast_to(jax.random.key(0), shape)
-        return jax.random.bernoulli(key, 0.5, shape).astype(dtype)
+        return jax.random.randint(key, shape, 0, integers + 1).astype(dtype)
 
     leaves, structure = jax.tree.flatten(tree)
     shapes = [(number, x.shape, x.dtype) for number, x in enumerate(leaves)]
-    with jax.ensure_compile_time_eval():
-        make = jax.jit(lambda: [drawn(*shape) for shape in shapes], out_shardings=structure.flatten_up_to(shardings))
-        return structure.unflatten(make())
+    make = jax.jit(lambda: [drawn(*shape) for shape in shapes], out_shardings=structure.flatten_up_to(shardings))
+    return structure.unflatten(make())
 
 
 @functools.cache
