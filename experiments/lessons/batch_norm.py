@@ -27,6 +27,7 @@ import optax
 from devices import use_eight_devices
 from digits import digits as flat_digits
 from flax import nnx
+from local_norm import LocalNorm
 from narration import keep, parser, show, tell
 
 import jdp
@@ -35,28 +36,11 @@ from jdp.foresight.traffic.theory import ring_bytes
 from jdp.report.charts import chart
 
 ROWS, STEPS, SEEDS, HELD_OUT, CHANNELS = (2, 4, 8, 32), 60, 3, 392, (8, 16, 32)  # rows a device; digits held out
+NORMS = {"local": LocalNorm, "sync.": nnx.BatchNorm}
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    images, labels = flat_digits()
-    return images.reshape(-1, 8, 8, 1), labels
-
-
-class LocalNorm(nnx.Module):
-    """A batch norm that jdp does not know: each device has statistics of its own rows, and averages are averaged."""
-
-    def __init__(self, channels: int, momentum: float, rngs: nnx.Rngs) -> None:
-        self.scale, self.bias = nnx.Param(jnp.ones(channels)), nnx.Param(jnp.zeros(channels))
-        self.mean, self.var = nnx.BatchStat(jnp.zeros(channels)), nnx.BatchStat(jnp.ones(channels))
-        self.momentum, self.use_running_average = momentum, False
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        mean, var = self.mean[...], self.var[...]
-        if not self.use_running_average:
-            mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
-            for average, new in ((self.mean, mean), (self.var, var)):
-                average[...] = self.momentum * average[...] + (1 - self.momentum) * new
-        return (x - mean) * jax.lax.rsqrt(var + 1e-5) * self.scale[...] + self.bias[...]
+    return (data := flat_digits())[0].reshape(-1, 8, 8, 1), data[1]
 
 
 class Net(nnx.Module):
@@ -83,9 +67,6 @@ def loss(model: Any, batch: Any, rng: Any) -> jdp.Loss:
 
 # 1. One step, two norms. Under "manual" each device runs the loss on its own rows. jdp gives every nnx.BatchNorm the
 # mesh's axes, and a norm of another class nothing. (Under "auto" arrays are whole: statistics are those of all rows.)
-NORMS = {"local": LocalNorm, "sync.": nnx.BatchNorm}
-
-
 def make_steps(plan: jdp.Plan) -> dict[str, Any]:
     return {name: jdp.make_train_step(loss, plan, partitioning="manual", donate=False) for name in NORMS}
 

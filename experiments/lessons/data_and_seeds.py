@@ -106,7 +106,7 @@ def learnt_by_jdp(devices: int) -> np.ndarray:
 
     def loss(params: Any, batch: Any, rng: jax.Array) -> jdp.Loss:
         kept = jax.random.bernoulli(rng, 0.5, batch["x"].shape)
-        return jdp.Loss((jax.numpy.where(kept, batch["x"], 0) @ params["w"]).sum(), np.float32(BATCH))
+        return jdp.Loss((jax.numpy.where(kept, batch["x"], 0) @ params["w"]).sum(), len(batch["x"]))
 
     plan = jdp.Plan(jdp.make_mesh(data=devices, devices=jax.devices()[:devices]), "ddp")
     start = lambda rng: {"w": jax.numpy.ones((32, 4))}  # noqa: E731

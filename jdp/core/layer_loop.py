@@ -104,6 +104,7 @@ class LayerLoop:
     def _saving(self, weights: list[Weight], others: list[Any], carry: Any, outer: list[Any]) -> tuple[Any, Any]:
         """Return what `_plain` does, and what the backward pass takes."""
         checkpointed = jax.checkpoint(self._layer, policy=self.policy, prevent_cse=False)
+        carry = self._like_later(carry, others, outer)
 
         def call(gathered: list[Any], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
             results, back = jax.vjp(checkpointed, gathered, others, carry, *outer)
@@ -118,6 +119,12 @@ class LayerLoop:
         carry, stacks = self._forward(call, weights, others, carry)
         last = [] if self._keeps else stacks["last"]
         return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["kept"], last)
+
+    def _like_later(self, carry: Any, others: list[Any], outer: list[Any]) -> Any:
+        """Return what enters the first layer as what enters later ones: told from others by identity, no constant."""
+        beside = {id(x) for x in jax.tree.leaves((others, outer))}
+        is_like = lambda x: isinstance(x, Tracer) and x.ndim > 0 and id(x) not in beside  # noqa: E731
+        return jax.tree.map(lambda x: x if is_like(x) else jax.lax.optimization_barrier(x), carry)
 
     def _forward(self, call: Any, weights: list[Weight], others: list[Any], carry: Any) -> tuple[Any, Stacks]:
         """Run `call`(gathered weights, others, carry) -> (carry, what is stacked) for all layers."""
@@ -161,7 +168,7 @@ class LayerLoop:
         order = range(self.count - 1, -1, -1)
         (d_carry, _, d_weights, d_outer), stacks = self._rounds(round_, state, order, stacks)
         self._put(stacks, "weights", 0, self._reduce(weights, 0, d_weights))
-        summed = iter(self._stacked(stacks["weights"]))
+        summed = iter(self._stacked(stacks["weights"]) if slots else [])
         d_slots = [Weight(None, None if weight.slot is None else next(summed)) for weight in weights]
         d_others = _with_floats(others, self._stacked(stacks["others"]))
         return d_slots, d_others, _with_floats(self._residuals.results[0], d_carry), _with_floats(outer, d_outer)

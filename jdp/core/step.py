@@ -55,7 +55,7 @@ class Step(Generic[Kind]):
         >>> train_step = jdp.make_train_step(loss_fn, plan, donate=False)
         >>> new, metrics = train_step(state, batch)
         >>> train_step.partitioning
-        'auto'
+        'manual'
         >>> compiled = train_step.compile(state, batch)  # ahead of time
         >>> compiled.memory_analysis().alias_size_in_bytes
         0

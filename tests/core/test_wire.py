@@ -188,7 +188,9 @@ def test_buckets_are_thresholds_of_xlas_compiler_for_gpus(monkeypatch):
     assert Compiler.of("overlap", 5).settled.items() >= dict.fromkeys(names, 5).items()
     assert step.settings.compiler.settled == dict.fromkeys(names, 25 * 2**20)
     assert (
-        step.changed(accumulate=2).settings.compiler.buckets == step.changed(compiler="default").settings.compiler.buckets == 25 * 2**20
+        step.changed(accumulate=2).settings.compiler.buckets
+        == step.changed(compiler="default").settings.compiler.buckets
+        == 25 * 2**20
     )
     assert step.compiler_options == {} and any("buckets is for" in said for said in notices._said)
 

@@ -34,7 +34,9 @@ def test_more_microbatches_need_less_memory(mesh):
 
 @pytest.mark.parametrize(("strategy", "sent"), [("ddp", 2 * D), ("zero2", 4 * D + D)])
 def test_jdp_reduces_where_the_strategy_says(mesh, strategy, sent):
-    assert lesson.with_jdp(mesh, strategy, 4, 0)[0] == pytest.approx(sent, abs=256)  # scalars, the loss among them
+    assert lesson.with_jdp(mesh, strategy, 4, 0)[0] == pytest.approx(
+        sent, abs=512
+    )  # scalars: the loss, and two sums a parameter that check the update
 
 
 def test_unequal_microbatches_need_sums():

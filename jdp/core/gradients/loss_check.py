@@ -10,9 +10,10 @@ tried on a few rows, in float32:
    f(a, b) + f(a', b') = f(a', b) + f(a, b'). Rows are split into a and b by each bit of their number, so any two are
    apart once. And a loss that draws nothing is the same for rows in another order.
 
-Values alone are tried: rows that meet behind a `stop_gradient` and cancel are not seen. Batch norms of NNX take their
-running averages meanwhile, as they are known. Weights and rows are those of the first call, and then the same moved into general position. With a head of zeros, or
-with weights that are all 1, no row would make a difference. A result that is not finite decides nothing.
+Values alone are tried: rows that meet behind a `stop_gradient`, and cancel, are not seen. Batch norms of NNX, which are
+known, take their running averages meanwhile. Weights and rows are those of the first call, and then the same moved into
+general position. With a head of zeros, or with weights that are all 1, no row would make a difference. A result that is
+not finite decides nothing.
 """
 
 from __future__ import annotations

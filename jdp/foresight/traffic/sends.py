@@ -98,6 +98,8 @@ def activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str
 
 MOSTLY = 0.5
 """Share of the gathered parameters' bytes; a zero3 that gathers more than this at the top is called a zero2."""
+_TWICE = 1.5
+"""Times a microbatch above which the backward pass gathers again what is gathered at the top, and nothing is held."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,9 @@ def gathers(step: Step, state: TrainState) -> tuple[Gather, ...] | None:
 
 
 def like_zero2(gathered: Sequence[Gather], accumulate: int) -> str:
-    """Return a sentence if most of the parameters' bytes are gathered at the top, else an empty string."""
+    """Return a sentence if most of the parameters' bytes are held from the top on, else an empty string."""
     copies = [(each, each.payload_bytes / (accumulate * each.times_a_microbatch or 1)) for each in gathered]
-    at_top = {each.parameter: held for each, held in copies if each.where == "top"}
+    at_top = {each.parameter: held for each, held in copies if each.where == "top" and each.times_a_microbatch < _TWICE}
     top, layered = sum(at_top.values()), sum(held for each, held in copies if each.parameter not in at_top)
     if top <= MOSTLY * (top + layered):
         return ""
