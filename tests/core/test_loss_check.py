@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jdp
@@ -216,6 +217,72 @@ def test_weights_that_are_zero_in_one_half_hide_nothing():
     with pytest.raises(ValueError, match="change the part of rows"):
         one_step(normalised, {"accumulate": 2}, batch=batch)
     assert one_step(weighed, {"accumulate": 2}, batch=batch)[0].partitioning == "manual"
+
+
+def by_place(params, batch, rng):
+    each = jnp.square(outputs(params, batch)).mean(axis=1)
+    return jdp.Loss((each * jnp.arange(1, len(each) + 1)).sum(), jnp.float32(len(each)))
+
+
+def test_a_loss_that_reads_a_row_s_place_is_no_sum():
+    """No row changes another's part; in another order the sum is another."""
+    step, before, _, metrics = one_step(by_place, {})
+    assert step.partitioning == "auto" and "of the same rows in the opposite order" in step.why
+    np.testing.assert_allclose(metrics["loss"], on_the_whole_batch(by_place, before), rtol=1e-5)
+
+
+def test_a_batch_of_another_form_is_tried_anew():
+    """The same shapes by other names: there the loss mixes rows."""
+
+    def loss(params, batch, rng):
+        return (contrastive if "other" in batch else weighed)(params, batch | {"weight": batch["x"][:, 0] ** 2}, rng)
+
+    plan, first = jdp.Plan(MESH), {"x": batch_of()["x"], "one": np.ones(ROWS, np.float32)}
+    step = jdp.make_train_step(loss, plan)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    state, _ = step(state, first)
+    assert step.partitioning == "manual"
+    expected = on_the_whole_batch(contrastive, state.params)
+    state, metrics = step(state, {"x": first["x"], "other": first["one"]})
+    assert step.partitioning == "auto"
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+class Centred(nnx.Module):
+    """Beside a batch norm it mixes rows of its own, in training alone."""
+
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.deterministic = False
+
+    def __call__(self, x):
+        x = self.norm(self.dense(x))
+        return x if self.deterministic else x + jnp.square(x.mean(axis=0))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(WIDTH)(x))
+
+
+def of_linen(rng):
+    return nnx.bridge.ToNNX(Linen(), rngs=nnx.Rngs(rng)).lazy_init(jnp.ones((1, WIDTH)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("make", [lambda rng: Centred(nnx.Rngs(rng)), of_linen], ids=["own", "linen"])
+def test_a_loss_that_mixes_rows_in_training_alone_sees_whole_microbatches(make, accumulate):
+    """As one device does, which has microbatches of as many rows."""
+
+    def loss(model, batch, rng):
+        keywords = {} if isinstance(model, Centred) else {"train": rng is not None, "mutable": ["batch_stats"]}
+        return jdp.Loss(jnp.square(model(batch["x"], **keywords) - 1).sum(), jnp.float32(len(batch["x"])))
+
+    alone = jdp.make_mesh(devices=jax.devices()[:1])
+    (step, *_, many), (*_, one) = (one_step(loss, {"accumulate": accumulate}, init=make, mesh=m) for m in (MESH, alone))
+    assert step.partitioning == "auto"
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
 
 
 def weighted_mean(params, batch, rng):
