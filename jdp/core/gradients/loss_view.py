@@ -17,6 +17,8 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 
+from jdp.base.formatting import format_bytes
+from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss
@@ -28,6 +30,7 @@ from jdp.core.plan import Plan
 from jdp.core.random.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
 from jdp.core.random.trial_values import drawn_like
 from jdp.core.reading.jaxprs import every_eqn, user_line
+from jdp.core.sharding.host_memory import is_described
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
 from jdp.core.types import Batch, LossFn, PartsError
@@ -58,6 +61,8 @@ class View:
     gathers_rows: bool = False
 
 
+MOST_DRAWN = 2**30
+"""Bytes of weights and rows that are drawn for a trial inside of `jit`."""
 IN_TRAINING_ALONE = "rows change each other in training alone, as in a batch norm"
 
 
@@ -74,6 +79,8 @@ class TrialOnce:
     def __call__(self, values: Values, trial: Trial, rows: int) -> str | None:
         """Return what speaks against calling the loss on parts of the batch; None if nothing does."""
         form = self._form(trial.state, trial.batch)
+        if values == "drawn" and form not in self._results and not _is_drawable(trial):
+            return None
         if form not in self._results and values != "abstract":
             self._results[form] = self._finding(trial, rows) if values == "real" else self._on_drawn_values(trial, rows)
         return self._results.get(form)
@@ -117,6 +124,18 @@ class TrialOnce:
             if found is None
             else f"{found} (tried on drawn values; a call of `check` outside jit tries real ones)"
         )
+
+
+def _is_drawable(trial: Trial) -> bool:
+    """Return False for devices that are described, and for weights too large to make twice, which is reported."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((trial.state.params, trial.batch)))
+    is_real = not is_described(trial.plan.mesh)
+    if is_real and size > MOST_DRAWN:
+        notice(
+            f"the loss was not tried inside jit, as its weights and rows take {format_bytes(size)}: it is taken as a "
+            "sum over rows. Call gradient.check(model, batch, rng) once outside"
+        )
+    return is_real and size <= MOST_DRAWN
 
 
 def settle_view(
