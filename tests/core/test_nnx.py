@@ -239,7 +239,7 @@ def test_a_statistic_that_jdp_does_not_know_keeps_auto_and_says_why():
     abstract = jdp.abstract_state(make_watching, optax.sgd(0.1), plan, rng=jax.random.key(0))
     jax.eval_shape(step, abstract, data())
     assert step.partitioning == "auto"
-    assert step.why == "calls may be a statistic of rows, so each call sees a whole microbatch"
+    assert step.why == "seen may be a statistic of rows, so each call sees a whole microbatch"
 
 
 def test_a_step_that_is_not_finite_leaves_the_statistics_alone():
