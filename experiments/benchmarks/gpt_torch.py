@@ -7,10 +7,8 @@ the first GPU, or without one on CPU. The median of five rounds of steps, after 
 counts them: 6 a parameter and token, and 12 · layers · width · length a token for attention (Chowdhery et al. 2022,
 appendix B).
 
-Measured on one H100 80GB HBM3 (PyTorch 2.11.0, CUDA 13.0, driver 580.159.04): `gpu.py` has the table of 2026-11-26;
-eager, by a rougher script of 2026-11-22: 29.4 ms, 279k tokens/s, MFU 24 %, 8.1 GiB. Earlier forms of jdp kernel by
-kernel, with the compiled program, are in `h100/gpt2_124m_FORM.json.gz` (each a JSON object: `kernels`, rows of [HLO
-instruction, kernel, launches a step, microseconds a step]; `text`, the program; its bytes), read by `gzip.open`.
+Measured on one H200 and one H100: `gpu.py` has the table. Eager on the H100 (PyTorch 2.11.0, 2026-11-22): 29.4 ms, 279k
+tokens/s, MFU 24 %, 8.1 GiB.
 """
 
 import argparse

@@ -21,7 +21,7 @@ from flax import nnx
 from jdp.models.checks import require
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.losses import linear_next_token_loss
-from jdp.models.modules import Linear, LoRA, dropout, product
+from jdp.models.modules import Linear, LoRA, dropout, plus_to_each, product
 from jdp.models.transformer import (
     LayerConfig,
     RopeScaling,
@@ -191,7 +191,7 @@ class Embedding(nnx.Module):
         if self.positions is not None:
             first = tokens.shape[1] if position is None else None
             rows = self.positions[:first].astype(jnp.float32)
-            x = x + (rows if position is None else rows[position])
+            x = plus_to_each(x, rows) if position is None else x + rows[position]
         return x.astype(table.dtype)
 
 

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jdp.models.checks import require_images
 from jdp.models.configs.vit import ViTConfig
-from jdp.models.modules import Classifier, Linear, dropout
+from jdp.models.modules import Classifier, Linear, dropout, plus_to_each
 from jdp.models.transformer import LayerConfig, fold_range, make_layers, run_layers
 
 POSITION_STD = 0.02
@@ -115,4 +115,4 @@ class PatchEmbedding(nnx.Module):
         if self.token is not None:
             token = jnp.broadcast_to(self.token[...].astype(jnp.float32), (batch, 1, x.shape[-1]))
             x = jnp.concatenate([token, x], axis=1)
-        return (x + self.positions[...].astype(jnp.float32)).astype(dtype)
+        return plus_to_each(x, self.positions[...].astype(jnp.float32)).astype(dtype)

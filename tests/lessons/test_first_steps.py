@@ -33,8 +33,8 @@ def test_it_shows_what_its_text_says(notebook):
     losses, kept, sent = map(ast.literal_eval, (losses, kept, sent))
     assert list(losses) == list(kept) == list(sent) == WORDS
     assert len(set(losses.values())) == 1, losses
-    assert kept == dict.fromkeys(WORDS, "416 KiB on a device") | {"ddp": "3,309 KiB on a device"}  # nearly an eighth
-    assert sent == dict.fromkeys(WORDS, "1,930 KiB a step") | {"zero3": "2,826 KiB a step"}
+    assert kept == dict.fromkeys(WORDS, "1,187 KiB on a device") | {"ddp": "9,477 KiB on a device"}  # nearly an eighth
+    assert sent == dict.fromkeys(WORDS, "5,528 KiB a step") | {"zero3": "7,992 KiB a step"}
     assert "params/middle/kernel" in placements and "Not judged, as XLA:CPU sends" in report
     assert plan.startswith("<PlanReport of 4 candidates for cpu:8, 8 devices: Take ")
     [table] = [data["text/html"] for data in shown if "text/html" in data]

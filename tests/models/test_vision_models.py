@@ -287,7 +287,7 @@ def three_steps(config, strategy, devices, partitioning="auto", accumulate=1):
 @pytest.mark.parametrize(
     ("config", "strategy", "partitioning", "accumulate"),
     [
-        pytest.param(dataclasses.replace(BASIC, blocks=(1,)), "zero2", "manual", 2, id="resnet-manual"),
+        pytest.param(dataclasses.replace(BASIC, blocks=(1,), width=8), "zero2", "manual", 2, id="resnet-manual"),
         pytest.param(POOLED, "zero3", "auto", 1, id="vit-auto"),
         pytest.param(dataclasses.replace(BASIC, blocks=(1, 1)), "zero3", "auto", 1, id="resnet-auto", marks=SLOW),
         pytest.param(POOLED, "zero2", "manual", 2, id="vit-manual", marks=SLOW),

@@ -178,7 +178,7 @@ def test_masks_that_are_the_same_on_every_shard_are_seen(precision, monkeypatch)
     proof = run(["zero1 4 devices K=1", "ddp 1 device"], steps=1, precision=precision)
     parted = {each.name: each for each in proof.runs if not each.equal}
     assert {*parted} == {"zero1 4 devices K=1", "ddp 1 device K=2"}
-    assert {(each.at.leaf, each.at.step) for each in parted.values()} == {("loss", 1)}
+    assert {each.at.step for each in parted.values()} == {1}
     # in bf16 this loss of 1.4 is known to 0.05, in fp32 to 2e-5; the fault moves it by 0.15 or more
     assert all(each.at.ratio > (WIDE if precision == "fp32" else 2) for each in parted.values())
 

@@ -54,7 +54,7 @@ def flipped_state(state):
 
 def step(self, state, batch):
     result = real_step(self, state, batch)
-    if self.train and fault.get("flip") == int(result[0].consumed):
+    if self.settings.train and fault.get("flip") == int(result[0].consumed):
         state, values = result
         return flipped_state(state), values
     return result
