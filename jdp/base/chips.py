@@ -68,8 +68,8 @@ def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
 # and 10.0). NVLinks: datasheets (600, 900, 900 and 1800 GB/s over 12, 18, 18 and 18 links). Clocks, exact bandwidth
 # (memory clock times bus width), memory as CUDA reports it, and the B200's cores and L2: openxla/xla,
 # xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200}.txtpb, in agreement with the datasheets' 2039
-# GB/s, 3.35, 4.8 and 7.7 TB/s. Two exceptions: for the H200 that folder has 141 GiB of memory and 50 MiB of L2, and CUDA
-# reports 139.80 GiB (the "total capacity" in its out-of-memory messages) and 60 MiB on the card.
+# GB/s, 3.35, 4.8 and 7.7 TB/s. Two exceptions: for the H200 that folder has 141 GiB of memory and 50 MiB of L2, and
+# CUDA reports 139.80 GiB (the "total capacity" in its out-of-memory messages) and 60 MiB on the card.
 #
 # Matrix peaks, dense (the sheets' headline numbers are for 2:4 sparsity, twice as much). A100: "NVIDIA A100 Tensor Core
 # GPU" datasheet. H100 SXM: "NVIDIA H100 Tensor Core GPU Architecture" whitepaper, table of peak rates: 132 cores x 4096
