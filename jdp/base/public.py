@@ -1,8 +1,8 @@
 """A public function, as a user sees it when an error passes through it.
 
 An exception of the user's own function, such as a loss, passes some ten functions of jdp on its way. Its traceback
-keeps the first of them, the public function, and leaves out the others. An error that jdp raises itself, by design or
-by a fault, keeps all. `JAX_TRACEBACK_FILTERING=off` keeps all frames, JAX's too.
+keeps the first of them, the public function, and leaves out the others. A `UserError` of jdp ends in the public
+function too. A fault of jdp keeps all frames, and `JAX_TRACEBACK_FILTERING=off` JAX's too.
 """
 
 import os
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.base.tree_paths import PACKAGE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,7 +29,7 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
     """Decorate a public function that calls functions of the user: shorten the traceback of an exception.
 
     Args:
-        check: called with the function's own arguments after an exception, it raises the ValueError that takes the
+        check: called with the function's own arguments after an exception, it raises the UserError that takes the
             place of that exception, if an argument is at fault. So a call that goes well does not wait for it.
     """
 
@@ -42,10 +43,10 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
                 if inner is not None and check is not None:
                     try:
                         check(*arguments, **keywords)
-                    except ValueError as mistake:
+                    except UserError as mistake:
                         raise mistake from None
                 if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
-                    error.__traceback__ = shortened(inner)
+                    error.__traceback__ = shortened(inner, isinstance(error, UserError))
                 raise
 
         return called  # pyright: ignore[reportReturnType]
@@ -53,8 +54,11 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
     return decorate
 
 
-def shortened(first: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with one frame for each row of jdp's frames that leads to a frame of the user's."""
+def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None:
+    """Return a traceback with one frame for each row of jdp's frames that leads to a frame of the user's.
+
+    `at_end` leaves out as many of a row that leads to none; the public function's own is above the first frame.
+    """
     entry: TracebackType | None = None  # the first frame of such a row
     row: list[TracebackType] = []  # the frames since then
     frame = first
@@ -70,6 +74,10 @@ def shortened(first: TracebackType | None) -> TracebackType | None:
         elif _is_jdps(frame.tb_frame):
             entry = frame
         frame = frame.tb_next
+    if at_end and entry is not None:
+        if entry is first:
+            return None
+        entry.tb_next = None
     return first
 
 

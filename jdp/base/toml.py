@@ -9,6 +9,8 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+from jdp.base.errors import UserError
+
 
 def toml_value(value: Any) -> str:
     """Return a value as TOML writes it: text, a number, true or false, or an array or inline table of these."""
@@ -99,11 +101,11 @@ def parse(text: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except RecursionError:
-        raise ValueError(_too_deep()) from None
+        raise UserError(_too_deep()) from None
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"is not valid TOML: {cut(str(error), 200)}") from None
+        raise UserError(f"is not valid TOML: {cut(str(error), 200)}") from None
     except ValueError:  # Python's own: it reads no number of more than 4300 digits
-        raise ValueError("is not valid TOML: it has a whole number beyond 64 bits") from None
+        raise UserError("is not valid TOML: it has a whole number beyond 64 bits") from None
     check(table)
     return table
 
@@ -114,14 +116,14 @@ def check(table: Mapping[str, Any]) -> None:
     while remaining:
         value, path = remaining.pop()
         if len(path) > DEEPEST:
-            raise ValueError(_too_deep())
+            raise UserError(_too_deep())
         if isinstance(value, Mapping):
             remaining += [(inner, (*path, str(key))) for key, inner in cast("Mapping[Any, Any]", value).items()]
         elif isinstance(value, list | tuple):
             remaining += [(inner, (*path, "")) for inner in cast("list[Any]", value)]
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             key = ".".join(shown_key(name) for name in path if name)
-            raise ValueError(f"has a whole number beyond 64 bits, which TOML has not: {key} = {brief(value)}")
+            raise UserError(f"has a whole number beyond 64 bits, which TOML has not: {key} = {brief(value)}")
 
 
 def _too_deep() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.base.toml import cut
 
 PACKAGE = Path(__file__).parents[1]
@@ -35,7 +36,7 @@ def check_keys(tree: Any) -> None:
         try:
             sorted(tree)
         except TypeError as error:
-            raise ValueError(
+            raise UserError(
                 f"The keys of a dict in a tree must have an order, as JAX sorts them; given {cut(repr([*tree]), 100)}. "
                 "Write all of them as text."
             ) from error

@@ -11,6 +11,7 @@ import re
 import stat
 from pathlib import Path
 
+from jdp.base.errors import UserError
 from jdp.base.toml import brief, described
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
@@ -26,7 +27,7 @@ _HUB = ("hf:", "hf-stream:")
 """Prefixes of an experiment's sources and models, which may stand before the path of a folder."""
 
 
-class PathError(ValueError):
+class PathError(UserError):
     """A path that no file can have; the message has the rule, the path and the fix."""
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.base.notices import warn
 from jdp.base.progress_file import note_progress
 from jdp.base.user_path import user_path
@@ -208,7 +209,7 @@ class Checkpoints:
             ValueError: the directory was opened without `keep_in_memory`.
         """
         if self._memory is None:
-            raise ValueError(
+            raise UserError(
                 "Copies in memory are kept where `keep_in_memory` says how often; given none. Open the directory with "
                 "jdp.Checkpoints(directory, keep_in_memory=10)."
             )

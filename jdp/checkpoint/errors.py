@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.core.cluster.barrier import from_every_process
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
@@ -31,7 +32,7 @@ _PASSING = {
 _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be written, found or read, or that does not fit.
 
     >>> try:

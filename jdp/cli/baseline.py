@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from jdp.base.errors import UserError
 from jdp.base.toml import brief, cut
 from jdp.foresight.step_report import StepReport
 from jdp.foresight.traffic.sends import Sent
@@ -23,7 +24,7 @@ FORMAT = 1
 """Of the file; a file of a later format is refused."""
 
 
-class BaselineError(ValueError):
+class BaselineError(UserError):
     """A file that is no baseline."""
 
 

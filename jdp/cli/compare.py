@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import align_columns, format_bytes, format_seconds
 from jdp.cli.baseline import Baseline, SentFrom
 from jdp.core.sharding.axes import factors
@@ -113,7 +114,7 @@ def numbers(step: Baseline) -> dict[str, tuple[float, str]]:
 def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> Comparison:
     """Compare two steps of one target; `tolerance` is a fraction. Raises ValueError for two targets."""
     if before.target != now.target:
-        raise ValueError(
+        raise UserError(
             f"a baseline is compared on its own target; given {file} of {before.target}, and --target {now.target}: "
             f"give --target {before.target}, or save a baseline of {now.target}"
         )

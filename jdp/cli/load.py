@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from jdp.base.errors import UserError
 from jdp.base.toml import brief, cut
 from jdp.base.words import nearest
 from jdp.core.types import Device
@@ -34,7 +35,7 @@ _SHOWN = 4  # of the user's lines
 _SHAPES = "(jitted step, (argument, …)), or (jitted step, (argument, …), {name: argument})"
 
 
-class ProgramError(ValueError):
+class ProgramError(UserError):
     """A program that cannot be loaded, called or traced; the message has the user's own lines."""
 
 

@@ -34,6 +34,7 @@ from typing import TextIO
 
 import jdp
 from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
 from jdp.cli.options import UsageError, wrapped
@@ -103,7 +104,7 @@ def _in_words(arguments: list[str]) -> int:
             file = error.filename or "the output"
             print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
             return _leave(USER_ERROR)
-        is_mistake, is_device = _is_users_mistake(error), _is_wrong_device(error)
+        is_mistake, is_device = isinstance(error, UserError), _is_wrong_device(error)
         in_words = is_mistake or is_device or hasattr(error, "exit_code")
         message = f"error: {_printable(error)}" if in_words else traceback.format_exc()
         print(f"{_prefix()}{message}", file=sys.stderr)
@@ -163,15 +164,6 @@ def _printable(error: Exception) -> str:
     kept = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
     more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
     return "\n".join([*kept, *more])
-
-
-def _is_users_mistake(error: Exception) -> bool:
-    """Return True for a ValueError that jdp's own code raised; any other exception is a fault of the program."""
-    if not isinstance(error, ValueError):
-        return False
-    innermost = traceback.extract_tb(error.__traceback__)[-1]
-    in_jdp = Path(innermost.filename).is_relative_to(Path(jdp.__file__).parent)
-    return in_jdp and (innermost.line or "").startswith("raise ")
 
 
 def _is_lost_peer(error: Exception) -> bool:

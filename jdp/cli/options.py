@@ -10,12 +10,13 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jdp.base.errors import UserError
 from jdp.base.toml import brief
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 
 
-class UsageError(ValueError):
+class UsageError(UserError):
     """A mistake on the command line itself."""
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jdp.base.errors import UserError
 from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys, path_of
 from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
@@ -24,7 +25,7 @@ def batch_rows(batch: Batch) -> int:
         dtype: Any = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
         if getattr(dtype, "kind", None) in tuple("OSUMm"):
             given = f"{dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else cut(described(leaf), 40)
-            raise ValueError(
+            raise UserError(
                 f"A batch holds arrays of numbers; given batch{jax.tree_util.keystr(path)} = {given}. Leave it out, or "
                 "make numbers of it, as a tokenizer does of text."
             )
@@ -34,7 +35,7 @@ def batch_rows(batch: Batch) -> int:
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
         more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
         entries = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
-        raise ValueError(
+        raise UserError(
             "All arrays of a batch share their leading dimension, the examples; given "
             f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{entries}"
         )
@@ -90,7 +91,7 @@ def check_state(state: Any, call: str, batch: Any = None) -> None:
         fix = "A train step returns a pair: write `state, metrics = step(state, batch)`"
     elif isinstance(batch, TrainState):
         fix = "Write the arguments in this order"
-    raise ValueError(f"A state is a jdp.TrainState, as in {call}; given {described(state)}. {fix}.")
+    raise UserError(f"A state is a jdp.TrainState, as in {call}; given {described(state)}. {fix}.")
 
 
 def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
@@ -102,7 +103,7 @@ def check_operands(mesh: Mesh, batch: Any, **trees: Any) -> None:
         trees: its other operands, by the names that a message calls them.
     """
     if isinstance(batch, Iterator):
-        raise ValueError(f"A batch is a pytree of arrays; given {described(batch)}. Take batches from it by a loop.")
+        raise UserError(f"A batch is a pytree of arrays; given {described(batch)}. Take batches from it by a loop.")
     check_keys(batch)
     batch_rows(batch)
     for name, tree in {**trees, "batch": batch}.items():
@@ -121,7 +122,7 @@ def _check_devices(name: str, tree: Any, mesh: Mesh) -> None:
             fix = f"Move it: {name} = jdp.place({name}, plan)"
             if name == "batch":
                 fix = "Give NumPy arrays, or batches of jdp.shard_batches(loader, plan), by the step's own plan"
-            raise ValueError(
+            raise UserError(
                 f"Arrays of a call are on the devices of its plan, {_listed(devices)}; given {name}"
                 f"{jax.tree_util.keystr(path)} on {_listed(leaf.sharding.device_set)}. {fix}."
             )
@@ -143,7 +144,7 @@ def check_alive(state: Any) -> None:
     while isinstance(first, dict) and first:
         first = next(iter(first.values()))
     if _is_deleted(step) or _is_deleted(first):
-        raise ValueError(
+        raise UserError(
             "A train step takes its state's memory over (donates it), and this state was given to one before: go on "
             "with the state that it returned, `state, metrics = train_step(state, batch)`, or make the step with "
             "make_train_step(..., donate=False), which keeps the old one."
@@ -171,7 +172,7 @@ def check_global(batch: Batch) -> None:
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not _is_global(leaf):
             kind = "an array" if isinstance(leaf, jax.Array) else f"a {type(leaf).__module__}.{type(leaf).__name__}"
-            raise ValueError(
+            raise UserError(
                 "With several processes each reads its own rows, and a step takes global arrays; batch "
                 f"{jax.tree_util.keystr(path) or 'itself'} is {kind} of this process alone. Write `for batch in "
                 "jdp.shard_batches(loader, plan)` around the loader."

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jdp.base.errors import UserError
 from jdp.base.toml import described
 from jdp.core.sharding.traced_mesh import manual_batch_axes
 
@@ -45,7 +46,7 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if (seen := _SEEN.get()) is not None:
         seen.append(True)
     if not getattr(x, "shape", ()):
-        raise ValueError(f"gather_rows takes an array of rows; given {described(x)}. Gather each array by itself.")
+        raise UserError(f"gather_rows takes an array of rows; given {described(x)}. Gather each array by itself.")
     numbers = jnp.arange(x.shape[0], dtype=jnp.int32)
     if not (axes := manual_batch_axes()):
         return x, numbers

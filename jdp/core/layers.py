@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from jax._src.interpreters.batching import BatchTracer  # nothing public says that a function is being vmapped
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.toml import described
@@ -342,9 +343,9 @@ def _check_call(block: Any, x: Any) -> None:
     """Check that a block is a function and activations are arrays: the arguments are easily exchanged."""
     rule = "scan_layers(block, stacked, x) takes a function block(layer, x), the layers, and the activations x"
     if not callable(block) or flax_nnx.is_module(block):
-        raise ValueError(f"{rule}; given {described(block)} as the block. Write lambda layer, x: layer(x).")
+        raise UserError(f"{rule}; given {described(block)} as the block. Write lambda layer, x: layer(x).")
     if flax_nnx.is_module(x) or flax_nnx.module_inside(x) is not None:
-        raise ValueError(f"{rule}; given {described(x)} as the activations. Exchange it with the layers.")
+        raise UserError(f"{rule}; given {described(x)} as the activations. Exchange it with the layers.")
 
 
 _STACK = "Stack the layers, as nnx.vmap does of their constructor (jdp/core/scan_layers.md), or give a list of layers"
@@ -357,7 +358,7 @@ def _check_stacked(stacked: PyTree) -> None:
         counts.setdefault(shape[0] if shape else None, f"{name} is {list(shape)}")
     if len(counts) != 1 or None in counts:
         given = ", ".join(counts.values()) or f"{described(stacked)} without arrays"
-        raise ValueError(f"scan_layers takes leaves [layers, ...], as many layers in each; given {given}. {_STACK}.")
+        raise UserError(f"scan_layers takes leaves [layers, ...], as many layers in each; given {given}. {_STACK}.")
 
 
 def _check_alike(x: PyTree, new: PyTree, stacked: PyTree) -> None:
@@ -369,7 +370,7 @@ def _check_alike(x: PyTree, new: PyTree, stacked: PyTree) -> None:
         return
     old, got = map(_text, differing[0] if tree == other else (x, new))
     layers = ", ".join(f"{name} {list(shape)}" for name, shape in [*_shapes(stacked).items()][:2])
-    raise ValueError(
+    raise UserError(
         f"A block returns activations like those that it gets; given {old}, it returned {got}. Cast or reshape the "
         f"result; or, if the leaves of `stacked` ({layers}) are one layer's, s{_STACK[1:]}."
     )

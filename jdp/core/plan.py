@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import html_table, listed
 from jdp.base.notices import notice
 from jdp.base.toml import described
@@ -87,11 +88,11 @@ class Plan:
     def __post_init__(self) -> None:
         if not isinstance(cast("object", self.mesh), Mesh):
             fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
-            raise ValueError(f"A plan's mesh is a jax.sharding.Mesh; given {described(self.mesh)}. {fix}")
+            raise UserError(f"A plan's mesh is a jax.sharding.Mesh; given {described(self.mesh)}. {fix}")
         strategy(self.strategy)
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
             rule = "min_shard_size is a whole number of elements, 0 or more"
-            raise ValueError(f"{rule}; given {self.min_shard_size!r}. Give 0 or 1024.")
+            raise UserError(f"{rule}; given {self.min_shard_size!r}. Give 0 or 1024.")
         check_mesh(self.mesh)
         object.__setattr__(self, "rules", checked_rules(self.rules, self.mesh.axis_names))
         check_offload(self.offload, self.mesh)
@@ -197,7 +198,7 @@ class Plan:
         """
         for pattern, _ in self.rules:
             if not any(matches(path, [pattern]) for path in paths):
-                raise ValueError(
+                raise UserError(
                     f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}. Fix it."
                 )
 
@@ -318,4 +319,4 @@ def check_plan(plan: object, call: str, *others: object) -> None:
         fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
         if any(isinstance(other, Plan) for other in others):
             fix = f"Write the arguments in this order: {call}."
-        raise ValueError(f"A plan is a jdp.Plan, of a mesh and a strategy; given {described(plan)}. {fix}")
+        raise UserError(f"A plan is a jdp.Plan, of a mesh and a strategy; given {described(plan)}. {fix}")

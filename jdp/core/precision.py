@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_of
 from jdp.base.words import DtypeName, PrecisionName
 from jdp.core.types import PyTree
@@ -44,7 +45,7 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("params", "compute", "reduce"):
             if getattr(self, field) not in DTYPES:
-                raise ValueError(
+                raise UserError(
                     f"Precision.{field} is one of {', '.join(DTYPES)}; given {getattr(self, field)!r}. Name one."
                 )
 
@@ -62,7 +63,7 @@ class Precision:
         if isinstance(precision, Precision):
             return precision
         if precision not in DTYPES:
-            raise ValueError(f"precision is {', '.join(DTYPES)} or a jdp.Precision; given {precision!r}. Name one.")
+            raise UserError(f"precision is {', '.join(DTYPES)} or a jdp.Precision; given {precision!r}. Name one.")
         return Precision(compute=precision)
 
     def check_params(self, params: PyTree) -> None:
@@ -79,7 +80,7 @@ class Precision:
                 fix = "or pass precision=jdp.Precision(params=..., compute=..., reduce=...)"
                 if leaf.dtype == jnp.float64:  # the default dtype where 64 bits are on
                     fix = "or unset JAX_ENABLE_X64 (in jax.config: jax_enable_x64)"
-                raise ValueError(
+                raise UserError(
                     f"Precision.params is {self.params}, but {path_of(path)} rests in {leaf.dtype}. Initialise it in "
                     f"{self.params}, {fix}."
                 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.base.words import Rematerialise
 from jdp.core.reading.jaxprs import ELEMENTWISE, REDUCTIONS, every_eqn
 
@@ -34,7 +35,7 @@ def remat_policy(remat: Remat) -> Callable[..., bool]:
     }
     if not callable(remat) and remat not in policies:
         names = ", ".join(f'"{name}"' for name in policies if name)
-        raise ValueError(f"remat is None, {names} or a checkpoint policy; given {remat!r}. Name one.")
+        raise UserError(f"remat is None, {names} or a checkpoint policy; given {remat!r}. Name one.")
     policy = remat if callable(remat) else policies[remat]
     if remat is None:  # which leaves gathered weights out itself
         return policy
@@ -84,7 +85,7 @@ def _is_marked(prim: Any, params: Mapping[str, Any], *names: str) -> bool:
 def check_marks(program: Any, remat: Remat) -> None:
     """Raise ValueError if a block, traced, has no mark by which its policy keeps something."""
     if not any(_is_marked(eqn.primitive, eqn.params, ATTENTION) for eqn in every_eqn(program.jaxpr)):
-        raise ValueError(
+        raise UserError(
             f'remat = "{EXCEPT_MLP}" keeps what the block marks by jax.ad_checkpoint.checkpoint_name(x, '
             f'"{ATTENTION}"); given a block without a mark. Mark what its attention and the projections around it '
             'return, or give "dots" or "full".'

@@ -18,6 +18,7 @@ import jax
 from jax._src.core import trace_state_clean  # nothing public says that another function is being traced
 from jax.sharding import Mesh
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.words import Partitioning
@@ -253,7 +254,7 @@ class Step(Generic[Kind]):
             ValueError: another setting is given, or one of these is out of range.
         """
         if others := sorted(settings.keys() - {*_CHANGEABLE}):
-            raise ValueError(
+            raise UserError(
                 f"A step is changed in loss_fn, plan, {', '.join(_CHANGEABLE)}; given {', '.join(others)}. Make "
                 "another step with it: jdp.make_train_step."
             )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from jdp.base.errors import UserError
 from jdp.base.words import Encoding, Partitioning, is_integer, is_number, nearest
 from jdp.core.compiling.options import DEFAULT, Compiler
 from jdp.core.precision import Precision
@@ -41,11 +42,9 @@ class StepSettings:
 def check_settings(accumulate: int, partitioning: Partitioning | None) -> None:
     """Check what every step has. Raises ValueError."""
     if not is_integer(accumulate) or accumulate < 1:
-        raise ValueError(
-            f"accumulate is the number of microbatches, at least 1; given {accumulate!r}. Give an integer."
-        )
+        raise UserError(f"accumulate is the number of microbatches, at least 1; given {accumulate!r}. Give an integer.")
     if partitioning not in ("auto", "manual", None):
-        raise ValueError(
+        raise UserError(
             f'partitioning is "auto", "manual" or None (jdp chooses); given {partitioning!r}. Leave it out.'
         )
 
@@ -53,9 +52,9 @@ def check_settings(accumulate: int, partitioning: Partitioning | None) -> None:
 def check_training_settings(clip_norm: float | None, donate: bool) -> None:
     """Check what a training step has besides. Raises ValueError."""
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
-        raise ValueError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
+        raise UserError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
     if donate not in (True, False):
-        raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
+        raise UserError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
 
 
 def settled_partitioning(partitioning: Partitioning | None, wire: Encoding | None) -> Partitioning | None:
@@ -66,9 +65,9 @@ def settled_partitioning(partitioning: Partitioning | None, wire: Encoding | Non
     if wire not in known:
         is_text = isinstance(wire, str)  # pyright: ignore[reportUnnecessaryIsInstance]
         hint = (nearest(wire, known) if is_text else None) or ". Give one of these."
-        raise ValueError(f"wire is one of {', '.join(known)}, or None; given {wire!r}{hint}")
+        raise UserError(f"wire is one of {', '.join(known)}, or None; given {wire!r}{hint}")
     if partitioning == "auto":
-        raise ValueError(
+        raise UserError(
             'wire takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where XLA '
             "does: leave partitioning out."
         )
@@ -79,12 +78,12 @@ def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:
     """Return the numbers of the differentiated models. Raises ValueError."""
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
-        raise ValueError(
+        raise UserError(
             f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
             "or (0, 1)."
         )
     if wrt is not None and len(numbers) > 1:
-        raise ValueError(
+        raise UserError(
             f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
             "the parameters into a model that is trained and one that is read."
         )

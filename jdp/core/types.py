@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jdp.base.errors import UserError
+
 PyTree = Any
 Device = Any
 """A `jax.Device`, real or a description of one that this machine does not have; jaxlib ships no types for it."""
@@ -61,5 +63,5 @@ InitFn = Callable[[jax.Array], Model]
 """`init(rng)` -> an `nnx.Module`, or any pytree of parameters."""
 
 
-class PartsError(ValueError):
+class PartsError(UserError):
     """A loss cannot be called on parts of the batch. The message is a clause: what stands in the way, the remedy."""

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.toml import described
@@ -147,7 +148,7 @@ def _check_call(gradient: ValueAndGrad[Any], *arguments: Any) -> None:
     wrong = [model for model in models if isinstance(model, TrainState) or flax_nnx.is_optimizer(model)]
     if wrong or flax_nnx.is_module(batch):
         given = f"{described(wrong[0])} as a model" if wrong else f"{described(batch)} as the batch"
-        raise ValueError(
+        raise UserError(
             f"A gradient takes models, a batch and a key, in this order; given {given}. Write gradient(model, batch, "
             "rng), with the model alone."
         )
@@ -273,7 +274,7 @@ class ValueAndGrad(Generic[*Arguments]):
         """Check how many arguments there are, and where this is called. Raises ValueError."""
         needed = max(self._numbers) + 1
         if len(arguments) < needed + 2:
-            raise ValueError(
+            raise UserError(
                 f"A gradient takes what its loss takes: models, a batch and a key; given {len(arguments)} arguments, "
                 f"with argnums={self.argnums}. Call it as gradient(model, batch, rng)."
             )
@@ -282,7 +283,7 @@ class ValueAndGrad(Generic[*Arguments]):
             check_loss_takes(loss_fn.fn if isinstance(loss_fn, LossWithAux) else loss_fn, len(arguments))
             self._checked_counts.add(len(arguments))
         if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
-            raise ValueError(
+            raise UserError(
                 "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "
                 f"over {', '.join(sorted(manual))}. Call it outside."
             )
@@ -325,14 +326,14 @@ class ValueAndGrad(Generic[*Arguments]):
             return
         for leaf, placement in zip(leaves, jax.tree.leaves(self.loss.param_placements(state)), strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise ValueError(
+                raise UserError(
                     f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
                     "with the model that it returned, and donate each model once."
                 )
             rest = self.plan.rest_sharding(placement)
             if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(rest, leaf.ndim):
                 given = leaf.sharding if isinstance(leaf, jax.Array) else "a NumPy array"
-                raise ValueError(
+                raise UserError(
                     f"All models of a gradient lie as its plan says ({self.plan}), else each call would move them; "
                     f"{placement.path} is to lie as {rest.spec} and is {given}. Lay it out: "
                     "model = jdp.place(model, plan), by the gradient's own plan."

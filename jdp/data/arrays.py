@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import content_score, fingerprint, split_samples
@@ -164,7 +165,7 @@ def check_tokens(data: ArrayData, vocab_size: int) -> None:
         for key in _TOKENS:
             if key in side.arrays and (wrong := side.arrays[key] >= vocab_size).any():
                 row, column = (int(i) for i in np.argwhere(wrong)[0])
-                raise ValueError(
+                raise UserError(
                     f"a token must be below the model's vocab_size, {vocab_size}; given "
                     f"{side.arrays[key][row, column]} in {key} of sample {row} of {data.name}: raise vocab_size "
                     f"to {data.vocab_size}, or fix the data"
@@ -179,7 +180,7 @@ def _named(source: ArraySource, names: dict[str, str | None], length: int | None
             continue
         if old not in arrays or (old != new and new in arrays):
             problem = f'no array "{old}"' if old not in arrays else f'"{new}" as well'
-            raise ValueError(
+            raise UserError(
                 f'{new} = "{old}" must name one of the arrays; given {problem} in {name}, which has '
                 f"{', '.join(arrays)}: give one of these"
             )
@@ -193,7 +194,7 @@ def _cut(tokens: NDArray[Any], length: int, name: str) -> NDArray[Any]:
     """View [tokens] as [samples, length + 1]: the last token of a row is the first of the next."""
     samples, left = divmod(len(tokens) - 1, max(length, 1))
     if length < 1 or samples < 1:
-        raise ValueError(
+        raise UserError(
             f"tokens must fill a sample of length + 1 of them; given {len(tokens)} with length {length} in {name}: "
             "give more of them, or a length of at least 1"
         )
@@ -217,17 +218,17 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
     tokens = arrays[key]
     shape = "[samples, length]" if "targets" in arrays else "[samples, length + 1]"
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or ("targets" not in arrays and tokens.shape[1] < 2):
-        raise ValueError(
+        raise UserError(
             f"{key} must be whole numbers {shape}; given {tokens.dtype} {list(tokens.shape)} in {name}: "
             "reshape the array, or give a length, by which tokens in one dimension are cut"
         )
     if "targets" not in arrays and "segments" in arrays:
-        raise ValueError(
+        raise UserError(
             f"packed tokens, with segments, must come with targets and weights; given none in {name}: add them"
         )
     if tokens.min() < 0:
         row, column = (int(i) for i in np.argwhere(tokens < 0)[0])
-        raise ValueError(
+        raise UserError(
             f"tokens must count from 0; given {tokens[row, column]} in {key} of sample {row} of {name}: fix it, and "
             "leave tokens out by weights of 0"
         )
@@ -245,7 +246,7 @@ def _scores(arrays: Arrays) -> NDArray[np.float64]:
 def _check_alike(arrays: Arrays, given: Arrays, name: str) -> None:
     wanted, shapes = ({key: list(array.shape[1:]) for key, array in side.items()} for side in (arrays, given))
     if wanted != shapes:
-        raise ValueError(
+        raise UserError(
             f"held-out arrays must have the names and shapes of those to train on, {wanted} in {name}; given {shapes}: "
             "fix them"
         )

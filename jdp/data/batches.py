@@ -15,6 +15,7 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.data.order import sample_index
 
@@ -175,12 +176,12 @@ def global_batches(
         sample_index(seed, len(source), 0)  # a wrong seed is reported now, not by a reading thread
     end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
     if not 0 <= start <= end:
-        raise ValueError(
+        raise UserError(
             f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed so far"
         )
     before = start * batch_size if samples is None else samples
     if before < 0:
-        raise ValueError(f"samples must not be negative; given {samples}: give the samples consumed so far")
+        raise UserError(f"samples must not be negative; given {samples}: give the samples consumed so far")
     own = _own_rows(rows, batch_size)
     padding = sys.maxsize if epochs is None else epochs * len(source)  # from this position on
 
@@ -201,13 +202,13 @@ def global_batches(
 
 def _check_run(samples: int, *, batch_size: int, epochs: int | None, threads: int) -> None:
     if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1; given {batch_size}: give the rows of a global batch")
+        raise UserError(f"batch_size must be at least 1; given {batch_size}: give the rows of a global batch")
     if samples < 1:
-        raise ValueError("the source must hold at least one sample; given none: give some data")
+        raise UserError("the source must hold at least one sample; given none: give some data")
     if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs must be at least 1; given {epochs}: give a count, or None to run on for ever")
+        raise UserError(f"epochs must be at least 1; given {epochs}: give a count, or None to run on for ever")
     if threads < 1:
-        raise ValueError(f"threads must be at least 1; given {threads}: give for example the cores that can be spared")
+        raise UserError(f"threads must be at least 1; given {threads}: give for example the cores that can be spared")
     if batch_size > samples and epochs != 1:
         notice(f"batch_size {batch_size} is larger than the data set ({samples} samples): a batch repeats some of them")
 
@@ -222,7 +223,7 @@ def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[i
         case _:
             own = tuple(int(row) for row in rows)
     if len(own) == 0 or not all(row in every_row for row in own):
-        raise ValueError(
+        raise UserError(
             f"rows must name at least one row of a global batch of {batch_size}, each from 0 to {batch_size - 1}; "
             f"given {rows}: give this process' share of them"
         )
@@ -231,7 +232,7 @@ def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[i
 
 def _weightless(sample: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
     if "weights" not in sample:
-        raise ValueError(
+        raise UserError(
             f'samples must have "weights", as the last batch of a finite run is filled with rows of weight 0; given '
             f"{sorted(sample)}: add them, or make epochs * samples a multiple of batch_size"
         )

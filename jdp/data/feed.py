@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.base.errors import UserError
 from jdp.base.toml import described
 from jdp.base.words import is_integer
 from jdp.core.batch import batch_rows, owned
@@ -98,7 +99,7 @@ class Feed(Iterator[Batch]):
 
     def __init__(self, loader: Iterable[Batch], plan: Plan, prefetch: int) -> None:
         if not is_integer(prefetch) or prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1 batch; given {prefetch!r}: give for example 2")
+            raise UserError(f"prefetch must be at least 1 batch; given {prefetch!r}: give for example 2")
         self.wait_seconds = 0.0
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
@@ -113,7 +114,7 @@ class Feed(Iterator[Batch]):
 
     def __iter__(self) -> Feed:
         if self._done:
-            raise ValueError(
+            raise UserError(
                 "A feed is read once; given one that was read to its end, or closed. Make it anew for each pass: "
                 "jdp.shard_batches(loader, plan)."
             )
@@ -169,7 +170,7 @@ def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slot
         while slots.acquire() and not stop.is_set():
             batch = next(batches, _END)
             if batch is _END:
-                return out.put(("error", ValueError(_NONE)) if first else ("end", None))
+                return out.put(("error", UserError(_NONE)) if first else ("end", None))
             first = False
             arrays = jax.tree.map(np.asarray, jax.tree.map(owned, batch))
             batch_rows(arrays)  # raises where they differ
@@ -183,7 +184,7 @@ def _check_loader(loader: Any) -> None:
     is_batch = isinstance(loader, Mapping | str) or hasattr(loader, "dtype")
     if is_batch or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
         fix = "Call it" if callable(loader) else "Write [batch] for a single batch"
-        raise ValueError(f"A loader is an iterable of batches; given {described(loader)}. {fix}.")
+        raise UserError(f"A loader is an iterable of batches; given {described(loader)}. {fix}.")
 
 
 def _halt(stop: threading.Event, slots: threading.Semaphore) -> None:

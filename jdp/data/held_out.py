@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 
 _END = 2**15  # bytes
@@ -52,7 +53,7 @@ def split_samples(
     """
     check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
-        raise ValueError(
+        raise UserError(
             f"data must have two different samples, one to train on and one to hold out; given {len(scores)} alike in "
             f"{name}: give more data"
         )
@@ -103,7 +104,7 @@ def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]]) -> str:
 def check_fraction(heldout_fraction: float) -> None:
     """Check that a fraction is in (0, 1). Raises ValueError if it is not."""
     if not 0 < heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction must be between 0 and 1; given {heldout_fraction}: give for example 0.05")
+        raise UserError(f"heldout_fraction must be between 0 and 1; given {heldout_fraction}: give for example 0.05")
 
 
 def _nonempty(spans: NDArray[np.int64]) -> NDArray[np.int64]:

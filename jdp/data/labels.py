@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
+
 MOST_CLASSES = 10_000_000
 
 
@@ -26,27 +28,27 @@ def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Seque
     """
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iubUO":
-        raise ValueError(
+        raise UserError(
             f"labels must be one class a sample, a name or a whole number; given {array.dtype} {list(array.shape)} in "
             f'{source}: give class numbers (and numbers to predict under another name than "labels")'
         )
     if array.dtype.kind in "UO":
         return _named(array, source, names)
     if (bad := _first(array < 0)) is not None:
-        raise ValueError(
+        raise UserError(
             f"a class number must count from 0; given {array[bad]} for sample {bad} of {source}: leave out "
             "samples without a label"
         )
     most = int(array.max(initial=0))
     if names is not None and most >= len(names):
         bad = int(np.argmax(array >= len(names)))
-        raise ValueError(
+        raise UserError(
             f"a class number must be below the number of classes, {len(names)}; given {array[bad]} for sample {bad} of "
             f"{source}: fix it"
         )
     if names is None and most >= MOST_CLASSES:
         bad = int(np.argmax(array))
-        raise ValueError(
+        raise UserError(
             f"class numbers must count from 0 without large gaps, up to {MOST_CLASSES:,}; given {most} for sample "
             f"{bad} of {source}: number the classes anew"
         )
@@ -55,7 +57,7 @@ def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Seque
 
 def _named(array: NDArray[Any], source: str, names: Sequence[str] | None) -> Labels:
     if (bad := _first(np.array([not isinstance(value, str) for value in array], bool))) is not None:
-        raise ValueError(
+        raise UserError(
             f"labels must all be names, or all whole numbers; given {array[bad]!r} for sample {bad} of {source}: fix "
             "it, or leave that sample out"
         )
@@ -63,7 +65,7 @@ def _named(array: NDArray[Any], source: str, names: Sequence[str] | None) -> Lab
     number_of = {name: number for number, name in enumerate(classes)}
     numbers = np.array([number_of.get(str(value), -1) for value in array], np.int32)
     if (bad := _first(numbers < 0)) is not None:
-        raise ValueError(
+        raise UserError(
             f"a label must be one of the {len(classes)} classes ({', '.join(classes[:10])}{', …' * (len(classes) > 10)}"
             f"); given {str(array[bad])!r} for sample {bad} of {source}: fix it, or leave that sample out"
         )

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jdp.base.errors import UserError
 from jdp.data.batches import Source, sample_at
 
 _CIRCLE = 2**32
@@ -201,15 +202,15 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
     2
     """
     if not parts:
-        raise ValueError("a mixture must have at least one data set; given none: give some, with weights")
+        raise UserError("a mixture must have at least one data set; given none: give some, with weights")
     weights = tuple(float(weight) for _, weight in parts)
     if not all(0 < weight < float("inf") for weight in weights) or min(weights) / sum(weights) < 2**-31:
-        raise ValueError(
+        raise UserError(
             f"weights must be positive numbers of like size; given {', '.join(map(str, weights))}: leave out data sets "
             "that are not to be drawn from"
         )
     if seed < 0:
-        raise ValueError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
+        raise UserError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
     data = tuple(part for part, _ in parts)
     for other in data[1:]:
         _check_alike(data[0], other)
@@ -219,13 +220,13 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
 def _check_alike(first: DataSet, other: DataSet) -> None:
     ours, theirs = _spec(first.train[0]), _spec(other.train[0])
     if ours != theirs:
-        raise ValueError(
+        raise UserError(
             f"the data sets of a mixture must have the same kind of samples; given {ours} in {first} and {theirs} in "
             f"{other}: give them the same length, size and packing"
         )
     tokenizers = [getattr(getattr(data, "tokenizer", None), "identity", None) for data in (first, other)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
-        raise ValueError(
+        raise UserError(
             f"the data sets of a mixture must have one tokenizer; given those of {first} and {other}: open both with "
             "the same"
         )

@@ -17,6 +17,8 @@ import numpy as np
 from grain.experimental import index_shuffle
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
+
 _TABLE_BELOW = 2**16  # samples; a table is then 512 KiB at most
 _MOST_SAMPLES = 2**32  # index_shuffle permutes 32-bit integers
 # Of grain's cipher. Four, the least it allows, leave neighbours correlated (r = -0.03 over 70,000 samples, ten standard
@@ -42,13 +44,13 @@ def sample_index(seed: int, epoch_length: int, position: int) -> int:
     [0, 1, 2, 3, 4]
     """
     if seed < 0:
-        raise ValueError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
+        raise UserError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
     if not 1 <= epoch_length <= _MOST_SAMPLES:
-        raise ValueError(
+        raise UserError(
             f"a shuffled epoch must have 1 to 2**32 samples; given {epoch_length}: give some data, or longer samples"
         )
     if position < 0:
-        raise ValueError(f"position must not be negative; given {position}: count from the run's first sample")
+        raise UserError(f"position must not be negative; given {position}: count from the run's first sample")
     epoch, index = divmod(position, epoch_length)
     if epoch_length < _TABLE_BELOW:
         return int(_epoch_table(seed, epoch, epoch_length)[index])

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.hub_source import HubSource
 from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
@@ -40,7 +41,7 @@ UNSET = (NONE, "default")
 """Words in place of a table that has nothing in it."""
 
 
-class ExperimentError(ValueError):
+class ExperimentError(UserError):
     """A user's mistake in an experiment, its file, its data or its folder. The message has a line for each problem."""
 
 

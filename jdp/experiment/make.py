@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jdp.base.errors import UserError
 from jdp.base.machine import jax_has_started
 from jdp.base.toml import cut
 from jdp.base.words import nearest
@@ -22,7 +23,7 @@ _MOST_LINES, _MOST_FRAMES = 14, 3
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class MakeError(ValueError):
+class MakeError(UserError):
     """A function that a file names cannot be imported, or does not take the keywords given."""
 
 

@@ -19,6 +19,7 @@ import jax
 
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
+from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.sharding.strategy import STRATEGIES, strategy
@@ -103,7 +104,7 @@ def candidates(
     All have the same number of rows: the batch's, rounded up to what every number of microbatches divides.
     """
     if not step.settings.train:
-        raise ValueError(
+        raise UserError(
             "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
         )
     counts = tuple(accumulate or (step.settings.accumulate,))

@@ -19,6 +19,7 @@ import jax
 
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
+from jdp.base.errors import UserError
 from jdp.base.formatting import align_columns, format_bytes
 from jdp.core.batch import check_state
 from jdp.core.sharding.axes import factors
@@ -90,7 +91,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
         return forecast(step, arguments, target=target, cache=cache, **other)
     state, batch, target = operands("verify", arguments, target, other)
     if not step.settings.train:
-        raise ValueError(
+        raise UserError(
             "The contract is about training: jdp.verify takes a step of jdp.make_train_step; given an evaluation "
             "step. Pass the training step."
         )
@@ -114,7 +115,7 @@ def operands(
         state, batch, target = bind(*arguments, **keywords)
     except TypeError:
         words = f"{len(arguments)} arguments" + "".join(f", {key}=" for key in other)
-        raise ValueError(
+        raise UserError(
             f"jdp.{name} takes a step of jdp.make_train_step with its state and batch; given {words}. Call "
             f"jdp.{name}(step, state, batch, target)."
         ) from None

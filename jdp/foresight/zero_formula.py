@@ -15,6 +15,7 @@ This is model state only: activations, temporaries and the batch come on top (`m
 
 from dataclasses import dataclass
 
+from jdp.base.errors import UserError
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 
 
@@ -88,7 +89,7 @@ def sent_bytes(
 def _share(size: int, parameters: int, devices: int, shared: bool) -> int:
     """Return a device's bytes of `size` a parameter, rounded up. Raises ValueError for no parameters or devices."""
     if parameters < 1 or devices < 1:
-        raise ValueError(
+        raise UserError(
             f"ZeRO's formula needs at least one parameter and one device; given {parameters} on {devices}. Give "
             "1 or more."
         )

@@ -31,6 +31,7 @@ from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
 
+from jdp.base.errors import UserError
 from jdp.base.machine import visible_gpus
 from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client, joined_as
 from jdp.core.cluster.initialize import leave_after_failure
@@ -76,7 +77,7 @@ class Deadline:
 
     def __init__(self, seconds: float = 300.0, first_seconds: float = 3600.0) -> None:
         if seconds < 0 or first_seconds < 0:
-            raise ValueError(
+            raise UserError(
                 f"A deadline is a number of seconds, 0 for none; given seconds={seconds}, "
                 f"first_seconds={first_seconds}. Give 300 and 3600, or more."
             )

@@ -12,6 +12,7 @@ import math
 import jax
 from jax.sharding import Mesh
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import memory_bytes
 from jdp.core.precision import Precision
@@ -33,7 +34,7 @@ def check_batch(batch: Batch, rows: int) -> None:
     """Check this process' part of a global batch, in this machine's memory. Raises ValueError."""
     held, memory = _total(batch) // jax.process_count(), memory_bytes()
     if memory is not None and held > memory:
-        raise ValueError(
+        raise UserError(
             f"a batch must fit into memory; train.batch_size = {rows} makes {format_bytes(held)} of samples a step in "
             f"a process, and this machine has {format_bytes(memory)}: lower it, or the size of a sample"
         )
@@ -60,7 +61,7 @@ def check_proof(state: TrainState, *, devices: int, steps: int, precision: Preci
     copies = parameters * (precision.compute_dtype.itemsize + precision.reduce_dtype.itemsize)
     record, live = 2 * (steps + 1) * state_bytes, devices * (state_bytes + copies)
     if available is not None and record + live > available:
-        raise ValueError(
+        raise UserError(
             f"A proof runs the experiment as it is, in this machine's memory: {parameters:,} parameters make "
             f"{format_bytes(state_bytes)} of state; {devices} devices × (state + {format_bytes(copies)} of gradients "
             f"and working copy) + 2 × ({steps} + 1) steps that are kept × state = {format_bytes(record + live)}, "
@@ -74,7 +75,7 @@ def _refuse(what: str, each: float, model: str, mesh: Mesh, strategy: str) -> No
     """Raise ValueError if `each` bytes a device are more than the devices of this process have."""
     available, described = _memory([each for each in mesh.devices.flat if each.process_index == jax.process_index()])
     if each > available:
-        raise ValueError(
+        raise UserError(
             f"{what} must fit into the devices' memory; {model} needs {format_bytes(each)} for them on each of "
             f"{mesh.size} devices under {strategy}, and {described}: make the model smaller"
             f"{'' if strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"

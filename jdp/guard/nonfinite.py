@@ -21,6 +21,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients.loss_call import Sums
@@ -233,7 +234,7 @@ def read_batch(folder: Path, done: int) -> dict[str, NDArray[Any]]:
             parts.append(dict(stored))
     rows = np.concatenate([part.pop("rows") for part in parts]) if parts else np.empty(0)
     if not len(rows) or len(np.unique(rows)) != rows.max() + 1:
-        raise ValueError(
+        raise UserError(
             f"a batch is read whole; given step {done}, of which {folder} has {len(rows)} rows in {len(files)} files: "
             "name a step with a batch-STEP file, or copy the files of all processes there"
         )

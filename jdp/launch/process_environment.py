@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jdp.base.errors import UserError
 from jdp.base.machine import cpu_only, listen, visible_gpus
 from jdp.base.progress_file import PROGRESS_FILE
 from jdp.core.cluster.schedulers import split_address
@@ -30,7 +31,7 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if self.count < 1 or not 0 <= self.rank < self.count:
-            raise ValueError(
+            raise UserError(
                 f"Nodes are numbered from 0 to --nodes - 1; given --node-rank {self.rank} of --nodes {self.count}. "
                 "Give each machine a number of its own."
             )
@@ -90,7 +91,7 @@ def _split_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[S
     """Return consecutive GPUs for every process. Raises ValueError if there are too few."""
     share = len(gpus) // processes if each is None else each
     if share < 1 or share * processes > len(gpus):
-        raise ValueError(
+        raise UserError(
             f"Every process needs GPUs of its own: {processes} processes × {max(share, 1)} = "
             f"{processes * max(share, 1)}, but there are {len(gpus)}. Start fewer, or set JAX_PLATFORMS=cpu to run on "
             "virtual CPU devices."

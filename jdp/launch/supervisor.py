@@ -23,6 +23,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from jdp.base.errors import UserError
 from jdp.base.progress_file import JOINED
 from jdp.launch.output import Outputs, say
 from jdp.launch.process_environment import Nodes, environments, part_of
@@ -72,9 +73,9 @@ def launch(
         ValueError: fewer than one process, a negative number of restarts, or fewer GPUs than the processes need.
     """
     if processes < 1:
-        raise ValueError(f"jdp launch starts 1 or more processes; given -n {processes}. Start at least one.")
+        raise UserError(f"jdp launch starts 1 or more processes; given -n {processes}. Start at least one.")
     if max_restarts < 0:
-        raise ValueError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
+        raise UserError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
     start, outputs = dict(os.environ if environment is None else environment), Outputs(clean_stdout, log_dir)
     with temporary_folder() as folder:
         restarts = Restarts(max_restarts, reports_progress, folder, several_nodes=nodes is not None)

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 
 from typing import Literal, get_args
 
+from jdp.base.errors import UserError
+
 
 def require(holds: bool, rule: str, given: str, fix: str) -> None:
     """Raise ValueError("RULE; given GIVEN. FIX.") unless the rule holds; `fix` is a sentence without its full stop."""
     if not holds:
-        raise ValueError(f"{rule}; given {given}. {fix}.")
+        raise UserError(f"{rule}; given {given}. {fix}.")
 
 
 def require_positive(config: Any, *names: str, optional: Sequence[str] = ()) -> None:

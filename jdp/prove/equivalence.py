@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import optax
 
+from jdp.base.errors import UserError
 from jdp.base.machine import available_memory
 from jdp.base.toml import described
 from jdp.core.batch import batch_rows
@@ -98,7 +99,7 @@ def prove(
     trials = choose_trials([*settings], own, steps=steps, only=texts, quick=quick)
     skipped |= {"resume": "saving in the middle takes at least 2 steps"} if steps < 2 else {}
     if not trials:
-        raise ValueError("There is nothing to run: " + "; ".join(map(": ".join, skipped.items())) + ".")
+        raise UserError("There is nothing to run: " + "; ".join(map(": ".join, skipped.items())) + ".")
     skipped |= {"--quick": f"the {len(settings)} other runs; jdp prove without --quick makes them"} if quick else {}
     done, total = itertools.count(), 1 + 2 * PAIRS + len(trials)
 
@@ -113,15 +114,15 @@ def prove(
 
 def _check(train_step: Any, steps: int, accumulate: Sequence[int]) -> None:
     if not isinstance(train_step, Step) or not train_step.settings.train:
-        raise ValueError(f"A proof is of a step of jdp.make_train_step; given {described(train_step)}. Make one.")
+        raise UserError(f"A proof is of a step of jdp.make_train_step; given {described(train_step)}. Make one.")
     if steps < 1:
-        raise ValueError(f"steps is how many optimizer steps each run takes, at least 1; given {steps}. Take 10.")
+        raise UserError(f"steps is how many optimizer steps each run takes, at least 1; given {steps}. Take 10.")
     if min(accumulate, default=1) < 1:
-        raise ValueError(f"accumulate lists numbers of microbatches, 1 or more; given {[*accumulate]}. Give [1, 2].")
+        raise UserError(f"accumulate lists numbers of microbatches, 1 or more; given {[*accumulate]}. Give [1, 2].")
     if jax.process_count() > 1:
-        raise ValueError("A proof runs in one process, on its own devices; run it without jdp launch or Slurm.")
+        raise UserError("A proof runs in one process, on its own devices; run it without jdp launch or Slurm.")
     if (count := train_step.plan.mesh.size) < 2:
-        raise ValueError(
+        raise UserError(
             f"A proof compares one device with several, so the plan has at least 2; given {count}. Ask for virtual CPU "
             'devices before anything is computed: --devices 8, or in Python jax.config.update("jax_platforms", "cpu") '
             'and jax.config.update("jax_num_cpu_devices", 8).'

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdp.base.errors import UserError
 from jdp.base.words import StrategyName
 from jdp.core import flax_nnx
 from jdp.core.compiling.options import Compiler, CompilerValue
@@ -218,5 +219,5 @@ def record_reference(
                 record.add(values)
     record.close()
     if not math.isfinite(loss := float(record.values[1]["loss"])):
-        raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
+        raise UserError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
     return record

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
+from jdp.base.errors import UserError
 from jdp.base.words import StrategyName
 from jdp.checkpoint import Checkpoints
 from jdp.core.init.train_state import abstract_state, init_state
@@ -112,7 +113,7 @@ def choose_trials(
     other = max(several, key=lambda each: (changes(each, first), stages.index(each.strategy)))
     trials = [*map(Trial, settings), *([Trial(first, steps // 2, other)] if steps > 1 else [])]
     if unknown := [text for text in only if not any(text in str(trial) for trial in trials)]:
-        raise ValueError(
+        raise UserError(
             f"`only` keeps runs by a part of their names; given {', '.join(unknown)}, in none of: "
             f"{'; '.join(map(str, trials))}. Name a part of one of these."
         )

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.base.errors import UserError
 from jdp.base.notices import warn
 from jdp.base.user_path import address_of
 from jdp.checkpoint.errors import is_passing
@@ -215,7 +216,7 @@ def writing(folder: Path) -> Generator[None]:
         ) from error
 
 
-class RunAgain(ValueError):
+class RunAgain(UserError):
     """Trouble of the disk that may pass, and that was tried again in vain."""
 
     exit_code = TRY_AGAIN

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.base.errors import UserError
 from jdp.base.notices import warn
 from jdp.base.tree_paths import check_keys, matches, path_of
 from jdp.base.words import is_integer
@@ -68,7 +69,7 @@ def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
         if (name := path_of(path)) in leaves:
-            raise ValueError(f"Every leaf of a state needs a path of its own; two have {name}. Rename one.")
+            raise UserError(f"Every leaf of a state needs a path of its own; two have {name}. Rename one.")
         leaves[name] = leaf
     return leaves
 
@@ -94,7 +95,7 @@ def number_of(state: Any, step: Any) -> int:
     if isinstance(state, TrainState):
         own = int(state.consumed)
         if step not in (None, own):
-            raise ValueError(
+            raise UserError(
                 f"A train state is saved under the number of batches that it has consumed, {own}; given step={step!r}. "
                 "Leave step out."
             )
@@ -102,7 +103,7 @@ def number_of(state: Any, step: Any) -> int:
     if isinstance(state, tuple) and any(isinstance(entry, TrainState) for entry in state):
         check_state(state, "checkpoints.save(state)")
     if not is_integer(step) or step < 0:
-        raise ValueError(
+        raise UserError(
             f"A tree is saved under a number of its own, 0 or more; given step={step!r}. Write "
             "checkpoints.save(tree, step=1000)."
         )
@@ -184,4 +185,4 @@ def check_kept(kept: Mapping[str, Any], file: Path) -> None:
 def check_sharding(leaf: Any, path: str) -> None:
     """Check that a leaf of a target can be read onto."""
     if getattr(leaf, "sharding", None) is None:
-        raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
+        raise UserError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import warn
 from jdp.base.progress_file import note_progress
@@ -50,7 +51,7 @@ _PINNED_FOR = ("gpu", "cuda", "tpu")
 def check_every(steps: int) -> None:
     """Raise ValueError if `keep_in_memory` is no number of steps."""
     if not is_integer(steps) or steps < 0:
-        raise ValueError(f"keep_in_memory is a number of steps, 0 or more; given {steps!r}. 0 keeps no copies.")
+        raise UserError(f"keep_in_memory is a number of steps, 0 or more; given {steps!r}. 0 keeps no copies.")
 
 
 class MemoryCopies:

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jdp.base.errors import UserError
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor
 from jdp.models import GPTConfig
 
@@ -56,7 +57,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     _require(config, "GPT-2", positions="learned", activation=("gelu", "gelu_exact"), norm="layer", bias=True)
     _require(config, "GPT-2", qk_norm=False)
     if config.key_value_heads != config.heads:
-        raise ValueError(
+        raise UserError(
             f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Other models need "
             "names of their own."
         )
@@ -161,7 +162,7 @@ def _tied(config: GPTConfig) -> tuple[str, ...]:
 def _require(config: Any, name: str, **fields: object) -> None:
     """Raise ValueError unless each field of the configuration has the value, or one of the tuple of values, given."""
     if not isinstance(config, GPTConfig):
-        raise ValueError(
+        raise UserError(
             f"{name}'s names are for the parameters of a GPT: give its jdp.models.GPTConfig; given {config!r}. Other "
             "models need names of their own."
         )
@@ -169,4 +170,4 @@ def _require(config: Any, name: str, **fields: object) -> None:
         given = getattr(config, field)
         among = wanted if isinstance(wanted, tuple) else (wanted,)
         if given not in among:
-            raise ValueError(f"{name} has {field}={among[0]!r}; given {given!r}. Other models need names of their own.")
+            raise UserError(f"{name} has {field}={among[0]!r}; given {given!r}. Other models need names of their own.")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.base.errors import UserError
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format.trees import check_values
 from jdp.checkpoint.safetensors.transfer import weights_of
@@ -37,10 +38,10 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
         ValueError: the model has no updates, or the parameters none.
     """
     if config.lora_rank is None:
-        raise ValueError("An update is merged into a model that has some; given lora_rank=None. Export it as it is.")
+        raise UserError("An update is merged into a model that has some; given lora_rank=None. Export it as it is.")
     tree = params.params if isinstance(params, TrainState) else params
     if not isinstance(tree, Mapping):
-        raise ValueError(
+        raise UserError(
             f"An update is merged into a state, or into parameters as nested dicts; given a {type(tree).__name__}. "
             "Give one of these."
         )
@@ -68,7 +69,7 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
 
     found = plain(tree)
     if not merged:
-        raise ValueError(
+        raise UserError(
             "An update is merged into a model that has some; given parameters without any. Give those of this "
             "configuration."
         )

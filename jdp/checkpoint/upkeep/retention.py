@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from orbax.checkpoint import checkpoint_managers
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.upkeep import ownership
@@ -35,7 +36,7 @@ class Best:
 
     def __init__(self, name: str | None, mode: str) -> None:
         if mode not in ("min", "max"):
-            raise ValueError(f'mode is "min" or "max"; given {mode!r}. A loss has "min", an accuracy "max".')
+            raise UserError(f'mode is "min" or "max"; given {mode!r}. A loss has "min", an accuracy "max".')
         self.name, self._sign = name, -1.0 if mode == "min" else 1.0
 
     def score(self, metrics: Mapping[str, Any] | None) -> float:
@@ -47,7 +48,7 @@ class Best:
         """Return metrics for JSON; None, for one that is not finite, means that it was not measured."""
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         if numbers and self.name is not None and self.name not in numbers:
-            raise ValueError(
+            raise UserError(
                 f"The best checkpoint is chosen by {self.name!r}; given the metrics {list(numbers)}. Pass it too."
             )
         return numbers
@@ -57,7 +58,7 @@ def policy(keep: int | None, keep_every: int | None, best: Best) -> Any:
     """Return a policy of Orbax that keeps a checkpoint if any of these keeps it."""
     for name, count in (("keep", keep), ("keep_every", keep_every)):
         if count is not None and count < 1:
-            raise ValueError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
+            raise UserError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
     policies: list[Any] = [checkpoint_managers.LatestN(keep)]  # None: all
     if keep_every is not None:
         policies.append(checkpoint_managers.EveryNSteps(keep_every))
@@ -72,7 +73,7 @@ def _number(name: str, value: Any) -> float | None:
     try:
         return finite_or_none(float(value))
     except (TypeError, ValueError):
-        raise ValueError(
+        raise UserError(
             f"A metric is one number; {name!r} is {value!r}. Leave it out where it was not measured."
         ) from None
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.core.cluster.barrier import WAIT_SECONDS, Store, coordination_client, joined_as, named
 
@@ -33,7 +34,7 @@ SHOWN = 160  # characters of a line that an error shows
 _rounds: Counter[str] = Counter()
 
 
-class Mismatch(ValueError):
+class Mismatch(UserError):
     """Processes differ that must be equal; all raise it, with the same text. Starting again alone does not help."""
 
     exit_code = 78

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import jax
 from jax._src.distributed import global_state  # nothing public says who we are without starting a backend
 
+from jdp.base.errors import UserError
+
 THREAD_SECONDS = 5.0
 """How long to wait for a thread to end, which may be calling a service that is gone."""
 
@@ -174,7 +176,7 @@ def _store(name: str) -> Store:
     """Return the store of the next barrier under this name."""
     client = coordination_client()
     if client is None:
-        raise ValueError(
+        raise UserError(
             f"Several processes meet through JAX's coordination service ({name}); given {jax.process_count()} "
             "processes without it. Call jdp.initialize() first."
         )

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.base.machine import provide_threads
 from jdp.base.progress_file import note_joined
 from jdp.core.cluster.barrier import LostPeer, coordination_client, end_threads, joined_as
@@ -92,7 +93,7 @@ def initialize(
         "JAX_MTLS_CERT_FILE" in os.environ
         and "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters
     ):
-        raise ValueError(
+        raise UserError(
             f"Mutual TLS of JAX's coordinator needs JAX 0.12; given JAX_MTLS_CERT_FILE, which JAX {jax.__version__} "
             "ignores. Unset it and use a private network, or install a newer JAX."
         )
@@ -223,7 +224,7 @@ def _check_same(cluster: Cluster, joined: tuple[int, int]) -> None:
     """Check that a second call names the cluster that is joined already."""
     given = (cluster.process_id, cluster.num_processes)
     if cluster.coordinator is not None and given != joined:
-        raise ValueError(
+        raise UserError(
             f"This process has already joined a cluster as number {joined[0]} of {joined[1]}; "
             f"it cannot join another ({cluster.source}) as number {given[0]} of {given[1]}. Call initialize once."
         )

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jdp.base.errors import UserError
 from jdp.base.machine import listen
 from jdp.base.notices import notice_anywhere
 from jdp.core.cluster.agreement import Mismatch
@@ -88,7 +89,7 @@ class RollCall:
                 return listen(host if bound and host != "::" else "", port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise ValueError(f"Process 0 listens at {bound}: {error.strerror}. Name its own host.") from None
+                    raise UserError(f"Process 0 listens at {bound}: {error.strerror}. Name its own host.") from None
             text = f"port {port} of the coordinator is taken on {socket.gethostname()}"
             if time.monotonic() > end:
                 raise MissingProcesses(f"{text}: end what listens there (ss -ltnp), or choose another port.")

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from jax._src import cloud_tpu_init  # nothing public says whether this is a TPU VM
 from jax._src.clusters import OmpiCluster, SlurmCluster  # nothing public detects without joining
 
+from jdp.base.errors import UserError
 from jdp.base.machine import visible_gpus
 
 KUBERNETES_PORT = 8476
@@ -47,19 +48,19 @@ class Cluster:
             return
         values = f"({self.source}); given coordinator={given[0]!r}, num_processes={given[1]}, process_id={given[2]}."
         if self.coordinator is None or self.num_processes is None or self.process_id is None:
-            raise ValueError(f"Joining a cluster takes all of coordinator, num_processes and process_id {values}")
+            raise UserError(f"Joining a cluster takes all of coordinator, num_processes and process_id {values}")
         split_address(self.coordinator)
         if not 0 <= self.process_id < self.num_processes:
-            raise ValueError(f"Processes are numbered: 0 <= process_id < num_processes {values}")
+            raise UserError(f"Processes are numbered: 0 <= process_id < num_processes {values}")
 
 
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "HOST:PORT", without the brackets of an IPv6 address. Raises ValueError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"A coordinator is HOST:PORT, with a port from 1 to 65535; given {address!r}.")
+        raise UserError(f"A coordinator is HOST:PORT, with a port from 1 to 65535; given {address!r}.")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"An IPv6 address has brackets before its port; given {address!r}. Write [{host}]:{port}.")
+        raise UserError(f"An IPv6 address has brackets before its port; given {address!r}. Write [{host}]:{port}.")
     return host.strip("[]"), int(port)
 
 
@@ -90,7 +91,7 @@ def find_cluster(
     if cluster is None and (address is not None or count is not None):
         return Cluster("JDP_COORDINATOR", address, count, None)  # raises: a part of it is missing
     if cluster is not None and count not in (None, cluster.num_processes):
-        raise ValueError(
+        raise UserError(
             f"JDP_NUM_PROCESSES must be the number of processes that {cluster.source} started, "
             f"{cluster.num_processes}; given {count}. Unset it."
         )
@@ -117,7 +118,7 @@ def _open_mpi(address: str | None) -> Cluster | None:
     elif address is None and named:
         address = f"{named[1]}:{port}"
     elif address is None:
-        raise ValueError(
+        raise UserError(
             "The coordinator's address must be known to all ranks; this mpirun names no host. Name rank 0's: mpirun -x "
             "JDP_COORDINATOR=HOST:PORT …"
         )
@@ -157,7 +158,7 @@ def _kubernetes(address: str | None, count: int | None) -> Cluster | None:
     if index is None:
         return None
     if count is None:
-        raise ValueError(
+        raise UserError(
             "A pod of an indexed Kubernetes job joins the others by JDP_NUM_PROCESSES; it is not set. Give the job's "
             "container this variable, spec.completions (1: each pod is on its own), as experiments/cluster/jobset.yaml "
             "does."
@@ -165,7 +166,7 @@ def _kubernetes(address: str | None, count: int | None) -> Cluster | None:
     if address is None:
         host, _, domain = socket.getfqdn().partition(".")
         if not domain or not host.endswith(f"-{index}"):
-            raise ValueError(
+            raise UserError(
                 "Pods of an indexed job find each other by a headless service, as JOB-0.SERVICE…; given a pod named "
                 f"{socket.getfqdn()!r}. Make a headless service and name it in spec.template.spec.subdomain, or set "
                 "JDP_COORDINATOR, as experiments/cluster/jobset.yaml does."
@@ -188,7 +189,7 @@ def _integer(name: str) -> int | None:
     """Return the value of one of jdp's variables; None if it is not set. Raises ValueError."""
     text = os.environ.get(name)
     if text is not None and not text.isdecimal():
-        raise ValueError(
+        raise UserError(
             f"JDP_NUM_PROCESSES and JDP_PROCESS_ID must be whole numbers; given {text!r}. Unset them, or use jdp "
             "launch."
         )

@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.words import CompilerPreset, is_integer, nearest
 
@@ -67,7 +68,7 @@ class Compiler:
     def of(given: Any, buckets: int | None = None) -> Compiler:
         """Return the `Compiler` that a preset's name or a table of options stands for."""
         if buckets is not None and (not is_integer(buckets) or buckets < 1):
-            raise ValueError(
+            raise UserError(
                 f"buckets is a number of bytes, at least 1, or None; given {buckets!r}: give an integer, such as "
                 "25 * 2**20."
             )
@@ -81,19 +82,19 @@ class Compiler:
         if not isinstance(given, Mapping):
             presets = ", ".join(f'"{name}"' for name in words)
             hint = nearest(str(given), words)
-            raise ValueError(
+            raise UserError(
                 f"The compiler's options are {presets}, or a table of XLA's options with their values; given "
                 f"{repr(given)[:100]}{hint or '. Write one of these.'}"
             )
         table = dict[Any, Any](given)
         for name, value in table.items():
             if not isinstance(name, str) or not re.fullmatch(r"xla_\w{1,200}", name):
-                raise ValueError(
+                raise UserError(
                     f"Compiler options are XLA's, whose names begin with xla_; given {str(name)[:100]!r}: write "
                     "xla_gpu_enable_latency_hiding_scheduler, or the like."
                 )
             if not isinstance(value, bool | int | float | str):
-                raise ValueError(
+                raise UserError(
                     f"A compiler option is true or false, a number or text; given {name} = {str(value)[:100]}: give "
                     "one value."
                 )
@@ -182,13 +183,13 @@ def _known(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> di
         if wrong := _WRONG.search(error):
             name, kind = wrong.groups()
             takes = _KINDS.get(kind, "a whole number")
-            raise ValueError(
+            raise UserError(
                 f"The compiler option {name} takes {takes}; given {dict(options)[name]!r}: change it, or leave it out."
             )
         unknown = _UNKNOWN.search(error)
         if unknown is None:
             names = ", ".join(name for name, _ in options)
-            raise ValueError(f"The compiler must take its options; given {names}, it says: {error.splitlines()[0]}")
+            raise UserError(f"The compiler must take its options; given {names}, it says: {error.splitlines()[0]}")
         notice(
             f"XLA of jax {version('jax')} knows no compiler option {unknown[1]} on {device.platform}: it is left out"
         )

@@ -22,6 +22,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jdp.base.disk_cache import default_folder, make_folder, others_may_write, without_home
+from jdp.base.errors import UserError
 from jdp.base.notices import notice, warn
 from jdp.base.user_path import user_path
 from jdp.base.words import is_integer
@@ -69,7 +70,7 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         ValueError: a path that the file system cannot have, or a limit that is no positive integer.
     """
     if not is_integer(limit_bytes) or limit_bytes < 1:
-        raise ValueError(
+        raise UserError(
             f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}: give an integer, such as 2**30."
         )
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:16]

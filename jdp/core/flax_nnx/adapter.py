@@ -28,6 +28,7 @@ from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
 from flax.nnx.spmd import get_var_pspec
 from jax.sharding import PartitionSpec
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.core.flax_nnx.norms import synchronise
 from jdp.core.flax_nnx.structure import Structure, structure_of
@@ -171,7 +172,7 @@ def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...
     try:
         selects = nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
             f"given {wrt!r}. Give None to train everything."
         ) from error
@@ -250,7 +251,7 @@ def _check_state(state: Flat) -> None:
     for path, value in state.items():
         for leaf in jax.tree.leaves(value):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
-                raise ValueError(
+                raise UserError(
                     f"A variable of the model holds arrays; {'/'.join(map(str, path))} holds {leaf!r}. Make it a plain "
                     "attribute of the module."
                 )

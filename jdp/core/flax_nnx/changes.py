@@ -26,6 +26,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.tracers import TraceState
 
+from jdp.base.errors import UserError
 from jdp.core.flax_nnx.structure import is_filled
 
 Path = tuple[Any, ...]
@@ -153,7 +154,7 @@ def explaining_trace_errors() -> Generator[None]:
     try:
         yield
     except TraceContextError as error:
-        raise ValueError(
+        raise UserError(
             "scan_layers: the block changes a part of a module that was made outside the loop and is not found in the "
             f"block's layers or closure ({error}). Let the layers hold it, close over the module itself, or pass it "
             "along in x."

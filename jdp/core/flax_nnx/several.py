@@ -15,6 +15,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import PartitionSpec
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param_specs, value_of, with_value
 
@@ -102,7 +103,7 @@ def write_back(module: nnx.Module, adapter: Adapter, before: Any, after: Any) ->
         nnx.update(module, nnx.from_flat_state(changed))
     except TraceContextError as error:
         names = listed("/".join(map(str, path)) for path in changed)
-        raise ValueError(
+        raise UserError(
             "A module that a call changes is an argument of the jitted function around it; given one that the function "
             f"closes over, and {names} would change. Pass it: @nnx.jit, def step(model, batch)."
         ) from error

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
+from jdp.base.errors import UserError
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
 from jdp.core.gradients.boundary import Boundary, Weight
@@ -74,13 +75,13 @@ class LossWithAux:
         """Return the loss and aux. Raises ValueError where the loss returns something else."""
         value = self.fn(model, batch, rng)
         if not isinstance(value, tuple) or len(value) != 2:
-            raise ValueError(
+            raise UserError(
                 f"With has_aux=True a loss returns a pair (loss, aux); given {type(value).__name__}. Write "
                 "`return jdp.Loss(total, weight), aux`."
             )
         for path, leaf in jax.tree.leaves_with_path(value[1]):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
-                raise ValueError(
+                raise UserError(
                     f"aux is a pytree of arrays; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Leave out what is "
                     "no array."
                 )
@@ -203,13 +204,13 @@ def as_sums(value: Any, batch: Batch) -> Sums:
     """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows."""
     if not isinstance(value, Loss):
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
-            raise ValueError(
+            raise UserError(
                 f"A loss function returns jdp.Loss(total, weight, metrics) or a scalar; given {type(value).__name__}. "
                 "Sums over examples belong into its metrics; for anything else write jdp.value_and_grad(..., "
                 "has_aux=True)."
             )
         if shape := jnp.shape(value):
-            raise ValueError(
+            raise UserError(
                 "A loss function returns jdp.Loss(total, weight, metrics) or a scalar, the mean over the batch's rows; "
                 f"given an array of shape {shape}. Return its .mean(), or jdp.Loss(total=loss.sum(), weight=loss.size)."
             )
@@ -218,7 +219,7 @@ def as_sums(value: Any, batch: Batch) -> Sums:
         return Sums(value * rows, rows, {})
     weight = _scalar("Loss.weight", value.weight)
     if taken := RESERVED & value.metrics.keys():
-        raise ValueError(f"A step reports {', '.join(sorted(RESERVED))} itself; rename the metric {min(taken)!r}.")
+        raise UserError(f"A step reports {', '.join(sorted(RESERVED))} itself; rename the metric {min(taken)!r}.")
     metrics = {name: _metric(name, entry, weight) for name, entry in value.metrics.items()}
     return Sums(_scalar("Loss.total", value.total), weight, metrics)
 
@@ -227,13 +228,13 @@ def _metric(name: str, entry: Any, weight: jax.Array) -> tuple[jax.Array, jax.Ar
     """Return a metric's total and weight; the weight is a scalar, or has the total's shape."""
     pair: Any = entry if isinstance(entry, tuple) else (entry, weight)
     if len(pair) != 2 or not all(hasattr(part, "dtype") or isinstance(part, int | float) for part in pair):
-        raise ValueError(
+        raise UserError(
             f"A metric is an array summed over examples, or a pair of it and its weight; given metric {name!r} of "
             f"{type(entry).__name__}. Give several metrics several names."
         )
     total, its_weight = (jnp.asarray(part).astype(jnp.float32) for part in pair)
     if its_weight.shape not in ((), total.shape):
-        raise ValueError(
+        raise UserError(
             f"A metric's weight is a scalar, or has the shape of its total; metric {name!r} has shapes {total.shape} "
             f"and {its_weight.shape}. Sum both over the batch."
         )
@@ -243,5 +244,5 @@ def _metric(name: str, entry: Any, weight: jax.Array) -> tuple[jax.Array, jax.Ar
 def _scalar(name: str, value: Any) -> jax.Array:
     array = jnp.asarray(value)
     if array.shape:
-        raise ValueError(f"{name} must be a scalar; its shape is {array.shape}. Sum it over the batch.")
+        raise UserError(f"{name} must be a scalar; its shape is {array.shape}. Sum it over the batch.")
     return array.astype(jnp.float32)

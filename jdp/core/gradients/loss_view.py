@@ -17,6 +17,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
@@ -165,7 +166,7 @@ def settle_view(
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
         reading, reason = whole, whole.obstacle(trial)
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
-        raise ValueError(_refusal(plan, settings.accumulate, name, reason, adapter is None))
+        raise UserError(_refusal(plan, settings.accumulate, name, reason, adapter is None))
     reading.check_metrics()
     return View(
         reading.partitioning,
@@ -181,13 +182,13 @@ def _check_microbatches(form: LossForm, count: int) -> None:
     """Check that a loss can be called on several microbatches. Raises ValueError."""
     rule = f"accumulate={count} calls the loss on {count} microbatches, one after another"
     if form.is_scalar:
-        raise ValueError(
+        raise UserError(
             f"{rule}, and the mean of their means is not that of the batch; given a loss that returns a scalar. Return "
             "the sum over rows and what divides it: `return jdp.Loss(total, weight)`, such as jdp.Loss(nll.sum(), "
             "nll.size)."
         )
     if form.gathers_rows:
-        raise ValueError(
+        raise UserError(
             f"{rule}, each of which would have other rows to compare with; given a loss that calls jdp.gather_rows. "
             "Take accumulate=1."
         )
@@ -223,7 +224,7 @@ def _read(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, partiti
         if not is_of_row_key(error):
             raise
         refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
-        raise ValueError(_refusal(plan, spec.settings.accumulate, partitioning, refusal, False)) from error
+        raise UserError(_refusal(plan, spec.settings.accumulate, partitioning, refusal, False)) from error
     except Exception as error:
         if calls > 1:
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
@@ -312,7 +313,7 @@ class _Reading:
         """Check that metrics are sums over rows, as far as shapes tell: only arrays can be anything else."""
         for name, shape in self.form.metrics.items():
             if shape and (twice := self.twice[1].metrics[name]) != shape:
-                raise ValueError(
+                raise UserError(
                     f"A metric is summed over rows, so its shape does not depend on their number; metric {name!r} has "
                     f"shape {shape} for {self.rows} rows and {twice} for twice as many. Sum it over the batch; what is "
                     "of single rows, return as aux (has_aux)."
@@ -334,12 +335,12 @@ def _of_unbound_axis(error: NameError, plan: Plan, partitioning: Partitioning) -
     if match is None:
         return error
     if (named := match[1]) in plan.batch_axes:
-        return ValueError(
+        return UserError(
             f"The loss names the mesh axis {named!r}, which exists under partitioning='manual' only; given "
             f"partitioning={partitioning!r}. jdp itself sums over devices what a loss returns: leave that out of the "
             "loss, or ask for partitioning='manual'."
         )
-    return ValueError(
+    return UserError(
         f"A loss names no mesh axis but the batch's, {' and '.join(plan.batch_axes)}, and those under "
         f"partitioning='manual' only; given {named!r}. Leave it out: without axis_name flax.linen's BatchNorm takes "
         "its statistics over the rows that the loss sees, under 'auto' all of the batch."

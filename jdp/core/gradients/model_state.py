@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
+from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_in_model, path_of
 from jdp.core.types import Batch, PyTree
 
@@ -45,7 +46,7 @@ def refuse_varying(
         if is_fixed and is_varying:
             joined = isinstance(model_state, tuple)  # of the models of a gradient
             name = path_in_model(path[0].idx, len(model_state), path_of(path[1:])) if joined else path_of(path)
-            raise ValueError(
+            raise UserError(
                 f"Under partitioning='manual' each device calls the model with its own rows, and {name} "
                 f"({leaf.dtype}), which depends on them, would be another one on each device; only floating-point "
                 "state is averaged. Use partitioning='auto', which sees the whole batch, or keep it in floating point."

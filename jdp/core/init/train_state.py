@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.tree_paths import path_of
@@ -182,7 +183,7 @@ def _check_collections(trained: PyTree) -> None:
         return
     for name in LINEN_STATE & cast("Mapping[str, PyTree]", trained).keys():
         if jax.tree.leaves(trained[name]):
-            raise ValueError(
+            raise UserError(
                 f"`init` returns parameters; it gave linen's variables, whose {name!r} would be trained as parameters. "
                 'Return `variables["params"]` alone. If calls change the other collections, have flax carry them: '
                 "`return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)`; or freeze them, with "
@@ -193,7 +194,7 @@ def _check_collections(trained: PyTree) -> None:
 def _check_arrays(params: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array | np.ndarray):
-            raise ValueError(
+            raise UserError(
                 f"`init` returns arrays only; {path_of(path) or 'the tree'} is {leaf!r}. Split the tree and close over "
                 "what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )

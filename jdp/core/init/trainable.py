@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import matches, path_of
 from jdp.core import flax_nnx
@@ -22,7 +23,7 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
     """Return for each leaf of `params`, in order, whether it is trained; None if all are."""
     leaves = jax.tree.leaves_with_path(params)
     if not leaves:
-        raise ValueError(
+        raise UserError(
             "A model must have parameters: a module or a pytree with arrays; given one without. Give it some, or leave "
             "it out."
         )
@@ -30,7 +31,7 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
     selected = _selected(paths, adapter, wrt)
     for (_, leaf), path, trained in zip(leaves, paths, selected, strict=True):
         if trained and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
+            raise UserError(
                 f"Every parameter that is trained must be floating point; {path} is {leaf.dtype}. Freeze it "
                 "(wrt=patterns of what is trained), or keep counters and tables out of the model's parameters (in NNX: "
                 "a variable that is not an nnx.Param)."
@@ -45,16 +46,16 @@ def _selected(paths: list[str], adapter: Any, wrt: Any) -> tuple[bool, ...]:
     if isinstance(patterns, Sequence) and all(isinstance(pattern, str) for pattern in patterns):
         for pattern in patterns:
             if not any(matches(path, [pattern]) for path in paths):
-                raise ValueError(
+                raise UserError(
                     f"Every pattern of `wrt` must match a parameter; {pattern!r} matches none of {listed(paths, 5)}."
                 )
         selected = tuple(matches(path, patterns) for path in paths)
     elif adapter is None:
-        raise ValueError(
+        raise UserError(
             f"For a pytree, `wrt` is a path pattern or a sequence of them ('head/*'); given {wrt!r}. Write patterns."
         )
     else:
         selected = flax_nnx.matches(adapter, paths, wrt)
     if not any(selected):
-        raise ValueError(f"`wrt` must leave something to train; {wrt!r} matches none of {listed(paths, 5)}.")
+        raise UserError(f"`wrt` must leave something to train; {wrt!r} matches none of {listed(paths, 5)}.")
     return selected

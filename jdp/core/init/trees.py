@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jdp.base.errors import UserError
 from jdp.base.public import public
 from jdp.base.toml import cut, described
 from jdp.base.tree_paths import check_keys
@@ -65,7 +66,7 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     check_init(init, of=of is not None)
     if (rng is None) == (of is None):
         given = "neither" if rng is None else "both"
-        raise ValueError(
+        raise UserError(
             f"jdp.init takes rng, for a model, or of, for what belongs to one; given {given}. Write "
             "jdp.init(init, plan, rng=jax.random.key(0)), or jdp.init(tx.init, plan, of=params)."
         )
@@ -149,19 +150,19 @@ def check_init(init: Any, *, of: bool = False) -> None:
             fix = "Write jdp.init(tx.init, plan, of=params)"
         elif is_optimizer(init):
             fix = "Write the arguments in this order: jdp.init_state(init, tx, plan, rng=...)"
-        raise ValueError(f"{rule}; given {described(init)}. {fix}.")
+        raise UserError(f"{rule}; given {described(init)}. {fix}.")
     is_class = isinstance(init, type)  # those of flax are made by a function of any arguments
     try:
         signature = inspect.signature(init.__init__ if is_class else init)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return
     if is_class and [*signature.parameters][1:2] == ["rngs"]:
-        raise ValueError(f"{rule}; given the class {init.__name__}. Write lambda rng: {init.__name__}(nnx.Rngs(rng)).")
+        raise UserError(f"{rule}; given the class {init.__name__}. Write lambda rng: {init.__name__}(nnx.Rngs(rng)).")
     try:
         signature.bind(*(None,) * (2 if is_class else 1))
     except TypeError as error:
         given = getattr(init, "__name__", type(init).__name__) + cut(str(signature))
-        raise ValueError(f"{rule}; given {given}. Write a function of one argument.") from error
+        raise UserError(f"{rule}; given {given}. Write a function of one argument.") from error
 
 
 def _is_model(init: Any) -> bool:
@@ -175,18 +176,18 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
     """Check that a tree is one module or optimizer, or a pytree of arrays."""
     check_keys(tree)
     if flax_nnx.is_optimizer(tree) and of is None:
-        raise ValueError(
+        raise UserError(
             "An optimizer's state is sharded like its parameters; given an nnx.Optimizer without them. "
             "Pass the model: of=model."
         )
     if (path := flax_nnx.module_inside(tree)) is not None:
-        raise ValueError(
+        raise UserError(
             f"A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a {type(tree).__name__} with a "
             f"module at {path}. Pass each by itself."
         )
     for path, leaf in jax.tree.leaves_with_path(flax_nnx.opened(tree)[0]):
         if not hasattr(leaf, "dtype") and (arrays or not isinstance(leaf, int | float | complex)):
-            raise ValueError(
+            raise UserError(
                 f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
                 "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )
@@ -195,7 +196,7 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
 def refuse_offload(plan: Plan) -> None:
     """Refuse a plan that keeps a part of a train state on the host. Raises ValueError."""
     if plan.offload is not None:
-        raise ValueError(
+        raise UserError(
             f"A custom loop keeps its arrays on the devices; given a plan with offload={plan.offload!r}. Take a "
             "plan without it, or jdp.make_train_step, which fetches its state from the host."
         )

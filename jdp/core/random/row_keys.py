@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
+from jdp.base.errors import UserError
 from jdp.core.reading.jaxprs import scan_counts, user_line
 from jdp.core.types import PartsError
 
@@ -229,7 +230,7 @@ def _impl(draws: RowDraws) -> Any:
         if (kind, shape) in before:
             return _row_counts(words, shape, rows, before[kind, shape])
         if (kind, shape) not in draws.shared:
-            raise ValueError(
+            raise UserError(
                 f"A loss draws the same shapes whenever it is traced; a draw of shape {list(shape)} was not there when "
                 "its draws were read. Draw the same in the rules of a custom derivative as in the function."
             )
@@ -256,7 +257,7 @@ def _impl(draws: RowDraws) -> Any:
 
 
 def _seed(seed: Any) -> jax.Array:
-    raise ValueError(f"A row key is made of the step's key; given the seed {seed}. Use jax.random.key(seed).")
+    raise UserError(f"A row key is made of the step's key; given the seed {seed}. Use jax.random.key(seed).")
 
 
 def _fold_in(words: jax.Array, data: Any) -> jax.Array:

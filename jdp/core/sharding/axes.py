@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jdp.base.errors import UserError
 from jdp.base.toml import LONGEST, cut
 from jdp.base.words import is_integer
 
@@ -33,7 +34,7 @@ def axis_sizes(axes: Mapping[str, int], count: int, how: str = " (on CPU: --devi
         others = known // axes[DATA]
         product = equation(axes)
         fits = f"Take data={count // others}, or c" if count % others == 0 else ""
-    raise ValueError(
+    raise UserError(
         f"The mesh must multiply to the number of devices: {product}, but there are {count} devices. "
         f"{fits or 'C'}hange an axis, or {run}{how.format(known)}."
     )
@@ -43,20 +44,18 @@ def check_axes(axes: Mapping[str, int]) -> None:
     """Check the rules about a mesh that hold for any number of devices: names, sizes, `data`, at most one -1."""
     for name, size in axes.items():
         if not name.isidentifier() or name == "devices" or len(name) > LONGEST:
-            raise ValueError(
+            raise UserError(
                 f"Mesh axes are named like variables, and not `devices`; given {cut(repr(name))}. Rename it."
             )
         if not is_integer(size):
-            raise ValueError(
-                f"Mesh axes are integers, as in make_mesh(data=8); given {name}={size!r}. Give an integer."
-            )
+            raise UserError(f"Mesh axes are integers, as in make_mesh(data=8); given {name}={size!r}. Give an integer.")
     if any(size < 1 and size != -1 for size in axes.values()) or list(axes.values()).count(-1) > 1:
-        raise ValueError(
+        raise UserError(
             f"Mesh axes are positive sizes, at most one of them -1 (what is left); given {factors(axes)}. "
             "Write 1 or more, or -1 for one axis."
         )
     if DATA not in axes:
-        raise ValueError(
+        raise UserError(
             f"A mesh needs a `data` axis; given {factors(axes)}. Add data=-1 to take the devices that are left."
         )
 
@@ -94,11 +93,11 @@ class BatchUnit:
     def check(self, rows: int, subject: str = "a batch's rows") -> None:
         """Check a number of rows."""
         if not is_integer(rows):
-            raise ValueError(f"{subject} are an integer; given {rows!r}. Give a multiple of {self.rows}.")
+            raise UserError(f"{subject} are an integer; given {rows!r}. Give a multiple of {self.rows}.")
         if rows < 1 or rows % self.rows:
             below = max(rows, 0) // self.rows * self.rows
             near = f"{below} or {below + self.rows}" if below else f"{self.rows}"
-            raise ValueError(f"{self.rule(rows, subject)}: the nearest that fit: {near}")
+            raise UserError(f"{self.rule(rows, subject)}: the nearest that fit: {near}")
 
 
 def batch_unit(

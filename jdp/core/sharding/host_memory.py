@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxlib.mlir import ir
 
+from jdp.base.errors import UserError
 from jdp.core.sharding.placement import Placement
 from jdp.core.types import PyTree
 
@@ -31,7 +32,7 @@ def check_offload(offload: str | None, mesh: Mesh) -> None:
     if offload is None:
         return
     if offload not in OFFLOADS:
-        raise ValueError(
+        raise UserError(
             f'offload is "optimizer", which keeps optimizer state in host memory, or None; given '
             f"{offload!r}. Leave it out."
         )
@@ -43,7 +44,7 @@ def check_offload(offload: str | None, mesh: Mesh) -> None:
 def check_memory_kinds(kinds: list[str], platform: str) -> None:
     """Check that these kinds of memory include pinned host memory; [] is a device that is only described."""
     if kinds and PINNED not in kinds:
-        raise ValueError(
+        raise UserError(
             f'offload="optimizer" needs devices that reach pinned host memory ({PINNED!r}); given {platform} devices '
             f"with {', '.join(kinds)}. Leave offload out, or take more devices and a ZeRO strategy."
         )

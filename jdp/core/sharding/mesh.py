@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jdp.base.errors import UserError
 from jdp.base.machine import choose_platform, provide_threads
 from jdp.base.notices import notice
 from jdp.base.toml import cut
@@ -70,7 +71,7 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     elif not isinstance(cast("object", devices), Collection) or not all(
         hasattr(device, "platform") for device in devices
     ):
-        raise ValueError(
+        raise UserError(
             f"`devices` are devices of JAX, in a list; given {cut(repr(devices))}. Write devices=jax.devices()[:4], or "
             "leave it out for all."
         )
@@ -78,7 +79,7 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
         provide_threads()
     chosen = _host_by_host(jax.devices() if devices is None else devices)
     if not chosen:
-        raise ValueError("A mesh needs at least one device; there are 0 devices. Leave `devices` out for all.")
+        raise UserError("A mesh needs at least one device; there are 0 devices. Leave `devices` out for all.")
     axes = axes or {DATA: -1}
     check_axes(axes)
     fewer = abs(math.prod(axes.values())) < len(chosen)
@@ -106,7 +107,7 @@ def check_mesh(mesh: Mesh) -> None:
     sizes, names = tuple(mesh.shape.values()), tuple(map(str, mesh.axis_names))
     types = ", ".join(f"{name}: {kind}" for name, kind in zip(names, mesh.axis_types, strict=True))
     names = names if DATA in names else (DATA, *names[1:])
-    raise ValueError(
+    raise UserError(
         f"A plan needs a mesh with a `data` axis, and with axes of type Auto; given {types}. Write jdp.make_mesh, or "
         f"jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {len(names)}), where the batch's axes are "
         "called `data` and, over slow links, `replica`."

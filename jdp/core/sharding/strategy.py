@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jdp.base.errors import UserError
 from jdp.base.toml import LONGEST
 from jdp.base.words import StrategyName, nearest
 
@@ -60,7 +61,7 @@ def strategy(name: str) -> Strategy:
     if str(name) in rows:
         return rows[name]
     hint = strategy_hint(str(name)) or ". Choose one of these."
-    raise ValueError(f"The strategy is one of {', '.join(STRATEGIES)}; given {name!r}{hint}")
+    raise UserError(f"The strategy is one of {', '.join(STRATEGIES)}; given {name!r}{hint}")
 
 
 def strategy_hint(word: str) -> str:

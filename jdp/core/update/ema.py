@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.base.errors import UserError
 from jdp.base.words import is_number
 from jdp.core.batch import check_state
 from jdp.core.sharding.host_memory import on_device
@@ -59,7 +60,7 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
     """
     check_optimizer(tx)
     if not (is_number(decay) and 0 <= decay < 1):
-        raise ValueError(f"The decay of a moving average is a number in [0, 1); given {decay!r}. Usual is 0.999.")
+        raise UserError(f"The decay of a moving average is a number in [0, 1); given {decay!r}. Usual is 0.999.")
     wrapped = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> Any:
@@ -69,7 +70,7 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
         if params is None:
-            raise ValueError("with_ema averages the parameters: hand them to update(updates, state, params).")
+            raise UserError("with_ema averages the parameters: hand them to update(updates, state, params).")
         updates, inner = wrapped.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), state.average, new)
@@ -102,7 +103,7 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
     check_state(state, "jdp.ema_params(state)")
     averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
     if not averages:
-        raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
+        raise UserError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
     given = [(ema.weight, on_device(ema.average)) for ema in averages]
     params = trained_part(state.params, state.static.trained)
     return replace(state, params=with_trained(state.params, _means(given, params), state.static.trained))

@@ -28,6 +28,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
@@ -219,7 +220,7 @@ class Form:
         """Return the form of a leaf with these dimension numbers."""
         rows, columns = (tuple(d % leaf.ndim for d in ((of,) if isinstance(of, int) else of)) for of in dims)
         if {*rows} & {*columns}:
-            raise ValueError(f"A matrix has different dimensions as rows and columns; given {dims}. Name each once.")
+            raise UserError(f"A matrix has different dimensions as rows and columns; given {dims}. Name each once.")
         kinds = tuple(d for d in range(leaf.ndim) if d not in rows + columns), rows, columns
         layers, *matrix = (prod(leaf.shape[d] for d in kind) for kind in kinds)
         return Form(sum(kinds, ()), (layers, matrix[0], matrix[1]))

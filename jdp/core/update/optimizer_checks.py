@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.base.toml import described
 from jdp.base.tree_paths import path_of
@@ -37,7 +38,7 @@ def check_optimizer(tx: Any) -> None:
     if not is_optimizer(tx):
         fix = " Call it first, with its settings." if callable(tx) else ""
         fix = " Pass the optax transformation that it was made of." if hasattr(tx, "opt_state") else fix
-        raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {described(tx)}.{fix}")
+        raise UserError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {described(tx)}.{fix}")
 
 
 def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
@@ -67,7 +68,7 @@ def first_state(tx: Any, params: PyTree) -> PyTree:
     opt_state = tx.init(params)
     for path, leaf in jax.tree.leaves_with_path(opt_state):
         if not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__array__"):
-            raise ValueError(
+            raise UserError(
                 f"An optimizer's state holds arrays only; opt_state/{path_of(path)} is {leaf!r}. Keep settings in "
                 "the functions that optax.GradientTransformation(init, update) is made of."
             )
@@ -81,14 +82,14 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> ClosedJaxpr:
         trace = jax.make_jaxpr(partial(apply, tx), return_shape=True)
         program, (_, after) = trace(params, opt_state, params, loss)
     except Exception as error:
-        raise ValueError(_why_not(error, params)) from error
+        raise UserError(_why_not(error, params)) from error
     old, new = (
         {path_of(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree.leaves_with_path(tree)}
         for tree in (opt_state, after)
     )
     for path in dict.fromkeys((*old, *new)):
         if old.get(path) != new.get(path):
-            raise ValueError(
+            raise UserError(
                 f"An optimizer's state keeps its structure, shapes and dtypes from step to step; opt_state/{path} is "
                 f"{old.get(path, 'nothing')} before an update and {new.get(path, 'nothing')} after it. Give it in init "
                 "what update returns."

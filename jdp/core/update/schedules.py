@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import optax
 
+from jdp.base.errors import UserError
 from jdp.base.words import is_integer, is_number
 
 RULES = ("linear", "sqrt")
@@ -38,12 +39,10 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
         ValueError: a rate or a batch that is not a positive number; an unknown rule.
     """
     if rule not in RULES:
-        raise ValueError(
-            f"The rule to scale a learning rate by is one of {', '.join(RULES)}; given {rule!r}. Name one."
-        )
+        raise UserError(f"The rule to scale a learning rate by is one of {', '.join(RULES)}; given {rule!r}. Name one.")
     for name, value in (("base_lr", base_lr), ("base_batch", base_batch), ("batch", batch)):
         if not (is_number(value) and 0 < value < math.inf):
-            raise ValueError(
+            raise UserError(
                 f"Scaling a learning rate takes positive numbers; given {name}={value!r}. Give finite ones."
             )
     ratio = batch / base_batch
@@ -74,11 +73,11 @@ def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> o
             negative.
     """
     if not callable(rate) and not is_number(rate):
-        raise ValueError(
+        raise UserError(
             f"A warm-up's rate is a number, or an optax schedule to go on with; given {rate!r}. Give one of them."
         )
     if not is_integer(steps) or not is_number(start) or not (steps >= 0 and start >= 0):
-        raise ValueError(
+        raise UserError(
             f"A warm-up takes an integer steps >= 0 and start >= 0; given {steps=}, {start=}. Give 0 or more."
         )
 

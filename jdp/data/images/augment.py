@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.words import is_integer, is_number
 from jdp.data.batches import Source
 from jdp.data.images.decode import Box
@@ -124,34 +125,34 @@ def augmented(
     [[[0, 1, 2, 3]], [[3, 2, 1, 0]]]
     """
     if hasattr(samples, "sample_at"):
-        raise ValueError(
+        raise UserError(
             "augmented samples must have no order of their own; given a mixture: augment the sources, then mix them"
         )
     if not (is_integer(seed) and 0 <= seed < 2**64):
-        raise ValueError(f"seed must be 0 to 2**64 - 1; given {seed}: give for example 0")
+        raise UserError(f"seed must be 0 to 2**64 - 1; given {seed}: give for example 0")
     images = samples[0].get("images")
     if images is None or images.ndim < 2:
         given = f"{sorted(samples[0])}" if images is None else f"{images.ndim} dimensions"
-        raise ValueError(f'samples must have "images" [height, width, …]; given {given}: augment sources of images')
+        raise UserError(f'samples must have "images" [height, width, …]; given {given}: augment sources of images')
     height, width = images.shape[:2]
     if not (is_integer(crop_padding) and 0 <= crop_padding < min(height, width)):
-        raise ValueError(
+        raise UserError(
             f"crop_padding must be 0 or more and less than the image's height and width, {height} and {width}, so that "
             f"each crop shows some of it; given {crop_padding}: give for example {max(min(height, width) // 8, 1)}"
         )
     if not (is_number(resized_crop) and 0 <= resized_crop < 1):
-        raise ValueError(
+        raise UserError(
             f"resized_crop must be 0, or a share of the area below 1; given {resized_crop}: give for example 0.08"
         )
     if resized_crop and crop_padding:
-        raise ValueError(f"resized_crop and crop_padding both crop; given {resized_crop} and {crop_padding}: give one")
+        raise UserError(f"resized_crop and crop_padding both crop; given {resized_crop} and {crop_padding}: give one")
     if resized_crop and not isinstance(samples, ImageSamples):
-        raise ValueError(
+        raise UserError(
             f"resized_crop is of pictures that image_data opens; given {type(samples).__name__}: crop in your source"
         )
     filling = np.asarray(getattr(samples, "black", 0) if fill is None else fill).astype(images.dtype)
     if filling.shape not in ((), images.shape[2:]):
-        raise ValueError(
+        raise UserError(
             f"fill must be one number, or one a channel of {'x'.join(map(str, images.shape))}; given {fill}: give one"
         )
     return AugmentedImages(samples, crop_padding, flip, filling, seed, float(resized_crop))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.data.labels import Labels
 from jdp.data.sources.hub import optional
 
@@ -73,7 +74,7 @@ class Frame:
         box = None
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
-                raise ValueError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
+                raise UserError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
             if self.size:
                 box = self._drafted(image, part)
             picture = self._resized(_eight_bits(image, MODES[self.channels]), box)
@@ -87,7 +88,7 @@ class Frame:
         """
         have = values.shape[2]
         if have != self.channels and (have, self.channels) != (1, 3):
-            raise ValueError(f"its {have} channels cannot become {self.channels}: give channels = {have}")
+            raise UserError(f"its {have} channels cannot become {self.channels}: give channels = {have}")
         if self.size is not None and (part is not None or values.shape[:2] != self.size):
             box = (part or self._centre)(*values.shape[:2])
             fromarray = optional("PIL.Image", "resizing an image").fromarray

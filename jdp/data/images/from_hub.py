@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jdp.base.errors import UserError
 from jdp.base.user_path import check_regular
 from jdp.data.held_out import ends_score
 from jdp.data.images.decode import Pictures
@@ -43,7 +44,7 @@ class HubPictures(Pictures):
             return ends_score(len(buffer), lambda start, stop: bytes(buffer[start:stop]))
         path = self.paths[index].as_py()
         if path is None:
-            raise ValueError(f"every row must have a picture; given none in row {index} of {self.name}: leave it out")
+            raise UserError(f"every row must have a picture; given none in row {index} of {self.name}: leave it out")
         try:
             check_regular(path)
             with Path(path).open("rb") as file:
@@ -54,7 +55,7 @@ class HubPictures(Pictures):
 
                 return ends_score(file.seek(0, 2), read)
         except OSError as error:
-            raise ValueError(unreadable(error, Path(path))) from error
+            raise UserError(unreadable(error, Path(path))) from error
 
 
 def hub_pictures(
@@ -78,12 +79,12 @@ def hub_pictures(
     image = _chosen("image", "data.field", image, images, list(kinds), name)
     label = _chosen("label", "data.label", label, labels, list(kinds), name)
     if not len(data):
-        raise ValueError(f"a data set must have rows; given none in {name}: give some data")
+        raise UserError(f"a data set must have rows; given none in {name}: give some data")
     encoded = data.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     pictures = encoded.data.table.column(image) if encoded._indices is None else encoded.flatten_indices().data[image]
     values = data.select_columns([label])[label][:]
     if None in values:
-        raise ValueError(f"every row must have a label; given none in row {values.index(None)} of {name}: leave it out")
+        raise UserError(f"every row must have a label; given none in row {values.index(None)} of {name}: leave it out")
     names = kinds[label].names if isinstance(kinds[label], datasets.ClassLabel) else None
     if names is not None and classes not in (None, tuple(names)):  # numbered by other classes
         values, names = [names[value] for value in values], classes
@@ -102,7 +103,7 @@ def _chosen(what: str, key: str, given: str | None, found: list[str], columns: l
     if given is None and len(found) == 1:
         return found[0]
     problem = f'no column "{given}"' if given else f"several: {', '.join(found)}" if found else "none that is known"
-    raise ValueError(
+    raise UserError(
         f"a column of {what}s must be named, or be the only one; given {problem}, in {name} with {', '.join(columns)}: "
         f'name it, {what} = "…" (in an experiment file {key})'
     )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.hub_source import HF
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, split_samples
@@ -78,7 +79,7 @@ class ImageSamples:
         row = int(self.rows[index])
         values = decoded(self.pictures, row, frame, part)
         if values.shape != self.shape:
-            raise ValueError(
+            raise UserError(
                 f"images must all be of one size, {_times(self.shape)}; given {_times(values.shape)} in "
                 f"{self.pictures.name_of(row)}: give a size, which all are fitted to"
             )
@@ -95,7 +96,7 @@ def decoded(pictures: Pictures, row: int, frame: Frame, part: Part | None = None
         content = pictures.content(row)
         return frame.decode(content, part) if isinstance(content, bytes) else frame.fit(content, part)
     except Exception as error:  # a corrupt file makes Pillow's decoders raise nearly anything
-        raise ValueError(
+        raise UserError(
             f"images must be readable; given {pictures.name_of(row)} (sample {row} of {pictures.name}): "
             f"{str(error) or type(error).__name__}; fix it, or leave it out"
         ) from error
@@ -210,7 +211,7 @@ def image_data(
     other = None if heldout is None else open_pictures(heldout, columns, pictures.labels.classes)[0]
     channels = channels if channels is not None else own_channels
     if channels not in MODES:
-        raise ValueError(
+        raise UserError(
             f"channels must be 1 (grey), 3 (colour) or 4 (with opacity); given {channels}: give one of these"
         )
     frame = Frame(_checked_size(size), channels)
@@ -231,7 +232,7 @@ def image_data(
 def _checked_size(size: Size | None) -> tuple[int, int] | None:
     height, width = (size, size) if isinstance(size, int) else size or (1, 1)
     if height < 1 or width < 1:
-        raise ValueError(
+        raise UserError(
             f"size must be at least 1 pixel high and wide; given {size}: give for example 224, or (height, width)"
         )
     return (height, width) if size is not None else None
@@ -241,7 +242,7 @@ def _constants(key: str, given: float | Sequence[float], channels: int) -> tuple
     values = (float(given),) * channels if isinstance(given, int | float) else tuple(map(float, given))
     if len(values) != channels or not all(map(math.isfinite, values)) or (key == "std" and min(values) <= 0):
         rule = "positive numbers" if key == "std" else "numbers"
-        raise ValueError(f"{key} must be {rule}, one or {channels} (a channel each); given {given}: fix it")
+        raise UserError(f"{key} must be {rule}, one or {channels} (a channel each); given {given}: fix it")
     return values
 
 

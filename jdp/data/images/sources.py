@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.hub_source import HF
 from jdp.base.user_path import user_path
 from jdp.data.held_out import content_score
@@ -52,7 +53,7 @@ def array_pictures(
 ) -> ArrayPictures:
     """Return pictures from uint8 [pictures, height, width] or [pictures, height, width, channels]."""
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
-        raise ValueError(
+        raise UserError(
             f"images must be uint8 [images, height, width] or [images, height, width, channels]; given {images.dtype} "
             f"{list(images.shape)} in {name}: convert them, or give normalised ones to array_data"
         )
@@ -83,7 +84,7 @@ def open_pictures(source: PathLike, columns: Columns, classes: Classes = None) -
     """Return the pictures of a source, and the channels that they have; `classes` number the labels."""
     if columns != Columns() and not str(source).startswith(HF):
         given = ", ".join(filter(None, (columns.image, columns.label)))
-        raise ValueError(f"columns are of tables, which `datasets` reads; given {given} for {source}: leave them out")
+        raise UserError(f"columns are of tables, which `datasets` reads; given {given} for {source}: leave them out")
     if source == DIGITS:
         return digits(), 1
     if str(source).startswith(HF):
@@ -91,13 +92,13 @@ def open_pictures(source: PathLike, columns: Columns, classes: Classes = None) -
     path = user_path(source)
     if path.suffix != ".npz":
         builder = read_by_datasets(path, Path("1.png") if path.is_dir() else None)
-        raise ValueError(
+        raise UserError(
             f'images must be "{DIGITS}", an .npz file or "{HF}…"; given {source}, looked for at {path.absolute()}: '
             f"{builder}"
         )
     arrays, name = read_arrays(path)
     if missing := {"images", "labels"} - arrays.keys():
-        raise ValueError(
+        raise UserError(
             f"an .npz of images must have images and labels; given {', '.join(arrays)} in {name}: name the arrays so "
             f"(missing: {', '.join(sorted(missing))})"
         )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import memory_bytes
 from jdp.base.notices import notice
@@ -35,7 +36,7 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
     else:
         arrays, name = _read_path(user_path(source)), str(source)
     if not arrays:
-        raise ValueError(
+        raise UserError(
             f"data must have at least one array; given none in {name}: give some, such as features and labels"
         )
     _check_sizes(arrays, name)
@@ -49,22 +50,22 @@ def _read_path(path: Path) -> Arrays:
         try:
             every = sorted(path.iterdir())
         except OSError as error:
-            raise ValueError(unreadable(error, path)) from error
+            raise UserError(unreadable(error, path)) from error
         files = [file for file in every if file.suffix == ".npy"]
         others = sum(1 for file in every if file.suffix != ".npy" and not file.name.startswith("."))
         if not files:
-            raise ValueError(
+            raise UserError(
                 f"a directory of arrays must hold .npy files; given {path} with {others} others: give arrays"
             )
         if others:
             notice(f"{path}: reading {len(files)} .npy files, passing over {others} others")
         return {file.stem: load_arrays(file)[file.stem] for file in files}
     if path.suffix not in (".npy", ".npz"):
-        raise ValueError(
+        raise UserError(
             f"arrays must be in .npz or .npy files, or a directory of .npy files; given {path}: save them as such"
         )
     if not path.is_file():
-        raise ValueError(f"data must exist; given {path}, looked for at {path.absolute()}: fix the path")
+        raise UserError(f"data must exist; given {path}, looked for at {path.absolute()}: fix the path")
     return load_arrays(path)
 
 
@@ -83,7 +84,7 @@ def load_arrays(path: Path) -> Arrays:
             return {member.filename.removesuffix(".npy"): _member(archive, member) for member in members}
     except Exception as error:  # of a damaged file zipfile, its decompressors and NumPy raise a dozen kinds
         words = cut(str(error) or type(error).__name__, 300)
-        raise ValueError(
+        raise UserError(
             f"arrays must be readable; given {path}: {words}; write the file anew, with numbers only"
         ) from error
 
@@ -92,7 +93,7 @@ def _check_total(members: list[zipfile.ZipInfo]) -> None:
     """Refuse more than this machine's memory: a few megabytes of zeros may be terabytes when unpacked."""
     total, memory = sum(member.file_size for member in members), memory_bytes()
     if memory is not None and total > memory:
-        raise ValueError(
+        raise UserError(
             f"its arrays have {format_bytes(total)}, and this machine has {format_bytes(memory)} of memory; save each "
             "as an .npy, which is mapped, not read"
         )
@@ -106,7 +107,7 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
         shape, _, dtype = read(file)
         claimed = math.prod(shape) * dtype.itemsize
         if not dtype.hasobject and claimed > member.file_size:
-            raise ValueError(
+            raise UserError(
                 f"{member.filename} claims {list(shape)} {dtype}, {format_bytes(claimed)}, and has "
                 f"{format_bytes(member.file_size)}"
             )
@@ -118,19 +119,19 @@ def _check_sizes(arrays: Arrays, name: str) -> None:
     sizes = {key: list(array.shape) for key, array in arrays.items()}
     shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
     if any(array.ndim == 0 for array in arrays.values()):
-        raise ValueError(
+        raise UserError(
             f"every array must have the samples as its leading dimension; given {shown} in {name}: leave out "
             "what is a single number"
         )
     if len({size[0] for size in sizes.values()}) > 1:
-        raise ValueError(f"arrays must all have the same number of samples; given {shown} in {name}: fix them")
+        raise UserError(f"arrays must all have the same number of samples; given {shown} in {name}: fix them")
     if any(array.size == 0 for array in arrays.values()):
-        raise ValueError(f"arrays must not be empty; given {shown} in {name}: give some data")
+        raise UserError(f"arrays must not be empty; given {shown} in {name}: give some data")
 
 
 def _check_values(key: str, array: NDArray[Any], name: str) -> None:
     if array.dtype.kind not in "biuf" and not (key == "labels" and array.dtype.kind == "U"):
-        raise ValueError(
+        raise UserError(
             f"arrays must hold numbers; given {key} of dtype {array.dtype} in {name}: convert it to floats or "
             "whole numbers, or leave it out"
         )
@@ -151,4 +152,4 @@ def _check_each(key: str, array: NDArray[Any], name: str, limits: tuple[Any, Any
         if not good.all():
             wrong = np.argwhere(~good)[0]
             value, row = array[start + wrong[0]][tuple(wrong[1:])], start + int(wrong[0])
-            raise ValueError(f"values {rule}; given {value} in {key} of sample {row} of {name}: {fix}")
+            raise UserError(f"values {rule}; given {value} in {key} of sample {row} of {name}: {fix}")

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jdp.base.errors import UserError
 from jdp.base.hub_source import BUILDERS, COMPRESSED, HF, builder_of
 from jdp.base.notices import notice
 from jdp.base.user_path import check_regular, user_path
@@ -38,7 +39,7 @@ def read_file(path: Path) -> bytes:
         check_regular(path)
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(unreadable(error, path)) from error
+        raise UserError(unreadable(error, path)) from error
 
 
 def unreadable(error: OSError, path: Path | None = None) -> str:
@@ -75,8 +76,8 @@ def _files(entry: PathLike) -> list[Path]:
     if glob.has_magic(str(path)):
         if files := [file for file in matching(path) if file.is_file()]:
             return _checked(path, files)
-        raise ValueError(f"a glob must match at least one file; given {path}, which matches none: fix it")
-    raise ValueError(
+        raise UserError(f"a glob must match at least one file; given {path}, which matches none: fix it")
+    raise UserError(
         f"source must be a file, a glob or a directory that exists; given {entry}, looked for at {path.absolute()}: "
         f'fix the path, or give "{STDLIB}" for Python\'s own source text'
     )
@@ -94,7 +95,7 @@ def _checked(path: Path, files: list[Path]) -> list[Path]:
     """Return the files. Raises ValueError for one that is not text."""
     if others := [file for file in files if not file.name.endswith(TEXT_SUFFIXES)]:
         given = f"{path}" if files == [path] else f"{path}, which leads to {others[0]}"
-        raise ValueError(
+        raise UserError(
             f"files of text end with {', '.join(TEXT_SUFFIXES)}; given {given}: {read_by_datasets(path, others[0])}"
         )
     return files
@@ -104,7 +105,7 @@ def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [Path(folder, name) for folder, name in walk(root, leave_out=_NOT_STDLIB) if name.endswith(".py")]
     if not files:
-        raise ValueError(
+        raise UserError(
             f'source "{STDLIB}" needs Python\'s own source files; given none under {root}: give text files of your own'
         )
     return files
@@ -116,7 +117,7 @@ def _directory_files(directory: Path) -> list[Path]:
     rows = [file for file in every if builder_of(file.name) not in (None, "imagefolder") and file.suffix != ".json"]
     kinds = ", ".join(TEXT_SUFFIXES)
     if rows and files:
-        raise ValueError(
+        raise UserError(
             f"a directory must hold one kind of data; given {directory} with {len(files)} files such as "
             f"{files[0].name} and {len(rows)} such as {rows[0].name}: {read_by_datasets(directory, rows[0])}, or name "
             f"the text by a glob, as {directory}/**/*{files[0].suffix}"
@@ -124,7 +125,7 @@ def _directory_files(directory: Path) -> list[Path]:
     if not files:
         given = f"{directory} with {len(every)} other files" + (f" such as {every[0].name}" if every else "")
         fix = read_by_datasets(directory, (rows or every)[0]) if every else "add some"
-        raise ValueError(f"a directory of text must hold {kinds} files; given {given}: {fix}")
+        raise UserError(f"a directory of text must hold {kinds} files; given {given}: {fix}")
     if others := len(every) - len(files):
         notice(f"{directory}: reading {len(files)} files ({kinds}), passing over {others} others")
     return files
@@ -141,4 +142,4 @@ def walk(directory: Path, *, leave_out: frozenset[str] = frozenset()) -> Iterato
 
 
 def _refuse(error: OSError) -> None:
-    raise ValueError(unreadable(error)) from error
+    raise UserError(unreadable(error)) from error

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jdp.base.errors import UserError
 from jdp.base.hub_source import BUILDERS, COMPRESSED, STREAM, HubSource
 from jdp.base.notices import notice
 from jdp.base.toml import cut
@@ -87,7 +88,7 @@ def _stream(source: str) -> HubRows:
     match = _ROWS_OF_SPLIT.fullmatch(given.split or "")
     start, stop = (int(match[key]) if match and match[key] else None for key in ("start", "stop"))
     if match is None or (stop is not None and stop <= (start or 0)):
-        raise ValueError(
+        raise UserError(
             f"rows of a stream must be counted, as train[:100000]; given {given.split} in {source}: give a range of "
             "them"
         )
@@ -122,7 +123,7 @@ def _reading(source: str, read: Callable[[], T]) -> T:
     except Exception as error:  # network, permissions, builders: each raises its own kinds
         cause = error.__cause__ or error
         words = cut(" ".join(str(cause).split()).rstrip(".") or type(cause).__name__, 400)
-        raise ValueError(
+        raise UserError(
             f"rows must be readable by `datasets`; given {source}: {words}; fix its name or path, log in to the hub, "
             "or look at the network"
         ) from error
@@ -141,7 +142,7 @@ class _SaidOnce(logging.Filter):
         return not retries and "thrown while requesting" not in words
 
 
-class _SourceError(ValueError):
+class _SourceError(UserError):
     """A source that jdp refuses, with the rule."""
 
 
@@ -283,7 +284,7 @@ def _check_files(files: Iterable[str], folder: Path | None) -> None:
 
 def _pick(splits: dict[str, Any], split: str) -> Any:
     if split not in splits:
-        raise ValueError(f'unknown split "{split}", there are {", ".join(splits)}')
+        raise UserError(f'unknown split "{split}", there are {", ".join(splits)}')
     return splits[split]
 
 
@@ -307,7 +308,7 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
     for key, column in read.items():
         if column not in columns:
             shown = ", ".join(columns[:20]) + ", …" * (len(columns) > 20)
-            raise ValueError(f'{key} = "{column}" must be a column; given {name} with {shown}: {_fix(key, columns)}')
+            raise UserError(f'{key} = "{column}" must be a column; given {name} with {shown}: {_fix(key, columns)}')
     _report_unread(name, columns, read)
 
 
@@ -338,6 +339,6 @@ def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:
     except ModuleNotFoundError as error:
         if error.name != package.partition(".")[0]:
             raise
-        raise ValueError(
+        raise UserError(
             f"{needed_by} needs the package {error.name}, which is not installed: pip install '.[{extra}]'"
         ) from error

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jdp.base.errors import UserError
 from jdp.base.hub_source import HF, STREAM
 from jdp.data.sources.files import STDLIB, PathLike, read_file, text_files
 from jdp.data.sources.hub import HubRows, check_columns, hub_rows, optional
@@ -89,9 +90,7 @@ def entries(source: PathLike | Sequence[PathLike]) -> tuple[list[PathLike], tupl
     """Return the files, globs and directories that a source names, and the rows that `datasets` reads."""
     every = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not every:
-        raise ValueError(
-            'source must name some text; given an empty list: give "stdlib", a file, a glob or a directory'
-        )
+        raise UserError('source must name some text; given an empty list: give "stdlib", a file, a glob or a directory')
     on_hub = [str(entry) for entry in every if str(entry).startswith((HF, STREAM))]
     return [entry for entry in every if str(entry) not in on_hub], tuple(map(hub_rows, dict.fromkeys(on_hub)))
 
@@ -115,7 +114,7 @@ def text_parts(found: Found, field: str) -> Iterator[Part]:
         elif kept:
             yield Part([part.documents[i] for i in kept], part.name, [part.rows[i] for i in kept])
     if not held:
-        raise ValueError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
+        raise UserError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
 
 
 def corpus_of(found: Found, field: str) -> Corpus:
@@ -154,5 +153,5 @@ def _texts(column: Any, field: str, name: str, numbers: range) -> list[bytes]:
     elif column.null_count:
         wrong = f"nothing (null) in {name}, row {numbers[int(np.argmax(column.is_null().to_numpy()))]}"
     if wrong is not None:
-        raise ValueError(f'the field "{field}" must be text; given {wrong}: give another field, or leave that out')
+        raise UserError(f'the field "{field}" must be text; given {wrong}: give another field, or leave that out')
     return column.cast(pyarrow.large_binary()).to_pylist()

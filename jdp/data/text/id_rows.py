@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.user_path import user_path
 from jdp.data.held_out import content_score
@@ -37,7 +38,7 @@ class IdColumns:
 
     def __post_init__(self) -> None:
         if self.weights is not None and self.labels is not None:
-            raise ValueError(
+            raise UserError(
                 f'weights and labels both say what counts; given "{self.weights}" and "{self.labels}": give one'
             )
 
@@ -53,11 +54,11 @@ def find_ids(source: PathLike | Sequence[PathLike]) -> Found:
     files = sorted(map(user_path, words))
     for file in files:
         if file.suffix != ".npz":
-            raise ValueError(
+            raise UserError(
                 f"rows of ids are in .npz files, or `datasets` reads them; given {file}: {read_by_datasets(file)}"
             )
         if not file.is_file():
-            raise ValueError(f"data must exist; given {file}, looked for at {file.absolute()}: fix the path")
+            raise UserError(f"data must exist; given {file}, looked for at {file.absolute()}: fix the path")
     return Found(name_of(source), tuple(files), data_sets)
 
 
@@ -75,7 +76,7 @@ def id_parts(found: Found, columns: IdColumns, vocab_size: int | None) -> Iterat
             yield TokenisedPart(tokens, np.array(scores))
     why = "they are empty" if columns.weights is columns.labels is None else "no token of theirs counts as a target"
     if not kept:
-        raise ValueError(f"there must be rows to learn; given {found.name}, {rows:,} rows: {why}; give others")
+        raise UserError(f"there must be rows to learn; given {found.name}, {rows:,} rows: {why}; give others")
     if kept < rows:
         notice(f"{found.name}: {rows - kept:,} of {rows:,} rows are left out: {why}")
 
@@ -100,7 +101,7 @@ def _values(found: Found, columns: IdColumns) -> Iterator[tuple[dict[str, Lists]
 
 def _lists_of_array(array: NDArray[Any], name: str, path: Path) -> Lists:
     if array.dtype.kind not in "iufb" or array.ndim not in (1, 2):
-        raise ValueError(
+        raise UserError(
             f"rows of ids are numbers [n] or [rows, n]; given {array.dtype} {list(array.shape)} in {name} of {path}: "
             "convert them"
         )
@@ -114,13 +115,13 @@ def _lists_of_column(column: Any, field: str, name: str) -> Lists:
     is_list = any(getattr(pyarrow.types, f"is_{each}")(kind) for each in ("list", "large_list", "fixed_size_list"))
     tests = (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_boolean)
     if not is_list or not any(test(kind.value_type) for test in tests):
-        raise ValueError(f'the column "{field}" must have a list of numbers a row; given {kind} in {name}: convert it')
+        raise UserError(f'the column "{field}" must have a list of numbers a row; given {kind} in {name}: convert it')
     flat, bounds = list[Any](), [np.zeros(1, np.int64)]
     for chunk in column.cast(pyarrow.large_list(kind.value_type)).chunks:
         offsets = chunk.offsets.to_numpy()
         inside = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])
         if chunk.null_count or inside.null_count:
-            raise ValueError(f'the column "{field}" must have a list a row; given nothing (null) in {name}: fix it')
+            raise UserError(f'the column "{field}" must have a list a row; given nothing (null) in {name}: fix it')
         flat.append(inside.to_numpy(zero_copy_only=False))
         bounds.append(offsets[1:] - offsets[0] + bounds[-1][-1])
     return np.concatenate(flat) if flat else np.zeros(0, np.int64), np.concatenate(bounds).astype(np.int64)
@@ -186,7 +187,7 @@ class _Part:
             at = int(np.argmax(wrong))
             row, token = self._place(at)
             value = self.values[key][0][at]
-            raise ValueError(
+            raise UserError(
                 f'{key} = "{self.columns.by_key[key]}" must be {rule}; given {value} as token {token} of {self.name}, '
                 f"row {row}: fix it"
             )
@@ -197,7 +198,7 @@ class _Part:
         else:
             row = int(np.argmax(sizes != others))
             where, given = f"{self.name}, row {self.numbers[row]}", f"{sizes[row]} and {others[row]}"
-        raise ValueError(
+        raise UserError(
             f'ids = "{self.columns.ids}" and {key} = "{self.columns.by_key[key]}" must be of the same lengths; given '
             f"{given} in {where}: fix it"
         )

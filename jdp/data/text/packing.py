@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.base.errors import UserError
 from jdp.data.batches import NumpyBatch
 from jdp.data.text.token_array import MappedTokens
 
@@ -52,9 +53,9 @@ class PackedSamples:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"length must be at least 1; given {self.length}: give the targets in a sample")
+            raise UserError(f"length must be at least 1; given {self.length}: give the targets in a sample")
         if not len(self.bounds) or not (np.diff(self.bounds) > 1).any():
-            raise ValueError(
+            raise UserError(
                 f"text must hold at least one token and its target; given {len(self.tokens)} token(s) in "
                 f"{len(self.bounds) - 1} document(s): give more text"
             )

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp.base.disk_cache import Cache
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes, format_percent
 from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
@@ -67,10 +68,10 @@ class TextSamples:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"length must be at least 1; given {self.length}: give the targets in a sample")
+            raise UserError(f"length must be at least 1; given {self.length}: give the targets in a sample")
         if len(self.tokens) < 2:
             unit = "byte" if self.tokens.dtype == np.uint8 else "token"
-            raise ValueError(
+            raise UserError(
                 f"text must hold at least one token and its target; given {len(self.tokens)} {unit}(s): give more text"
             )
 
@@ -181,7 +182,7 @@ class TextData:
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError(
+            raise UserError(
                 f"text and tokens are made of each other by a tokenizer only; given {self.name}, rows of ids: name the "
                 "tokenizer that made them"
             )
@@ -240,11 +241,11 @@ def text_data(
     'All work and no '
     """
     if length < 1:
-        raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
+        raise UserError(f"length must be at least 1; given {length}: give the targets in a sample")
     if packing not in ("stream", "documents"):
-        raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
+        raise UserError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
     if ids is None and (weights or labels or attention_mask):
-        raise ValueError('weights, labels and attention_mask are of rows of ids; given none: give ids = "input_ids"')
+        raise UserError('weights, labels and attention_mask are of rows of ids; given none: give ids = "input_ids"')
     opened = None
     if tokenizer is not None or ids is None:
         opened = _fitting(open_tokenizer(tokenizer or BYTES), vocab_size)
@@ -274,7 +275,7 @@ def text_data(
 def _fitting(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
     """Return the tokenizer if a model of this vocabulary has all its tokens."""
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"a model must have all tokens of its tokenizer; given vocab_size {vocab_size} and {tokenizer.vocab_size} "
             f"in {tokenizer.name}: set vocab_size to {tokenizer.vocab_size} or more"
         )
@@ -284,7 +285,7 @@ def _fitting(tokenizer: Tokenizer, vocab_size: int | None) -> Tokenizer:
 def _check_fills(sides: TextSides, length: int, unit: str) -> None:
     train, every = len(sides.train.ids), len(sides.train.ids) + len(sides.heldout.ids)
     if train < length + 1:
-        raise ValueError(
+        raise UserError(
             f"training text must fill one sample: length {length} needs {length + 1} {unit}; given {train} (of {every} "
             f"in {sides.name}, the others held out): give more text or a smaller length"
         )

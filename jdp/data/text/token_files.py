@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jdp.base.disk_cache import default_folder, make_folder
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.data.held_out import document_tails, whole_documents
@@ -95,13 +96,13 @@ class TokenFiles:
         """Return one side. Raises ValueError if a file is incomplete."""
         path = self.folder / f"{side}.tokens"
         if path.stat().st_size != tokens * self.dtype.itemsize:
-            raise ValueError(f"{path} is incomplete")
+            raise UserError(f"{path} is incomplete")
         if weighted and path.with_suffix(".weights").stat().st_size != tokens * _WEIGHT.itemsize:
-            raise ValueError(f"{path.with_suffix('.weights')} is incomplete")
+            raise UserError(f"{path.with_suffix('.weights')} is incomplete")
         ids = MappedTokens(path, self.dtype) if tokens else np.zeros(0, self.dtype)
         bounds = np.asarray(np.memmap(self.folder / f"{side}.bounds", np.dtype("<i8"), mode="r"))
         if bounds[0] != 0 or bounds[-1] != tokens:
-            raise ValueError(f"{path.with_suffix('.bounds')} is incomplete")
+            raise UserError(f"{path.with_suffix('.bounds')} is incomplete")
         return TokenArray(ids, bounds, MappedTokens(path.with_suffix(".weights"), _WEIGHT) if weighted else None)
 
 
@@ -168,7 +169,7 @@ def _write(
     documents, whole = sum(side.documents for side in sides), all(side.tokens for side in sides)
     weighted = any(side.weighted for side in sides)
     if not whole and weighted:
-        raise ValueError(
+        raise UserError(
             f"heldout_fraction must leave rows on both sides; given {heldout_fraction} with {documents:,} in {name}: "
             "give a larger one"
         )

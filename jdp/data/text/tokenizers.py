@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jdp.base.errors import UserError
 from jdp.base.user_path import user_path
 from jdp.data.sources.hub import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
@@ -55,7 +56,7 @@ class Tokenizer(ABC):
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
             kind = "must be a byte," if self.name == BYTES else f"of {self.name} must be"
-            raise ValueError(
+            raise UserError(
                 f"a token {kind} 0 to {self.vocab_size - 1}; given {values.min()} to {values.max()}: "
                 f"decode the samples of a model whose vocab_size is {self.vocab_size}"
             )
@@ -187,7 +188,7 @@ def _batches(documents: Sequence[bytes], name_of: Callable[[int], str]) -> Itera
         try:
             batch.append(document.decode())
         except UnicodeDecodeError as error:
-            raise ValueError(
+            raise UserError(
                 f"text must be UTF-8 for a tokenizer; given {document[error.start]:#04x} at byte {error.start} of "
                 f'{name_of(number)}: convert it, leave it out, or take tokenizer = "{BYTES}"'
             ) from error
@@ -219,7 +220,7 @@ def byte_tokenizer() -> dict[str, dict[str, Any]]:
 def _open_file(path: Path) -> FileTokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(
+        raise UserError(
             f'tokenizer must be "{BYTES}", or a tokenizer.json or the folder that '
             f"holds one; given {path}, looked for at {file.absolute()}: fix the path"
         )
@@ -229,7 +230,7 @@ def _open_file(path: Path) -> FileTokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare ones
         words = " ".join(str(error).split())
-        raise ValueError(
+        raise UserError(
             f"a tokenizer must be a file of Hugging Face tokenizers; given {file}: {words}; fix it"
         ) from error
     tokenizer.no_truncation()
@@ -256,7 +257,7 @@ def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> 
             return name
     problem = f"{config} names {named}, which is not in" if named else f"none of {', '.join(names)} is in"
     special = f", which are {', '.join(added[:10])}{', …' * (len(added) > 10)}," if added else ""
-    raise ValueError(
+    raise UserError(
         f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; name one of its "
         f'added tokens{special} as "eos_token" in tokenizer_config.json beside it; or add one, and to the model'
     )
@@ -266,7 +267,7 @@ def _eos_token(config: Path) -> str | None:
     try:
         token = json.loads(config.read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"a tokenizer's configuration must be a JSON object; given {config}: {error}; fix it"
         ) from error
     return token.get("content") if isinstance(token, dict) else token

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
+from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
 from jdp.experiment.schema.data import ARRAYS, words_of
@@ -24,13 +25,13 @@ _RULE = 'must be an array of "perplexity", "bits_per_byte", "accuracy", "top5_ac
 def _metrics(given: Any) -> Any:
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ValueError(_RULE)
+        raise UserError(_RULE)
     known = (PERPLEXITY, BITS_PER_BYTE, ACCURACY, "top5_accuracy")
     for name in names:
         if name not in known and not _TOP.fullmatch(name):
-            raise ValueError(f"{_RULE}; it has {cut(repr(name))}{nearest(name, known)}")
+            raise UserError(f"{_RULE}; it has {cut(repr(name))}{nearest(name, known)}")
     if len({*names}) < len(names):
-        raise ValueError("must name each metric once")
+        raise UserError("must name each metric once")
     return tuple(names)
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
+from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
@@ -168,7 +169,7 @@ class Experiment(Section):
     def _consistent(self) -> Self:
         problems = list(disagreements(self))
         if problems:
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
         return self
 
 

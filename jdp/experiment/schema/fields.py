@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from jdp.base.errors import UserError
 from jdp.base.hub_source import HubSource
 from jdp.base.toml import cut
 from jdp.base.user_path import bucket_address, user_path
@@ -33,11 +34,11 @@ LONGEST_NAME = 200
 
 def run_name(name: str) -> str:
     if len(name) > LONGEST_NAME:
-        raise ValueError(
+        raise UserError(
             f"must have at most {LONGEST_NAME} characters, as it names the run's folder, and has {len(name):,}"
         )
     if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):
-        raise ValueError(
+        raise UserError(
             "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
         )
     return name
@@ -47,7 +48,7 @@ def package_name(name: str) -> str:
     """Return the name of a package. Raises ValueError if Python imports none by such a name."""
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")) or len(name) > 200:
         hint = f" (did you mean {other}?)" if (other := name.replace("-", "_")) != name and other.isidentifier() else ""
-        raise ValueError(f"must be the name by which Python imports a package, such as my_package{hint}")
+        raise UserError(f"must be the name by which Python imports a package, such as my_package{hint}")
     return name
 
 
@@ -59,7 +60,7 @@ def _path(path: str) -> str:
 
 def _whole(value: int) -> int:
     if abs(value) > _MOST_INT:
-        raise ValueError(f"must be at most {_MOST_INT}, the largest whole number of 32 bits")
+        raise UserError(f"must be at most {_MOST_INT}, the largest whole number of 32 bits")
     return value
 
 
@@ -67,11 +68,11 @@ def _single(value: float) -> float:
     """Return the number if it is finite, non-zero and below 1 in float32 as it is in float64. Raises ValueError."""
     kept = struct.unpack("f", struct.pack("f", value))[0] if abs(value) <= _MOST_SINGLE else math.inf
     if math.isinf(kept) and math.isfinite(value):
-        raise ValueError(f"must be a number of 32 bits, as devices compute, at most {_MOST_SINGLE:.4g}")
+        raise UserError(f"must be a number of 32 bits, as devices compute, at most {_MOST_SINGLE:.4g}")
     if value and abs(value) < _LEAST_SINGLE:
-        raise ValueError(f"must be 0, or a number of 32 bits, as devices compute, at least {_LEAST_SINGLE:.4g}")
+        raise UserError(f"must be 0, or a number of 32 bits, as devices compute, at least {_LEAST_SINGLE:.4g}")
     if value < 1 <= kept:
-        raise ValueError("must be less than 1 in the 32 bits that devices compute in, at most 0.99999994")
+        raise UserError("must be less than 1 in the 32 bits that devices compute in, at most 0.99999994")
     return value
 
 
@@ -79,7 +80,7 @@ def _words(value: Any, rule: str) -> Any:
     """Return text, a tuple of texts, or None. Raises ValueError with the rule for anything else."""
     words = value if isinstance(value, list | tuple) else (value,)
     if value is not None and not (words and all(isinstance(word, str) and word for word in words)):
-        raise ValueError(f"{rule}, or an array of them, as text in quotes")
+        raise UserError(f"{rule}, or an array of them, as text in quotes")
     return tuple(words) if isinstance(value, list | tuple) else value
 
 
@@ -88,7 +89,7 @@ def _source(source: Any) -> Any:
     for word in (source,) if isinstance(source, str) else source or ():
         hub = HubSource.of(word)
         if hub is not None and (why := hub.no_builder):
-            raise ValueError(why)
+            raise UserError(why)
         if hub is None or hub.is_path:
             user_path(word if hub is None else hub.path)
     return source
@@ -102,25 +103,25 @@ def _prompts(prompts: Any) -> Any:
     prompts = _words("" if prompts is None else prompts, "must be text of one character at least")
     for prompt in (prompts,) if isinstance(prompts, str) else prompts:
         if prompt.encode(errors="replace").decode() != prompt:
-            raise ValueError("must be text in UTF-8")
+            raise UserError("must be text in UTF-8")
     return prompts
 
 
 def _batches(batches: Any) -> Any:
     if batches != ALL and (type(batches) is not int or batches < 1):
-        raise ValueError(f'must be 1 or more, or "{ALL}"')
+        raise UserError(f'must be 1 or more, or "{ALL}"')
     return batches
 
 
 def _best(best: Any) -> Any:
     if not isinstance(best, bool) and not (isinstance(best, str) and best):
-        raise ValueError("must be true, false, or a metric of the evaluations, in quotes")
+        raise UserError("must be true, false, or a metric of the evaluations, in quotes")
     return best
 
 
 def _bool_or_auto(given: Any) -> Any:
     if given != "auto" and not isinstance(given, bool):
-        raise ValueError('must be true, false, or "auto", which leaves it to jdp')
+        raise UserError('must be true, false, or "auto", which leaves it to jdp')
     return given
 
 
@@ -135,7 +136,7 @@ def _rule(entries: Any) -> Any:
     rule = tuple(tuple(entry) if isinstance(entry, list | tuple) else entry for entry in given)
     for entry in rule:
         if not all(isinstance(axis, str) for axis in (entry if isinstance(entry, tuple) else (entry,))):
-            raise ValueError(
+            raise UserError(
                 'must be an array with a mesh axis for each dimension of the parameter, "" where it is not sharded, or '
                 'an array of axes, such as ["", "model"]'
             )
@@ -190,6 +191,6 @@ def named(kind: str, table: Mapping[str, Any]) -> None:
     """Check the names of the tables in a table, such as [eval.NAME]."""
     for name in table:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-            raise ValueError(
+            raise UserError(
                 f"has a {kind} named {cut(repr(name))}: a name is letters, digits, dashes and underscores, up to 100"
             )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
 
+from jdp.base.errors import UserError
 from jdp.experiment.make import check_keywords, function_of
 from jdp.experiment.schema.fields import NONE, Section, package_name
 
@@ -15,7 +16,7 @@ from jdp.experiment.schema.fields import NONE, Section, package_name
 def _make_name(make: str) -> str:
     module, _, function = make.partition(":")
     if not re.fullmatch(r"[A-Za-z_]\w{0,99}", function):
-        raise ValueError('must be "package.module:function"')
+        raise UserError('must be "package.module:function"')
     package_name(module)
     return make
 

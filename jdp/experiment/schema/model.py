@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import AfterValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticKnownError
 
+from jdp.base.errors import UserError
 from jdp.base.notices import notice_anywhere
 from jdp.base.user_path import user_path
 from jdp.experiment.keys import described_fields
@@ -48,7 +49,7 @@ def _model_name(name: str) -> str:
     try:
         _config(name)
     except ValueError as error:
-        raise ValueError(f"must lead to the config.json of a model that jdp builds: {error}".rstrip(".")) from None
+        raise UserError(f"must lead to the config.json of a model that jdp builds: {error}".rstrip(".")) from None
     return name
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.tree_paths import matches
 from jdp.base.words import is_integer, nearest
@@ -41,14 +42,14 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
     """Return what a device may send."""
     if not isinstance(against, str):
         if isinstance(against, bool) or not math.isfinite(against) or against < 0:
-            raise ValueError(
+            raise UserError(
                 f"against is a strategy's name or the bytes that a device may send a step; given {against!r}. Write "
                 "'zero3', or 500e6."
             )
         return Bound(float(against), "that were given", over_batch=False)
     row, mesh = strategy(against), moved.mesh
     if parameters is None:
-        raise ValueError(
+        raise UserError(
             f"A strategy's row is that of a step's parameters; given against={against!r} and no params. Say which "
             "arguments they are: params=0, params='model' or params='state/params/*'."
         )
@@ -79,7 +80,7 @@ def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argumen
     if not found:
         first = list(dict.fromkeys(each.path for each in arguments))
         hint = nearest(str(params), first, cutoff=0.3)
-        raise ValueError(
+        raise UserError(
             f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which none "
             f"matches{hint}"
         )

@@ -15,6 +15,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jdp.base.disk_cache import Cache
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes, listed
 from jdp.base.toml import described
 from jdp.core.sharding.placement import Placement, axes_of
@@ -46,7 +47,7 @@ def forecast(
     """Compile any jitted step for a target, and report what it holds, sends and waits for. Nothing runs."""
     check_target(target)
     if not callable(function):
-        raise ValueError(
+        raise UserError(
             f"The first argument is a step, jdp.verify(step, state, batch); given {described(function)}. Write the "
             "arguments in this order."
         )

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jdp.base.disk_cache import Cache
+from jdp.base.errors import UserError
 from jdp.core.sharding.axes import DATA, factors
 from jdp.core.sharding.mesh import following, without_mesh
 from jdp.core.sharding.placement import axes_of, spec_entry
@@ -69,7 +70,7 @@ def _move(
     batch, batch_axes = _batch(traced)
     if target is None:
         if isinstance(old, AbstractMesh):
-            raise ValueError(
+            raise UserError(
                 "Without a target a step is compiled for its arguments' devices; given an abstract mesh, which has "
                 "none. Name a target, such as h100:1x8."
             )
@@ -101,7 +102,7 @@ def moved_sizes(
 ) -> dict[str, int]:
     """Return the sizes of the same axes on a target."""
     if unknown := [axis for axis in wanted or {} if axis not in sizes]:
-        raise ValueError(
+        raise UserError(
             f"mesh gives sizes to the axes that the arguments' mesh has: {', '.join(sizes)}; given {unknown[0]!r}. "
             "Name one of these."
         )
@@ -114,7 +115,7 @@ def moved_sizes(
         chosen[free[0]] = count // taken
     if len(free) > 1 or min(chosen.values()) < 1 or math.prod(chosen.values()) != count:
         words = " × ".join(f"{axis}={'what is left' if axis in free else size}" for axis, size in chosen.items())
-        raise ValueError(
+        raise UserError(
             f"The axes of a mesh multiply to its devices; given {words} for the {count} devices of {target}. Give "
             "sizes that do, such as mesh={'" + next(iter(sizes)) + "': -1}, of which one may be -1."
         )
@@ -174,7 +175,7 @@ def _check_divides(argument: Argument, mesh: Mesh) -> None:
     for dim, entry in enumerate(_spec(argument)):
         count = math.prod(mesh.shape[axis] for axis in axes_of(entry))
         if argument.shape[dim] % count:
-            raise ValueError(
+            raise UserError(
                 f"An argument's dimensions divide by the axes that they are sharded over; given {argument.path} "
                 f"{list(argument.shape)}, whose dimension {dim} is sharded over {', '.join(axes_of(entry))}, "
                 f"{count} on the target. Take other sizes (mesh={{axis: size}}), or another sharding or shape."

@@ -10,12 +10,13 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jdp.base.errors import UserError
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.traced import Argument, Traced
 from jdp.foresight.traffic.origin import users_line
 
 
-class OtherSize(ValueError):
+class OtherSize(UserError):
     """A part of the program has the old mesh's sizes in its shapes."""
 
 
@@ -120,7 +121,7 @@ class Exchange:
         if mesh.empty or (isinstance(mesh, Mesh) and tuple(mesh.devices.flat) == tuple(self.new.devices.flat)):
             return mesh
         if mesh.axis_names != self.old.axis_names:
-            raise ValueError(
+            raise UserError(
                 f"A step names one mesh, that of its arguments, with the axes {', '.join(self.old.axis_names)}; given "
                 f"one with {', '.join(mesh.axis_names)} inside of it. Leave the target out to compile for the "
                 "arguments' own devices."

@@ -21,6 +21,7 @@ from jax.extend import core
 from jax.extend.core.primitives import jit_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
+from jdp.base.errors import UserError
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.sharding.axes import factors
@@ -101,7 +102,7 @@ def _sharding(leaf: Any, path: str) -> NamedSharding | None:
         return sharding
     if isinstance(sharding, SingleDeviceSharding) and not getattr(leaf, "committed", False):
         return None
-    raise ValueError(
+    raise UserError(
         f"A step's arguments are placed on a mesh with named axes; given {path} as {sharding}. Place it with "
         "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), on the mesh of the others."
     )
@@ -147,7 +148,7 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
     if len(equations) != 1 or len(jitted) != 1:
         name = getattr(function, "__name__", None) or type(function).__name__
         given = f"{name}, which runs {len(equations)} operations one by one"
-        raise ValueError(f"A step is one jitted function; given {given}. Wrap it: jax.jit(step), or nnx.jit(step).")
+        raise UserError(f"A step is one jitted function; given {given}. Wrap it: jax.jit(step), or nnx.jit(step).")
     parameters = jitted[0].params
     place = {variable: number for number, variable in enumerate(closed.jaxpr.invars)}
 
@@ -191,7 +192,7 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
     named = [(each.sharding, each.path) for each in arguments] + [(each, "a result") for each in out_shardings]
     meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
     if not meshes:
-        raise ValueError(
+        raise UserError(
             "A step's arguments, real or abstract, name the mesh that they are placed on; given none that does. Place "
             "them with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or give "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
@@ -200,7 +201,7 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
     for other, there in meshes:
         concrete = [each.devices.tolist() for each in (other, mesh) if isinstance(each, Mesh)]
         if other.shape != mesh.shape or (len(concrete) == 2 and concrete[0] != concrete[1]):
-            raise ValueError(
+            raise UserError(
                 f"All arguments of a step are placed on one mesh; given {path} on {_axes(mesh)} and {there} on "
                 f"{_axes(other)}. Place them on one, with spec PartitionSpec() for what every device has whole."
             )

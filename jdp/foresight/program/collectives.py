@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jdp.base.errors import UserError
 from jdp.foresight.program.module import Instruction, Program, array_bytes, elements, ints, parse, shapes
 
 KINDS = (
@@ -192,7 +193,7 @@ def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     match = _GROUPS.search(bare)
     if match is None:
-        raise ValueError(f"no device groups in a notation known here: {bare.strip()[:300]}")
+        raise UserError(f"no device groups in a notation known here: {bare.strip()[:300]}")
     return _expanded(match[1], devices)
 
 

@@ -23,13 +23,14 @@ from typing import Any, BinaryIO
 import jax
 
 from jdp.base.disk_cache import Cache
+from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.core.compiling.persistent_cache import without_kept_programs
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import Program, parse
 
 
-class CompileError(ValueError):
+class CompileError(UserError):
     """XLA could not compile a step."""
 
 
@@ -98,7 +99,7 @@ def _read_entry(file: BinaryIO) -> Compiled:
     """Return what an earlier process compiled. Raises ValueError for an entry of other fields."""
     entry = json.loads(zlib.decompress(file.read()))
     if not isinstance(entry, dict) or set(entry) != {f.name for f in fields(Compiled)}:
-        raise ValueError("an entry of another version")
+        raise UserError("an entry of another version")
     values: dict[str, Any] = {**entry, "warnings": tuple(entry["warnings"]), "cached": True}
     return Compiled(**values)
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from jdp.base.errors import UserError
+
 
 @dataclass(frozen=True)
 class Instruction:
@@ -109,7 +111,7 @@ class Program:
 
     def __getitem__(self, computation: str) -> tuple[Instruction, ...]:
         if computation not in self.computations:
-            raise ValueError(f"the HLO text calls computation {computation!r} and does not hold it: was it cut off?")
+            raise UserError(f"the HLO text calls computation {computation!r} and does not hold it: was it cut off?")
         return self.computations[computation]
 
     @cached_property
@@ -168,7 +170,7 @@ def parse(text: str) -> Program:
             steps = computations.setdefault(match[2], [])
             entry = match[2] if match[1] else entry
     if entry is None:
-        raise ValueError(
+        raise UserError(
             "this is not the text of a compiled program: it has no ENTRY computation and begins "
             f"{text[:60]!r}; give `jitted.lower(...).compile().as_text()`"
         )
@@ -216,7 +218,7 @@ def bits(dtype: str) -> int:
         return int(named[1])
     if dtype in ("pred", "token"):
         return 8 if dtype == "pred" else 0
-    raise ValueError(f"the bytes of element type {dtype!r} in the HLO text are not known")
+    raise UserError(f"the bytes of element type {dtype!r} in the HLO text are not known")
 
 
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\(")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jdp.base.chips import GPUS, Gpu
+from jdp.base.errors import UserError
 from jdp.base.toml import parse
 from jdp.base.user_path import check_regular, user_path
 from jdp.base.words import nearest
@@ -57,33 +58,33 @@ def read(path: Path) -> tuple[Gpu, str]:
         check_regular(path)
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+        raise UserError(f"{path}: cannot be read: {error}") from error
     try:
         given = parse(content)
     except ValueError as error:
-        raise ValueError(f"{path}: no TOML: it {error}") from error
+        raise UserError(f"{path}: no TOML: it {error}") from error
     _check_names(given, (*_OTHER, *_RATES), path, "a key")
     like, dump = given.get("like"), given.get("gpu_target_config")
     if not isinstance(like, str) or like not in GPUS:
         hint = nearest(like, GPUS) if isinstance(like, str) else ""
-        raise ValueError(
+        raise UserError(
             f"{path}: like must name the GPU it starts from, one of {', '.join(GPUS)}; given {like!r}{hint}"
         )
     if dump is None:
         gpu = _changed(GPUS[like], given, path)
         return gpu, written(gpu)
     if not isinstance(dump, str) or not dump:
-        raise ValueError(
+        raise UserError(
             f"{path}: gpu_target_config must be the path of a text XLA dumped; given {dump!r}: name that file"
         )
     try:
         text = (path.parent / dump).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: gpu_target_config cannot be read: {error}") from error
+        raise UserError(f"{path}: gpu_target_config cannot be read: {error}") from error
     try:
         gpu = with_config(GPUS[like], text)
     except ValueError as error:
-        raise ValueError(f"{path}: gpu_target_config: {error}") from error
+        raise UserError(f"{path}: gpu_target_config: {error}") from error
     return _changed(gpu, given, path), text
 
 
@@ -96,12 +97,10 @@ def _changed(gpu: Gpu, given: Mapping[str, object], path: Path) -> Gpu:
             changes[known.field] = round(number) if known.whole else number
     name = given.get("name", gpu.name)
     if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set('"\\'):
-        raise ValueError(
-            f"{path}: name must be a line of text without quotes or backslashes; given {name!r}: rename it"
-        )
+        raise UserError(f"{path}: name must be a line of text without quotes or backslashes; given {name!r}: rename it")
     peaks = given.get("matmul_tflops", {})
     if not isinstance(peaks, dict):
-        raise ValueError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; given {peaks!r}: write one")
+        raise UserError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; given {peaks!r}: write one")
     _check_names(peaks, _DTYPES, path, "an element type of matmul_tflops")
     faster = {str(dtype): 1e12 * _number(peak, f"matmul_tflops.{dtype}", path) for dtype, peak in peaks.items()}
     return replace(gpu, **changes, name=name, matmul_flops={**gpu.matmul_flops, **faster})
@@ -112,7 +111,7 @@ def _number(value: object, key: str, path: Path) -> float:
     most = 1 if key in _AT_MOST_ONE else 1e9
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if not 0 <= number <= most or (number == 0 and key not in _MAY_BE_ZERO):  # nan is in no range
-        raise ValueError(
+        raise UserError(
             f"{path}: {key} must be a positive number{' of at most 1' * (most == 1)}; given {value!r}: correct it"
         )
     return float(number)
@@ -122,4 +121,4 @@ def _check_names(given: Iterable[object], known: Sequence[str], path: Path, what
     for name in given:
         if name not in known:
             hint = nearest(str(name), known)
-            raise ValueError(f"{path}: {what} must be one of {', '.join(known)}; given {name!r}{hint}")
+            raise UserError(f"{path}: {what} must be one of {', '.join(known)}; given {name!r}{hint}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jdp.base.chips import Gpu
+from jdp.base.errors import UserError
 
 _TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
 
@@ -57,7 +58,7 @@ def fields(text: str) -> dict[str, str]:
     while at < end:
         token = _TOKEN.match(text, at)
         if token is None:
-            raise ValueError(f"no text proto: {text[at : at + 60].strip()!r}")
+            raise UserError(f"no text proto: {text[at : at + 60].strip()!r}")
         opened, name, value, closed = token.groups()
         if opened:
             path.append(opened)
@@ -65,11 +66,11 @@ def fields(text: str) -> dict[str, str]:
             scalars[".".join((*path, name))] = value.strip('"')
         elif closed:
             if not path:
-                raise ValueError("no text proto: one } too many")
+                raise UserError("no text proto: one } too many")
             path.pop()
         at = token.end()
     if path:
-        raise ValueError(f"no text proto: {path[-1]} is not closed")
+        raise UserError(f"no text proto: {path[-1]} is not closed")
     return scalars
 
 
@@ -82,7 +83,7 @@ def device_fields(text: str) -> dict[str, str]:
     prefix, scalars = "gpu_device_info.", fields(text)
     device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
     if "core_count" not in device:
-        raise ValueError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
+        raise UserError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
     name = scalars.get("device_description_str") or device.get("name", "")
     return {k: v for k, v in device.items() if k not in _SOFTWARE} | {"name": name}
 

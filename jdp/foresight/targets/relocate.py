@@ -20,6 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as attention
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
+from jdp.base.errors import UserError
 from jdp.core.batch import batch_rows
 from jdp.core.sharding.axes import DATA, BatchUnit
 from jdp.core.sharding.mesh import make_mesh, mesh_of
@@ -99,7 +100,7 @@ def lowering_for(device: Device, cudnn: int | None) -> Generator[None]:
         explained = next((words for sign, words in _IMPOSSIBLE.items() if sign in str(error)), None)
         if explained is None:
             raise
-        raise ValueError(explained) from None
+        raise UserError(explained) from None
 
 
 def abstract_on(
@@ -144,7 +145,7 @@ def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
         return rows, ()
     rule = unit.rule(rows)
     if raised >= 2**31:
-        raise ValueError(f"{rule}: {raised} would be taken, and a batch has fewer than 2^31 rows: lower accumulate")
+        raise UserError(f"{rule}: {raised} would be taken, and a batch has fewer than 2^31 rows: lower accumulate")
     return raised, (f"{rule}: {raised} are taken",)
 
 
@@ -155,7 +156,7 @@ def _mesh(step: Step, state: TrainState, on: Target | None) -> Mesh:
     try:
         return make_mesh(devices=on.devices, **{**step.plan.mesh.shape, DATA: -1})
     except ValueError as error:
-        raise ValueError(f"{on}: {error}") from None
+        raise UserError(f"{on}: {error}") from None
 
 
 def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: bool = False) -> jax.ShapeDtypeStruct:

@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 
 from jdp.base.chips import CHIPS, GPUS, TPUS, Chip
+from jdp.base.errors import UserError
 from jdp.base.toml import described
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
@@ -109,16 +110,16 @@ def _parse(name: str) -> tuple[str, str]:
     size = "[1-9][0-9]{0,17}"  # Python reads no number of more than 4300 digits
     shapes = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
     if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
-        raise ValueError(f"{_GRAMMAR}; given {name!r}: write one of these")
+        raise UserError(f"{_GRAMMAR}; given {name!r}: write one of these")
     if kind not in KINDS and not kind.endswith(".toml"):
-        raise ValueError(
+        raise UserError(
             f"the kind of a target must be one of {', '.join(KINDS)}, or a file that ends in .toml; given {kind!r} in "
             f"{name!r}{nearest(kind, KINDS)}"
         )
     if not re.fullmatch(shapes.get(kind, f"{size}x{size}"), shape):
-        raise ValueError(f"{_GRAMMAR}; given {name!r}: write one of these")
+        raise UserError(f"{_GRAMMAR}; given {name!r}: write one of these")
     if math.prod(map(int, shape.split("x"))) > MOST_DEVICES:
-        raise ValueError(f"a target has at most {MOST_DEVICES} devices; given {name!r}: name fewer")
+        raise UserError(f"a target has at most {MOST_DEVICES} devices; given {name!r}: name fewer")
     return kind, shape
 
 
@@ -129,7 +130,7 @@ def _cpu_devices(name: str, wanted: int) -> tuple[Device, ...]:
     except RuntimeError:  # JAX_PLATFORMS names other platforms only
         present = []
     if len(present) < wanted:
-        raise ValueError(
+        raise UserError(
             f"target {name!r} needs {wanted} CPU devices and this process has {len(present)}: start it with "
             f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={wanted}, or call "
             f"jax.config.update('jax_num_cpu_devices', {wanted}) before anything else uses jax"
@@ -149,17 +150,17 @@ def _check_compiler(name: str) -> None:
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
     family = next((f for f in families if all(map(_installed, f))), None)
     if family is None:
-        raise ValueError(f"target {name!r} needs XLA's GPU compiler, which is not installed: {_INSTALL}")
+        raise UserError(f"target {name!r} needs XLA's GPU compiler, which is not installed: {_INSTALL}")
     jaxlib = _installed("jaxlib")
     for package in family:
         if _installed(package) != jaxlib:
             pins = " ".join(f"'{p}=={jaxlib}'" for p in family)
-            raise ValueError(
+            raise UserError(
                 f"target {name!r} needs XLA's GPU compiler at exactly jaxlib's version: {package} is "
                 f"{_installed(package)}, jaxlib is {jaxlib}: pip install {pins}"
             )
     if not _has_toolkit():
-        raise ValueError(f"target {name!r} needs ptxas and libdevice (nvidia-cuda-nvcc and nvidia-nvvm): {_INSTALL}")
+        raise UserError(f"target {name!r} needs ptxas and libdevice (nvidia-cuda-nvcc and nvidia-nvvm): {_INSTALL}")
 
 
 def _has_toolkit() -> bool:
@@ -185,12 +186,12 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
         with _unchecked_without_driver():
             described = topologies.get_topology_desc("gpu", "cuda", topology=topology, target_config=config)
     except NotImplementedError:  # a RuntimeError too: it comes first
-        raise ValueError(
+        raise UserError(
             f"target {name!r}: the CUDA plugin did not start when jax first looked for devices, most likely because it "
             "found no working GPU (jax logged why). Start the process with JAX_PLATFORMS=cpu: the compiler needs none"
         ) from None
     except RuntimeError as error:
-        raise ValueError(
+        raise UserError(
             f"target {name!r}: this jax's XLA does not accept the description of the GPU (a dumped one holds for the "
             f"version that wrote it). It says: {error}"
         ) from error
@@ -226,13 +227,13 @@ def _has_driver() -> bool:
 def _tpu_target(name: str, kind: str, shape: str) -> Target:
     """Return the TPUs of one slice, from libtpu, which also decides how many hosts the slice has."""
     if _installed("libtpu") is None:
-        raise ValueError(f"target {name!r} needs XLA's TPU compiler, libtpu, which is not installed: {_INSTALL_TPU}")
+        raise UserError(f"target {name!r} needs XLA's TPU compiler, libtpu, which is not installed: {_INSTALL_TPU}")
     from jax.experimental import topologies
 
     try:
         described = topologies.get_topology_desc(f"{kind.removeprefix('tpu-')}:{shape}", "tpu")
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"target {name!r}: libtpu did not accept it: {error}") from error
+        raise UserError(f"target {name!r}: libtpu did not accept it: {error}") from error
     devices = tuple(sorted(described.devices, key=lambda device: (device.process_index, device.id)))
     hosts, chip = len({device.process_index for device in devices}), TPUS[kind]
     return Target(
@@ -243,7 +244,7 @@ def _tpu_target(name: str, kind: str, shape: str) -> Target:
 def check_target(named: object) -> None:
     """Check that a target is a name or a `Target`. Raises ValueError."""
     if named is not None and not isinstance(named, str | Target):
-        raise ValueError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Name devices so.')
+        raise UserError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Name devices so.')
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:

@@ -8,6 +8,7 @@ import functools
 from collections import Counter
 
 from jdp.base.chips import Chip, Gpu
+from jdp.base.errors import UserError
 from jdp.base.link_times import DIRECT, RINGS, CollectiveCost, Group, group_cost
 from jdp.foresight.targets.resolve import Target
 
@@ -26,9 +27,9 @@ def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: 
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
     """Return the time of one execution of a collective; a group of one device takes none."""
     if kind not in (kinds := (*RINGS, *DIRECT, "collective-broadcast")):
-        raise ValueError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one")
+        raise UserError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one")
     if target.chip is None:
-        raise ValueError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
+        raise UserError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
     chip, worst = target.chip, NOTHING
     for group in _grouped(groups, target.per_host, len(target.devices)):
         if isinstance(chip, Gpu):
@@ -45,7 +46,7 @@ def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[Group, ...]:
     distinct = set[Group]()
     for group in groups:
         if not all(0 <= member < devices for member in group):
-            raise ValueError(
+            raise UserError(
                 f"a program's groups must be among the target's {devices} devices; given device {max(group)}: time it "
                 "for the target that it was compiled for"
             )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jdp.base.chips import Gpu
+from jdp.base.errors import UserError
 from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
 from jdp.foresight.program.module import Instruction, Program, is_host_copy
 from jdp.foresight.targets.resolve import Target
@@ -45,7 +46,7 @@ class Schedule:
 
     def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:
         if (chip := target.chip) is None:
-            raise ValueError(
+            raise UserError(
                 f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target"
             )
         self.program, self.target = program, target

@@ -24,6 +24,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jdp.base.errors import UserError
 from jdp.base.notices import warn
 from jdp.run.outputs.trackers import BackgroundTracker
 
@@ -147,7 +148,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError:
             if number < len(lines):
-                raise ValueError(
+                raise UserError(
                     f"{file} must have a row of metrics in each line; line {number} is none: remove that line"
                 ) from None
     return rows
@@ -167,7 +168,7 @@ def _message_types() -> Any:
 def _scalar(name: str, value: Any) -> int | float:
     array = np.asarray(value)
     if array.ndim or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
-        raise ValueError(f"A metric is one number; given {name}, {array.dtype}{list(array.shape)}: reduce it.")
+        raise UserError(f"A metric is one number; given {name}, {array.dtype}{list(array.shape)}: reduce it.")
     return float(array) if array.dtype.kind not in "biu" else int(array)
 
 

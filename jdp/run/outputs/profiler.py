@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes
 from jdp.base.toml import cut
 from jdp.run.outputs.terminal import Display
@@ -25,11 +26,11 @@ def profiled_steps(text: str | None, of: int) -> range | None:
         return None
     match = re.fullmatch(r"\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?", text)
     if match is None:
-        raise ValueError(f"--profile takes FIRST:LAST, or one step; given {cut(repr(text))}: write it like 10:13")
+        raise UserError(f"--profile takes FIRST:LAST, or one step; given {cut(repr(text))}: write it like 10:13")
     first = int(match[1])
     last = int(match[2] or first)
     if not 1 <= first <= last <= of:
-        raise ValueError(
+        raise UserError(
             f"--profile takes FIRST:LAST with 1 <= FIRST <= LAST <= train.steps = {of}; given {text!r}: name steps of "
             "the run"
         )

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jdp.base.errors import UserError
 from jdp.base.notices import warn
 
 FILE = "trackers.json"
@@ -48,7 +49,7 @@ def check_installed(wandb: str | None) -> None:
         return
     spec = find_spec("wandb")
     if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
-        raise ValueError("train.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
+        raise UserError("train.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
 
 
 def start(
@@ -64,7 +65,7 @@ def start(
         if key in known and resumed_step:
             warn(f"wandb did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
             return []
-        raise ValueError(
+        raise UserError(
             f"train.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
             "WANDB_MODE=offline, or leave train.wandb out)"
         ) from error
