@@ -101,7 +101,7 @@ def raised(function):
         if isinstance(node, ast.Raise) and node not in inner and isinstance(node.exc, ast.Call):
             name = ast.unparse(node.exc.func).rpartition(".")[2]
             if name[0].isupper():  # else a function that makes the error
-                yield name
+                yield "ValueError" if name == "UserError" else name
 
 
 UNNAMED = {"NotImplementedError", "SystemExit"}

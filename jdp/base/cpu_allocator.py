@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 
 from jdp.base.machine import available_memory
+from jdp.base.public import public
 
 OFF = "JDP_FRESH_MEMORY"
 """Environment variable that turns this off, unless it is empty or "0"."""
@@ -31,6 +32,7 @@ _MOST_ADVISED, _ADVISED_SHARE = 8 * 2**30, 4  # addresses, not memory: a page is
 _OTHER_ALLOCATORS = ("mallctl", "mi_malloc", "tc_malloc")  # jemalloc, mimalloc, tcmalloc, by LD_PRELOAD
 
 
+@public()
 def keep_memory() -> str | None:
     """Keep the memory that this process frees, and use huge pages for it: a small model's step takes a quarter less.
 

@@ -1,8 +1,8 @@
 """A public function, as a user sees it when an error passes through it.
 
 An exception of the user's own function, such as a loss, passes some ten functions of jdp on its way. Its traceback
-keeps the first of them, the public function, and leaves out the others. A `UserError` of jdp ends in the public
-function too. A fault of jdp keeps all frames, and `JAX_TRACEBACK_FILTERING=off` JAX's too.
+keeps the first of them, the public function, and leaves out the others. That of a `UserError` of jdp ends in the
+user's line. A fault of jdp keeps all frames, and `JAX_TRACEBACK_FILTERING=off` JAX's too.
 """
 
 import os
@@ -12,8 +12,6 @@ from functools import wraps
 from itertools import pairwise
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
-
-import jax
 
 from jdp.base.errors import UserError
 from jdp.base.tree_paths import PACKAGE
@@ -39,6 +37,8 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
             try:
                 return function(*arguments, **keywords)
             except Exception as error:
+                import jax
+
                 inner = None if error.__traceback__ is None else error.__traceback__.tb_next
                 if inner is not None and check is not None:
                     try:
@@ -57,7 +57,7 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
 def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None:
     """Return a traceback with one frame for each row of jdp's frames that leads to a frame of the user's.
 
-    `at_end` leaves out as many of a row that leads to none; the public function's own is above the first frame.
+    `at_end` leaves out a row that leads to none.
     """
     entry: TracebackType | None = None  # the first frame of such a row
     row: list[TracebackType] = []  # the frames since then

@@ -20,6 +20,7 @@ import jax
 from jdp.base.errors import UserError
 from jdp.base.notices import warn
 from jdp.base.progress_file import note_progress
+from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.format import committing, content, stored
@@ -77,6 +78,7 @@ class Checkpoints:
         ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
 
+    @public()
     def __init__(
         self,
         directory: str | Path,
@@ -138,6 +140,7 @@ class Checkpoints:
         step = self._manager.best_step()
         return step if step is not None and math.isfinite(self._best.score(self._manager.metrics(step))) else None
 
+    @public()
     def save(
         self,
         state: Any,
@@ -219,6 +222,7 @@ class Checkpoints:
         number = number_of(state, step)
         return self._memory.save(number, *content.arrays_and_table(state), to_json(record or {}, "record"))
 
+    @public()
     def restore(self, target: _T, step: int | Literal["best"] | None = None) -> tuple[_T, dict[str, Any]]:
         """Read a checkpoint onto the shardings of `target`; return the state and the record saved with it.
 

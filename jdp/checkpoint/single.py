@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
@@ -27,6 +28,7 @@ from jdp.core.types import PyTree
 _T = TypeVar("_T")
 
 
+@public()
 def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     """Write `state` to the folder `path`, and return when it is written. Every process calls this.
 
@@ -63,6 +65,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
             shutil.rmtree(staging, ignore_errors=True)
 
 
+@public()
 def restore(path: str | Path, target: _T) -> _T:
     """Read a checkpoint onto the shardings of `target`: any strategy, mesh and number of devices.
 
@@ -89,6 +92,7 @@ def restore(path: str | Path, target: _T) -> _T:
     return _read(path, lambda source: content.read_state(source, target))
 
 
+@public()
 def restore_params(
     path: str | Path, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
 ) -> PyTree:

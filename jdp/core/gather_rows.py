@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.core.sharding.traced_mesh import manual_batch_axes
 
 _SEEN: ContextVar[list[bool] | None] = ContextVar("jdp_gathered_rows", default=None)
 
 
+@public()
 def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the rows of the whole batch, with their gradient, and the indices of this call's rows among them.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from jdp.base.public import public
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core.compiling.options import Compiler, CompilerOptions
 from jdp.core.gradients.loss_signature import check_loss_takes
@@ -15,6 +16,7 @@ from jdp.core.step_settings import StepSettings, check_settings, check_training_
 from jdp.core.types import LossFn
 
 
+@public()
 def make_train_step(
     loss_fn: LossFn,
     plan: Plan,
@@ -99,6 +101,7 @@ def make_train_step(
     return Step(PartitionedLoss(loss_fn, plan, settings, "train step"))
 
 
+@public()
 def make_eval_step(
     loss_fn: LossFn,
     plan: Plan,

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp.base.errors import UserError
 from jdp.base.formatting import html_table, listed
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.words import Offload, StrategyName, is_integer
@@ -85,6 +86,7 @@ class Plan:
     min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
     offload: Offload | None = field(default=None, kw_only=True)
 
+    @public()
     def __post_init__(self) -> None:
         if not isinstance(cast("object", self.mesh), Mesh):
             fix = 'Write jdp.Plan(jdp.make_mesh(data=-1), "zero1").'

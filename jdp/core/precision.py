@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.base.words import DtypeName, PrecisionName
 from jdp.core.types import PyTree
@@ -42,6 +43,7 @@ class Precision:
     compute: DtypeName = "fp32"
     reduce: DtypeName = "fp32"
 
+    @public()
     def __post_init__(self) -> None:
         for field in ("params", "compute", "reduce"):
             if getattr(self, field) not in DTYPES:

@@ -46,6 +46,7 @@ from jdp.core.types import Batch, LossFn, PyTree
 Arguments = TypeVarTuple("Arguments")
 
 
+@public()
 def value_and_grad(
     loss_fn: Callable[[*Arguments], Any],
     plan: Plan,

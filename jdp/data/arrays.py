@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import content_score, fingerprint, split_samples
 from jdp.data.labels import labels_of
@@ -104,6 +105,7 @@ class ArrayData:
 _TOKENS = ("tokens", "targets")
 
 
+@public()
 def array_data(
     source: ArraySource,
     *,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.data.order import sample_index
 
 NumpyBatch = dict[str, NDArray[Any]]
@@ -86,6 +87,7 @@ class EpochSource(Source, Protocol):
         ...
 
 
+@public()
 def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
     """Return the sample at a position of an endless, reshuffled run: dict of arrays.
 
@@ -108,6 +110,7 @@ def _in_epoch(source: Source, index: int, epoch: int) -> Mapping[str, NDArray[An
     return own(index, epoch) if own else source[index]
 
 
+@public()
 def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
     """Return the number of global batches in a run, the padded last one included: ⌈epochs · samples / batch_size⌉.
 
@@ -122,6 +125,7 @@ def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
     return -(-epochs * len(source) // batch_size)
 
 
+@public()
 def global_batches(
     source: Source,
     *,

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.base.words import is_integer
 from jdp.core.batch import batch_rows, owned
@@ -29,6 +30,7 @@ from jdp.core.sharding.axes import BatchUnit, batch_unit
 from jdp.core.types import Batch
 
 
+@public()
 def process_rows(plan: Plan, batch_size: int) -> list[int]:
     """Return the rows of a global batch that this process' devices hold, in order.
 
@@ -48,6 +50,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
 
 
+@public()
 def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> Feed:
     """Turn this process' NumPy batches into global arrays on the plan's devices, `prefetch` batches ahead.
 

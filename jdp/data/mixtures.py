@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.data.batches import Source, sample_at
 
 _CIRCLE = 2**32
@@ -181,6 +182,7 @@ class Mixture:
         return next((part for part in self.parts if getattr(part, "tokenizer", None)), self.parts[0])
 
 
+@public()
 def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture:
     """Mix data sets, which are drawn from by weight.
 

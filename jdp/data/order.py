@@ -18,6 +18,7 @@ from grain.experimental import index_shuffle
 from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 
 _TABLE_BELOW = 2**16  # samples; a table is then 512 KiB at most
 _MOST_SAMPLES = 2**32  # index_shuffle permutes 32-bit integers
@@ -26,6 +27,7 @@ _MOST_SAMPLES = 2**32  # index_shuffle permutes 32-bit integers
 _ROUNDS = 8
 
 
+@public()
 def sample_index(seed: int, epoch_length: int, position: int) -> int:
     """Return the sample at a position of an endless run, each epoch of which is a permutation of its samples.
 

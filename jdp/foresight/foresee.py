@@ -20,6 +20,7 @@ import jax
 from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.sharding.strategy import STRATEGIES, strategy
@@ -46,6 +47,7 @@ def foresee(step: Step, *arguments: Any, target: str | Target | None = None, **o
 def foresee(
     step: Callable[..., Any], *arguments: Any, target: str | Target | None = None, **other: Any
 ) -> StepReport: ...
+@public()
 def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a step for `target`, and report what it would hold, send and wait for; a step of jdp's by every strategy.
 

@@ -21,6 +21,7 @@ from jdp.base.chips import XLA_TYPES
 from jdp.base.disk_cache import Cache
 from jdp.base.errors import UserError
 from jdp.base.formatting import align_columns, format_bytes
+from jdp.base.public import public
 from jdp.core.batch import check_state
 from jdp.core.sharding.axes import factors
 from jdp.core.sharding.mesh import batch_axes
@@ -49,6 +50,7 @@ def verify(step: Step, *arguments: Any, target: str | Target | None = None, **ot
 def verify(
     step: Callable[..., Any], *arguments: Any, target: str | Target | None = None, **other: Any
 ) -> StepReport: ...
+@public()
 def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a training step, and compare what it sends with its strategy's contract, or with given bytes.
 

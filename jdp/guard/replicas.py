@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.sharding.host_memory import on_device
@@ -93,6 +94,7 @@ class Fingerprints:
         )
 
 
+@public()
 def check_replicas(state: PyTree, *, what: str = "the state") -> int:
     """Compare all replicas of a state bit for bit. With several processes all of them must call it.
 

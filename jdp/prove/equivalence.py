@@ -20,6 +20,7 @@ import optax
 
 from jdp.base.errors import UserError
 from jdp.base.machine import available_memory
+from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.core.batch import batch_rows
 from jdp.core.state import TrainState
@@ -35,6 +36,7 @@ OnProgress = Callable[[int, int, str], None]
 """`progress(done, total, name)`: `done` of `total` runs, shadows included, are done; `name` is next, "" at the end."""
 
 
+@public()
 def prove(
     init: InitFn,
     tx: optax.GradientTransformation,

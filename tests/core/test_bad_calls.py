@@ -1,6 +1,7 @@
 """A call that cannot mean anything is one ValueError, at once: the rule, the value given, the fix."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp.base.errors import UserError
 from jdp.export import export_safetensors, gpt2_names, import_safetensors
 from jdp.models import ResNetConfig
 
@@ -154,7 +156,10 @@ def test_a_bad_call_is_one_error_with_the_fix(case):
     call, message = CALLS[case]
     with pytest.raises(ValueError, match=message) as caught:
         call()
+    assert type(caught.value).__module__.startswith("jdp.") and isinstance(caught.value, UserError)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    files = [str(entry.path) for entry in caught.traceback]
+    assert not any(f"{Path(jdp.__file__).parent}/" in file for file in files), files  # it ends in the user's line
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -153,9 +153,16 @@ def test_a_users_own_exception_shows_their_frames_and_one_of_jdps(plan):
     assert frames(caught)[1:].count("jdp") > 3
 
 
-def test_an_error_of_jdps_own_keeps_its_frames(plan):
-    with pytest.raises(ValueError, match=r"Loss\.total must be a scalar") as caught:
+def test_a_mistake_ends_in_the_users_line_and_a_fault_of_jdp_in_jdps(plan, monkeypatch):
+    def call():
         jdp.make_train_step(lambda params, batch, rng: jdp.Loss(batch["x"], 8.0), plan)(fresh(plan), batch())
+
+    with pytest.raises(ValueError, match=r"Loss\.total must be a scalar") as caught:
+        call()
+    assert "jdp" not in frames(caught)
+    monkeypatch.setattr("jdp.core.gradients.loss_call.UserError", RuntimeError)
+    with pytest.raises(RuntimeError, match=r"Loss\.total must be a scalar") as caught:
+        call()
     assert frames(caught).count("jdp") > 3
 
 

@@ -39,10 +39,12 @@ from __future__ import annotations
 from typing import Any
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor
 from jdp.models import GPTConfig
 
 
+@public()
 def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     """Return the names of GPT-2 in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
@@ -84,6 +86,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     return Names({**tensors, **_head(config)}, (*constants, *_tied(config)), config)
 
 
+@public()
 def llama_names(config: GPTConfig) -> Names:
     """Return the names of Llama in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
@@ -106,6 +109,7 @@ def llama_names(config: GPTConfig) -> Names:
     return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)), config)
 
 
+@public()
 def hf_names(config: GPTConfig) -> Names:
     """Return the names that `transformers` has for a model: `gpt2_names`, or `llama_names` with rotary positions.
 

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
@@ -25,6 +26,7 @@ _INERT = frozenset(("dropout", "scan", "remat", "attention", "lora_rank", "lora_
 """Fields that do not change the computation (LoRA's begin at zero)."""
 
 
+@public()
 def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
     """Return the configuration, for `jdp.models.GPT`, of the model whose `config.json` is in `folder`.
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format.trees import check_values
 from jdp.checkpoint.safetensors.transfer import weights_of
@@ -19,6 +20,7 @@ from jdp.core.types import PyTree
 from jdp.models import GPTConfig
 
 
+@public()
 def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
     """Add each update to its kernel, and leave the updates out: a plain model, which `export_hf` writes.
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.notices import warn
+from jdp.base.public import public
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
@@ -40,6 +41,7 @@ GivenNames = Names | Mapping[str, str | Tensor] | None
 MAX_SHARD_BYTES = 5_000_000_000
 
 
+@public()
 def export_safetensors(
     path: str | Path,
     params: PyTree,
@@ -70,6 +72,7 @@ def export_safetensors(
     export_weights(path, weights_of(params), names, dtype, max_shard_bytes)
 
 
+@public()
 def export_hf(
     folder: str | Path,
     params: PyTree,
@@ -112,6 +115,7 @@ def export_hf(
     write_json(file, keys, replace=False)
 
 
+@public()
 def import_safetensors(
     path: str | Path,
     target: PyTree,

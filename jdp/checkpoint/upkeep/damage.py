@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import jax
 
 from jdp.base.notices import warn
+from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.checkpoint.format import checksums
@@ -49,6 +50,7 @@ class Checked:
     problem: str = ""
 
 
+@public()
 def check(path: str | Path) -> list[Checked]:
     """Compare every file of a checkpoint, or of all in a directory, with its checksum. Nothing is changed.
 

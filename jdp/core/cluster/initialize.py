@@ -22,6 +22,7 @@ import jax
 from jdp.base.errors import UserError
 from jdp.base.machine import provide_threads
 from jdp.base.progress_file import note_joined
+from jdp.base.public import public
 from jdp.core.cluster.barrier import LostPeer, coordination_client, end_threads, joined_as
 from jdp.core.cluster.handshake import check_environment
 from jdp.core.cluster.roll_call import RollCall, bind_address, wait_for_coordinator
@@ -41,6 +42,7 @@ _LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and
 )
 
 
+@public()
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,

@@ -24,6 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jdp.base.disk_cache import default_folder, make_folder, others_may_write, without_home
 from jdp.base.errors import UserError
 from jdp.base.notices import notice, warn
+from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.base.words import is_integer
 from jdp.core.cluster.barrier import from_every_process, from_first_process, joined_as, meet
@@ -48,6 +49,7 @@ def kept_in() -> Path | None:
     return Path(chosen) if wanted and chosen else None
 
 
+@public()
 def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_BYTES) -> Path | None:
     """Keep compiled programs on disk from now on, and read those that are there: a second start compiles nothing.
 

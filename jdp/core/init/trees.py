@@ -89,6 +89,7 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     return rebuild(make_sharded(given))
 
 
+@public()
 def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     """Shard a tree as the plan says: arrays are moved, or inside of a jitted function constrained.
 

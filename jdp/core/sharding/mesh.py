@@ -31,6 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jdp.base.errors import UserError
 from jdp.base.machine import choose_platform, provide_threads
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.base.toml import cut
 from jdp.core.cluster.handshake import check_device_counts
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes, check_axes
@@ -38,6 +39,7 @@ from jdp.core.sharding.traced_mesh import tracing_for
 from jdp.core.types import Device, PyTree
 
 
+@public()
 def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     """Arrange devices into a mesh with named axes.
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.words import is_number
 from jdp.core.batch import check_state
 from jdp.core.sharding.host_memory import on_device
@@ -34,6 +35,7 @@ class EmaState(NamedTuple):
     weight: jax.Array | None
 
 
+@public()
 def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it also keeps a moving average of the parameters; its updates do not change.
 
@@ -80,6 +82,7 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@public()
 def ema_params(state: TrainState[Model]) -> TrainState[Model]:
     """Return the state with averaged parameters instead of the trained ones, for evaluation.
 

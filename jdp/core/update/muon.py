@@ -30,6 +30,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
@@ -57,6 +58,7 @@ class Stack:
 _STACKS: ContextVar[list[Stack] | None] = ContextVar("jdp_muon_stacks", default=None)
 
 
+@public()
 def muon(
     learning_rate: Rate,
     *,

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.words import is_integer, is_number
 
 RULES = ("linear", "sqrt")
 
 
+@public()
 def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["linear", "sqrt"] = "linear") -> float:
     """Return the learning rate for a batch size, given one that was tuned for another batch size.
 
@@ -49,6 +51,7 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
     return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
 
+@public()
 def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> optax.Schedule:
     """Return a schedule with a gradual warm-up: from `start` to `rate` in equal increments, then `rate`.
 

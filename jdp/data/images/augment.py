@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.words import is_integer, is_number
 from jdp.data.batches import Source
 from jdp.data.images.decode import Box
@@ -86,6 +87,7 @@ class AugmentedImages:
         return {**sample, "images": images}
 
 
+@public()
 def augmented(
     samples: Source,
     *,

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.hub_source import HF
+from jdp.base.public import public
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, split_samples
 from jdp.data.images.decode import MODES, Frame, Part, Pictures
@@ -157,6 +158,7 @@ class ImageData:
         )
 
 
+@public()
 def image_data(
     source: str | os.PathLike[str],
     *,

@@ -24,6 +24,7 @@ from jdp.base.disk_cache import Cache
 from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes, format_percent
 from jdp.base.notices import notice
+from jdp.base.public import public
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import check_fraction
 from jdp.data.text.documents import Found, PathLike, find_text
@@ -189,6 +190,7 @@ class TextData:
         return self.tokenizer
 
 
+@public()
 def text_data(
     source: PathLike | Sequence[PathLike] = "stdlib",
     *,
@@ -312,6 +314,7 @@ def _sides(found: Found, reader: Reader, heldout_fraction: float, in_files: bool
     return files.write(reader.parts(found), separator=reader.separator, heldout_fraction=heldout_fraction)
 
 
+@public()
 def encode(text: str) -> NDArray[np.int32]:
     """Return text as bytes.
 
@@ -327,6 +330,7 @@ def encode(text: str) -> NDArray[np.int32]:
     return _BYTES.encode(text)
 
 
+@public()
 def decode(tokens: ArrayLike) -> str:
     """Return bytes as text; bytes that are not UTF-8 (a character cut in two) become �.
 

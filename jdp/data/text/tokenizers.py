@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp.base.errors import UserError
+from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.data.sources.hub import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
@@ -94,6 +95,7 @@ class Tokenizer(ABC):
         """Return documents as ids, without separators; `name_of` returns a document's name for errors."""
 
 
+@public()
 def open_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer.
 
