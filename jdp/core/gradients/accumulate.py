@@ -23,21 +23,20 @@ import jax.numpy as jnp
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows, joined
 from jdp.core.gradients.boundary import Boundary
+from jdp.core.gradients.layer_latency import hides_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import Microbatch, boundary_of, microbatches, traced_loss, working_copy
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves, sum_leaves
 from jdp.core.gradients.wire import seeds
 from jdp.core.reading.collectives import gathers_by_layer, reduced_by_layer
+from jdp.core.reading.flops import count_flops
 from jdp.core.reading.jaxprs import every_eqn
-from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.traced_mesh import traced_device, traced_mesh
+from jdp.core.sharding.traced_mesh import traced_mesh
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
-_HOP_BYTES = 2**17
-"""What a GPU sends to another host in the time of one hop of a ring: 50 GB/s, 2.6 microseconds."""
 _PRINTS = frozenset(("debug_print", "debug_callback", "io_callback", "pure_callback"))
 
 
@@ -77,8 +76,8 @@ def _sends_in_loops(spec: GradientSpec, collectives: Collectives, params: PyTree
     """Return whether layer loops gather and reduce, which needs that the loss uses their weights nowhere else.
 
     A weight that two loops use, or a loop and a penalty, would be reduced in each. Read from the trace of a backward
-    pass. Under zero3 each use gathers and reduces in any case. Nor do they where layers are small and devices many:
-    then one collective for all layers waits less.
+    pass. Under zero3 each use gathers and reduces in any case. Nor do they where layers compute too shortly
+    to hide collectives.
     """
     if not collectives.by_layer or spec.strategy.gather == "use":
         return collectives.by_layer
@@ -86,20 +85,21 @@ def _sends_in_loops(spec: GradientSpec, collectives: Collectives, params: PyTree
         return False
     spec = replace(spec, settings=replace(spec.settings, accumulate=1))
     probe = Microbatch.of(spec, collectives, params, params, boundary_of(spec, collectives, in_loops=True))
-    shapes = {placement.path: placement.shape for placement in jax.tree.leaves(spec.placements)}
-    reduced = reduced_by_layer(jax.make_jaxpr(probe)(*first).jaxpr)
-    once = all(count <= math.prod(shapes[path]) for path, count in reduced.items())
-    layer = sum(count // max(1, *shapes[path][:1]) for path, count in reduced.items())
-    return bool(reduced) and once and not _is_late(layer * spec.settings.precision.compute_dtype.itemsize)
-
-
-def _is_late(layer_bytes: int) -> bool:
-    """Return True where a ring of devices on several hosts takes longer for its hops than for the bytes of a layer."""
-    mesh = traced_mesh()
-    if mesh is None or traced_device().platform != "gpu":
+    sizes = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
+    traced, mesh = jax.make_jaxpr(probe)(*first).jaxpr, traced_mesh()
+    reduced = reduced_by_layer(traced)
+    if not reduced or any(elements > sizes[path] for path, (elements, _) in reduced.items()):
         return False
-    hosts = {device.process_index for device in mesh.devices.flat}
-    return len(hosts) > 1 and layer_bytes < mesh.shape[DATA] * _HOP_BYTES
+    layers = max(count for _, count in reduced.values())
+    layer = sum(elements // count for elements, count in reduced.values() if count)
+    flops, itemsize = count_flops(traced) / layers, spec.settings.precision.compute_dtype.itemsize
+    if mesh is None or hides_collectives(flops, layer, itemsize, mesh, is_sharded=spec.strategy.shard_state):
+        return True
+    notice(
+        "scan_layers: all layers share their collectives, because one layer computes for less time than its own would "
+        "take to start"
+    )
+    return False
 
 
 def _gathers_again(spec: GradientSpec, gradient: Microbatch, *first: Any) -> bool:

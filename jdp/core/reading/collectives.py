@@ -134,22 +134,24 @@ def gathers_by_layer(jaxpr: Any) -> bool:
     return any(_PARAMETER.search(scope) and _AT_TOP not in scope for _, _, scope in _walk(jaxpr, 1, ""))
 
 
-def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
-    """Return for each parameter how many elements a trace reduces, all layers and uses together.
+def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
+    """Return for each parameter how many elements a trace reduces, in all layers and uses, and in how many layers.
 
     {} without layers, and where a branch of a condition reduces: only some calls would.
     """
     sums: dict[str, Counter[str]] = {}
-    by_layer = False
+    layers = Counter[tuple[str, str]]()
     branches = [x for eqn in every_eqn(jaxpr) if eqn.primitive.name == "cond" for x in jaxprs_in_params(eqn.params)]
     if any(_REDUCTION.search(str(eqn.source_info.name_stack)) for branch in branches for eqn in every_eqn(branch)):
         return {}
     for eqn, times, scope in _walk(jaxpr, 1, ""):
         if match := _REDUCTION.search(scope):
-            by_layer |= match[1] is not None
-            kinds = sums.setdefault(unquote(match[2]), Counter())
-            kinds[eqn.primitive.name] += times * math.prod(eqn.invars[0].aval.shape)
-    return {path: max(kinds.values()) for path, kinds in sums.items()} if by_layer else {}
+            path, kind = unquote(match[2]), eqn.primitive.name
+            layers[path, kind] += times if match[1] is not None else 0
+            sums.setdefault(path, Counter())[kind] += times * math.prod(eqn.invars[0].aval.shape)
+    if not any(layers.values()):
+        return {}
+    return {path: (max(kinds.values()), max(layers[path, kind] for kind in kinds)) for path, kinds in sums.items()}
 
 
 def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
