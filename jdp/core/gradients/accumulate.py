@@ -90,9 +90,9 @@ def _sends_in_loops(spec: GradientSpec, collectives: Collectives, params: PyTree
     reduced = reduced_by_layer(traced)
     if not reduced or any(elements > sizes[path] for path, (elements, _) in reduced.items()):
         return False
-    layers = max(count for _, count in reduced.values())
     layer = sum(elements // count for elements, count in reduced.values() if count)
-    flops, itemsize = count_flops(traced) / layers, spec.settings.precision.compute_dtype.itemsize
+    share = layer / sum(elements for elements, _ in reduced.values())
+    flops, itemsize = share * count_flops(traced), spec.settings.precision.compute_dtype.itemsize
     if mesh is None or hides_collectives(flops, layer, itemsize, mesh, is_sharded=spec.strategy.shard_state):
         return True
     notice(
