@@ -26,7 +26,6 @@ from jdp.data.images.augment import AugmentedImages, augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Mixture, mixture
 from jdp.data.order import sample_index
-from jdp.data.text.packing import PackedSamples
 from jdp.data.text.samples import TextData, TextSamples, decode, encode, text_data
 from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 
@@ -39,7 +38,6 @@ __all__ = [
     "Mixture",
     "NumpyBatch",
     "OrderedSource",
-    "PackedSamples",
     "Source",
     "TextData",
     "TextSamples",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from corpora import read_corpus
 
-from jdp.cli import main as cli
+from jdp.base.errors import UserError
 from jdp.data import array_data, text_data
 from jdp.data.images.samples import image_data
 from jdp.data.sources import array_files as reads_arrays
@@ -30,7 +30,7 @@ def refusal(read, path):
     """What `read(path)` says in the one error it must raise, which the command line would show without a traceback."""
     with pytest.raises(ValueError) as caught:
         read(path)
-    assert cli._is_users_mistake(caught.value), repr(caught.value)
+    assert isinstance(caught.value, UserError), repr(caught.value)
     message = str(caught.value)
     assert os.fspath(path) in message and len(message.replace(os.fspath(path), "")) < LONGEST
     return message
@@ -108,7 +108,7 @@ def test_whatever_bytes_are_damaged_a_file_is_read_or_is_one_error(tmp_path, kin
         try:
             read(path)
         except ValueError as error:
-            assert cli._is_users_mistake(error), repr(error)
+            assert isinstance(error, UserError), repr(error)
             assert len(str(error)) < LONGEST + len(str(path))
             refused += 1
     assert refused > 10
@@ -151,7 +151,7 @@ READERS = {"text": read_text, "arrays": array_data, "images": image_data, "token
 def test_a_name_that_no_file_can_have_is_one_error(read, name, suffix):
     with pytest.raises(ValueError, match="a path must ") as caught:
         read(f"{name}{suffix}")
-    assert cli._is_users_mistake(caught.value) and len(str(caught.value)) < LONGEST
+    assert isinstance(caught.value, UserError) and len(str(caught.value)) < LONGEST
 
 
 CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"

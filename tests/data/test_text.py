@@ -19,7 +19,7 @@ def write(folder, **texts):
 
 
 def documents_of(side):
-    return side.tokens.tobytes().split(b"\0")[:-1]
+    return side.ids.tobytes().split(b"\0")[:-1]
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_every_token_but_the_first_is_a_target_once(size):
 def test_samples_need_a_length_and_a_target():
     with pytest.raises(ValueError, match="length must be at least 1; given 0"):
         TextSamples(np.zeros(9, np.uint8), length=0)
-    with pytest.raises(ValueError, match=r"one token and its target; given 1 byte"):
+    with pytest.raises(ValueError, match=r"one token and its target; given 1 token"):
         TextSamples(np.zeros(1, np.uint8), length=4)
 
 
@@ -88,9 +88,9 @@ def test_one_file_is_split_at_its_tail_and_reported_once(tmp_path, notices):
 
 def test_the_standard_library():
     data = text_data("stdlib", length=128, heldout_fraction=0.1)
-    total = len(data.train.tokens) + len(data.heldout.tokens)
+    total = len(data.train.ids) + len(data.heldout.ids)
     assert total > 5e6 and data.documents > 300
-    assert 0.02 < len(data.heldout.tokens) / total < 0.3
+    assert 0.02 < len(data.heldout.ids) / total < 0.3
     held, kept = documents_of(data.heldout), documents_of(data.train)
     assert Path(logging.__file__).read_bytes() in held + kept
     assert Path(pytest.__file__).read_bytes() not in held + kept  # beside the library, not of it

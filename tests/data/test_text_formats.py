@@ -64,7 +64,7 @@ def test_rows_are_split_by_their_content_whatever_holds_them(tmp_path):
     def sides(source):
         data = text_data(source, length=16, heldout_fraction=0.3)
         assert data.whole and data.documents == 40
-        return [set(side.tokens.tobytes().split(b"\0")[:-1]) for side in (data.train, data.heldout)]
+        return [set(side.ids.tobytes().split(b"\0")[:-1]) for side in (data.train, data.heldout)]
 
     expected = sides(tmp_path / "files")
     assert expected[0] | expected[1] == set(DOCUMENTS) and not expected[0] & expected[1]
