@@ -8,7 +8,8 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +25,18 @@ def content_score(content: bytes) -> float:
     return (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 11) / 2**53
 
 
-def ends_score(size: int, read: Callable[[int, int], bytes]) -> float:
+def ends_score(file: BinaryIO) -> float:
     """Return the `content_score` of up to 64 KiB; of more, that of the size and the first and last 32 KiB.
 
     Pictures are compressed, so any two differ there, and a set larger than memory is split without reading all of it.
     """
+    size = file.seek(0, 2)
+    file.seek(0)
     if size <= 2 * _END:
-        return content_score(read(0, size))
-    return content_score(size.to_bytes(8, "big") + read(0, _END) + read(size - _END, size))
+        return content_score(file.read())
+    start = file.read(_END)
+    file.seek(-_END, 2)
+    return content_score(size.to_bytes(8, "big") + start + file.read())
 
 
 def split_samples(
