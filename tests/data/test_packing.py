@@ -112,7 +112,9 @@ def test_text_is_packed_whole(tmp_path):
     assert data.fingerprint != stream.fingerprint
     assert " of them empty, held out " in str(data)
     for row in map(data.train.__getitem__, range(len(data.train))):
-        assert data.decode(row["targets"][row["segments"] == 1]).endswith("\0")  # what closes a document is learnt
+        assert data.tokenizer.decode(row["targets"][row["segments"] == 1]).endswith(
+            "\0"
+        )  # what closes a document is learnt
 
 
 def test_a_text_shorter_than_a_row_is_padded(tmp_path):

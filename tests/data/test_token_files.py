@@ -85,7 +85,7 @@ def test_text_is_read_once(rows, cache, monkeypatch):
     assert_same(text_data(rows, length=16, in_files=True), text_data(rows, length=16, in_files=False))
     file = Path(rows.removeprefix("hf:json:"))
     file.write_text(file.read_text().replace("tale", "tail"))
-    assert "tail" in (changed := text_data(rows, length=16, in_files=True)).decode(changed.train.ids[:200])
+    assert "tail" in (changed := text_data(rows, length=16, in_files=True)).tokenizer.decode(changed.train.ids[:200])
     assert len(folders(cache)) == 2
 
 

@@ -50,7 +50,9 @@ def test_documents_become_the_tokens_of_the_file(trained, file, texts):
     data = text_data(texts, length=16, heldout_fraction=0.3, tokenizer=str(file))
     plain = text_data(texts, length=16, heldout_fraction=0.3)
     assert data.vocab_size == 300 and data.train.ids.dtype == np.uint16
-    sides = [[data.decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)]
+    sides = [
+        [data.tokenizer.decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)
+    ]
     assert sorted(sides[0] + sides[1]) == sorted(TEXTS)
     # Which text is held out does not depend on the tokenizer.
     for side, other in zip(sides, (plain.train, plain.heldout), strict=True):
@@ -116,7 +118,7 @@ def test_a_mixture_has_one_tokenizer(file, texts):
     assert mixture([(same[0], 1), (same[1], 2)]).vocab_size == 300
     np.savez(file.parent / "ids.npz", input_ids=np.arange(200))
     ids = text_data(file.parent / "ids.npz", length=16, ids="input_ids")
-    assert mixture([(ids, 1), (same[0], 1)]).decode(same[0].encode("tale")) == "tale"
+    assert mixture([(ids, 1), (same[0], 1)]).tokenizer is same[0].tokenizer
     with pytest.raises(ValueError, match="must have one tokenizer; given those of"):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.formatting import format_bytes, format_percent
@@ -55,9 +55,9 @@ class TextSamples:
     Raises:
         ValueError: a length below 1, or nothing with two tokens.
 
-    >>> samples = TextSamples(encode("abcdefg"), length=3)
-    >>> decode(samples[1]["tokens"]), decode(samples[1]["targets"])
-    ('def', 'efg')
+    >>> samples = TextSamples(np.arange(7), length=3)
+    >>> samples[1]["tokens"].tolist(), samples[1]["targets"].tolist()
+    ([3, 4, 5], [4, 5, 6])
     >>> rows = TextSamples(np.arange(9), length=6, bounds=np.array([0, 4, 6, 9]), packing="documents")
     >>> rows[0]["tokens"].tolist(), rows[0]["segments"].tolist()
     ([0, 1, 2, 6, 7, 4], [1, 1, 1, 2, 2, 3])
@@ -168,36 +168,6 @@ class TextData:
         described = f"{self.digest} {self.train.length} {self.train.packing}"
         return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Return text as tokens: int32 [n].
-
-        Args:
-            text: of any length.
-
-        Raises:
-            ValueError: the source held token ids, so the tokenizer is not known.
-        """
-        return self._tokenizer().encode(text)
-
-    def decode(self, tokens: ArrayLike) -> str:
-        """Return tokens as text.
-
-        Args:
-            tokens: integers [n].
-
-        Raises:
-            ValueError: a token outside the vocabulary; the source held token ids, so the tokenizer is not known.
-        """
-        return self._tokenizer().decode(tokens)
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise UserError(
-                f"text and tokens are made of each other by a tokenizer only; given {self.name}, rows of ids: name the "
-                "tokenizer that made them"
-            )
-        return self.tokenizer
-
 
 @public()
 def text_data(
@@ -248,7 +218,7 @@ def text_data(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     size = pathlib.Path(folder, "book.txt").write_text("All work and no play. " * 20)
     ...     data = text_data(folder, length=16)
-    >>> decode(data.train[0]["tokens"])
+    >>> data.tokenizer.decode(data.train[0]["tokens"])
     'All work and no '
     """
     if length < 1:
@@ -259,25 +229,21 @@ def text_data(
         raise UserError('weights, labels and attention_mask are of rows of ids; given none: give ids = "input_ids"')
     opened = None if ids is not None and tokenizer is None else open_tokenizer(tokenizer or BYTES)
     if opened is not None and vocab_size is not None and opened.vocab_size > vocab_size:
-        raise UserError(
-            f"a model must have all tokens of its tokenizer; given vocab_size {vocab_size} and {opened.vocab_size} "
-            f"in {opened.name}: set vocab_size to {opened.vocab_size} or more"
-        )
-    if ids is None:
-        assert opened is not None
+        size = opened.vocab_size
+        given = f"vocab_size {vocab_size} and {size} in {opened.name}"
+        raise UserError(f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size}")
+    if opened is not None and ids is None:
         tokens = text_tokens(source, field, opened)
     else:
         columns = {"ids": ids, "weights": weights, "labels": labels, "attention_mask": attention_mask}
         limit = vocab_size if opened is None or vocab_size is not None else opened.vocab_size
         tokens = id_tokens(source, {key: name for key, name in columns.items() if name is not None}, limit)
     sides = text_sides(tokens, heldout_fraction, in_files)
-    if packing == "stream" and len(sides.train.ids) < length + 1:
-        every, unit = len(sides.train.ids) + len(sides.heldout.ids), "bytes" if opened == _BYTES else "tokens"
-        raise UserError(
-            f"training text must fill one sample: length {length} needs {length + 1} {unit}; given "
-            f"{len(sides.train.ids)} (of {every} in {tokens.name}, the others held out): give more text or a smaller "
-            "length"
-        )
+    size = len(sides.train.ids)
+    if packing == "stream" and size <= length:
+        given = f"{size} (of {size + len(sides.heldout.ids)} in {tokens.name}, the others held out)"
+        needed = f"length {length} needs {length + 1} tokens"
+        raise UserError(f"training text must fill one sample: {needed}; given {given}: give a smaller length")
     if not sides.whole:
         notice(f"{tokens.name}: too few documents to hold some out whole, so the tail of each is held out")
     train, heldout = (
@@ -294,35 +260,3 @@ def text_data(
         digest=sides.digest,
         folder=sides.folder,
     )
-
-
-@public()
-def encode(text: str) -> NDArray[np.int32]:
-    """Return text as bytes.
-
-    Args:
-        text: of any length.
-
-    Returns:
-        int32 [bytes of its UTF-8].
-
-    >>> encode("hé").tolist()
-    [104, 195, 169]
-    """
-    return _BYTES.encode(text)
-
-
-@public()
-def decode(tokens: ArrayLike) -> str:
-    """Return bytes as text; bytes that are not UTF-8 (a character cut in two) become �.
-
-    Args:
-        tokens: integers [n] below 256.
-
-    Raises:
-        ValueError: a token that is not a byte.
-
-    >>> decode([104, 195, 169])
-    'hé'
-    """
-    return _BYTES.decode(tokens)
