@@ -104,14 +104,12 @@ def augmented(
 
     Args:
         samples: with "images" [height, width, …], of one shape and any dtype, such as `image_data(…).train`.
-        crop_padding: pixels added on each side before a window of the image's own size is cropped. Each of the (2 ·
-            crop_padding + 1)² windows is equally likely. 0 is no crop. Less than height and width.
+        crop_padding: pixels added on each side before a window of the image's own size is cropped; less than height and
+            width. All windows are equally likely. 0 is no crop.
         flip: whether each image is flipped from left to right with probability 1/2.
         resized_crop: least share of a picture's area, up to all of it, that a random crop shows; the crop is resized to
-            the image's size. 0.08 is usual for photographs; 0 is no such crop. For images of `image_data`, without
-            crop_padding.
-        fill: of the padding, one number or one a channel, in the dtype of the images; None is black for images of
-            `image_data`, and 0 otherwise.
+            the image's size. 0.08 is usual for photographs; 0 is no such crop. For images of `image_data` only.
+        fill: of the padding, one number or one a channel; None is black for images of `image_data`, and 0 otherwise.
         seed: of the draws, 0 to 2⁶⁴ - 1; the order's seed may be the same.
 
     Returns:

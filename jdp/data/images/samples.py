@@ -173,28 +173,23 @@ def image_data(
 
     Args:
         source: "digits" is scikit-learn's 1,797 of 8x8x1, values up to 16. An .npz has "images" uint8 and "labels".
-            `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH" and "hf:arrow:PATH".
-            It also reads "hf:webdataset:PATH" (.tar files), and "hf:NAME" of the hub. Of several splits one is named:
-            "hf:imagefolder:PATH:train".
-        size: of every image, in pixels: its largest centred part of these proportions is resized (bilinear,
-            antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
-            of one size. A file's EXIF rotation is not applied.
+            `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH", "hf:arrow:PATH",
+            "hf:webdataset:PATH" (.tar files) and "hf:NAME". Of several splits one is named: "hf:NAME:train".
+        size: of every image, in pixels, (height, width) or one for both: its largest centred part of these proportions
+            is resized (bilinear, antialiased). None: all must be of one size. EXIF rotations are not applied.
         channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
             a transparent part shows its colour.
         heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
-        heldout: a held-out set of its own, of the same classes, such as another split; then `heldout_fraction` is
-            unused.
-        mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
-        std: likewise. The default brings values to [-1, 1].
-        image: the column of images, if several may be it.
-        label: the column of labels, if several may be it.
+        heldout: a held-out set of its own, of the same classes; then `heldout_fraction` is unused.
+        mean, std: for each channel or for all; a value v becomes (v / 255 - mean) / std, by default in [-1, 1].
+        image, label: the columns of images and labels, if several may be it.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
         ValueError: a source that does not exist or is not as described, a package missing, fewer than two different
-            images, a number out of its range. An image that is corrupt raises ValueError when its sample is read.
+            images, a number out of its range; when a sample is read, a corrupt image.
 
     >>> import pathlib, tempfile
     >>> import numpy as np

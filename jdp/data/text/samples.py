@@ -29,7 +29,7 @@ from jdp.data.sources.files import PathLike
 from jdp.data.text.documents import text_tokens
 from jdp.data.text.id_rows import id_tokens
 from jdp.data.text.packing import PackedRows, packed_rows
-from jdp.data.text.sides import text_sides
+from jdp.data.text.sides import TextSides, text_sides
 from jdp.data.text.token_array import MappedTokens, TokenArray
 from jdp.data.text.tokenizers import BYTES, Bytes, Tokenizer, open_tokenizer
 
@@ -188,14 +188,14 @@ def text_data(
     """Read text and make samples of it.
 
     Args:
-        source: "stdlib", files of text (.txt, .md, .rst, .py), globs or directories. `datasets` reads others, such as
-            "hf:json:PATH", "hf:parquet:PATH", "hf:NAME" and "hf-stream:NAME:train". "stdlib" is the source text of
-            Python's own standard library, about 12 MB, different in each version of Python. With `ids` also .npz files.
+        source: files of text (.txt, .md, .rst, .py), globs or directories; "stdlib", the source text of Python's own
+            standard library, about 12 MB; "hf:json:PATH", "hf:NAME" and others that `datasets` reads, also as they
+            arrive ("hf-stream:NAME:train"). With `ids` also .npz files.
         length: targets in a sample.
         heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
         field: the column of text in rows.
-        tokenizer: "bytes", the default of text; a tokenizer.json of Hugging Face tokenizers, or the folder that holds
-            it. Rows of ids need none; it decodes them.
+        tokenizer: "bytes", the default of text; a tokenizer.json of Hugging Face tokenizers, or its folder. Rows of ids
+            need none; it decodes them.
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
             "segments" in each sample.
         ids: the column or array of token ids, in place of text. A row is a document, to which nothing is added.
@@ -203,9 +203,8 @@ def text_data(
         labels: in place of weights, the column of the ids again, or -100 where the weight is 0.
         attention_mask: the column of 1, and 0 at padding, which is left out.
         vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
-        in_files: True keeps the tokens, of 1, 2 or 4 bytes, in files in jdp's cache folder, which the processes of a
-            host share. False keeps them in the memory of each process. None: in files from 64 MiB on, and of a stream,
-            whose size is not known. A single plain file is one document, which must fit in memory.
+        in_files: True keeps the tokens in files in jdp's cache folder, which the processes of a host share; False in
+            the memory of each process. None: in files from 64 MiB on, and of a stream, whose size is not known.
 
     Returns:
         The data, with `train`, `heldout`, `vocab_size`, `tokenizer`, `fingerprint`.
@@ -227,36 +226,42 @@ def text_data(
         raise UserError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
     if ids is None and (weights or labels or attention_mask):
         raise UserError('weights, labels and attention_mask are of rows of ids; given none: give ids = "input_ids"')
+    columns = {"ids": ids, "weights": weights, "labels": labels, "attention_mask": attention_mask}
+    read = {key: name for key, name in columns.items() if name is not None}
     opened = None if ids is not None and tokenizer is None else open_tokenizer(tokenizer or BYTES)
     if opened is not None and vocab_size is not None and opened.vocab_size > vocab_size:
         size = opened.vocab_size
         given = f"vocab_size {vocab_size} and {size} in {opened.name}"
         raise UserError(f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size}")
-    if opened is not None and ids is None:
-        tokens = text_tokens(source, field, opened)
+    if opened is None:
+        tokens = id_tokens(source, read, vocab_size)
+    elif ids is not None:
+        tokens = id_tokens(source, read, vocab_size or opened.vocab_size)
     else:
-        columns = {"ids": ids, "weights": weights, "labels": labels, "attention_mask": attention_mask}
-        limit = vocab_size if opened is None or vocab_size is not None else opened.vocab_size
-        tokens = id_tokens(source, {key: name for key, name in columns.items() if name is not None}, limit)
-    sides = text_sides(tokens, heldout_fraction, in_files)
+        tokens = text_tokens(source, field, opened)
+    return _text_data(text_sides(tokens, heldout_fraction, in_files), tokens.name, opened, length, packing)
+
+
+def _text_data(sides: TextSides, name: str, tokenizer: Tokenizer | None, length: int, packing: Packing) -> TextData:
+    """Cut or pack both sides into samples."""
     size = len(sides.train.ids)
     if packing == "stream" and size <= length:
-        given = f"{size} (of {size + len(sides.heldout.ids)} in {tokens.name}, the others held out)"
+        given = f"{size} (of {size + len(sides.heldout.ids)} in {name}, the others held out)"
         needed = f"length {length} needs {length + 1} tokens"
         raise UserError(f"training text must fill one sample: {needed}; given {given}: give a smaller length")
     if not sides.whole:
-        notice(f"{tokens.name}: too few documents to hold some out whole, so the tail of each is held out")
+        notice(f"{name}: too few documents to hold some out whole, so the tail of each is held out")
     train, heldout = (
         TextSamples(side.ids, length, side.bounds, side.weights, packing) for side in (sides.train, sides.heldout)
     )
     return TextData(
-        name=tokens.name,
+        name=name,
         documents=sides.documents,
         train=train,
         heldout=heldout,
         whole=sides.whole,
         vocab_size=sides.vocab_size,
-        tokenizer=opened,
+        tokenizer=tokenizer,
         digest=sides.digest,
         folder=sides.folder,
     )

@@ -159,19 +159,17 @@ class FileTokenizer(Tokenizer):
         return counts
 
     def tokenize(self, documents: Sequence[bytes], names: Sequence[str]) -> TokenArray:
-        texts = [_decoded(document, name) for document, name in zip(documents, names, strict=True)]
+        texts = list[str]()
+        for document, name in zip(documents, names, strict=True):
+            try:
+                texts.append(document.decode())
+            except UnicodeDecodeError as error:
+                given = f"{document[error.start]:#04x} at byte {error.start} of {name}"
+                fix = f'convert it, leave it out, or take tokenizer = "{BYTES}"'
+                raise UserError(f"text must be UTF-8 for a tokenizer; given {given}: {fix}") from error
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, smallest_uint(self.vocab_size)) for encoding in encodings]
         return TokenArray(np.concatenate(ids), bounds_of(ids))
-
-
-def _decoded(document: bytes, name: str) -> str:
-    try:
-        return document.decode()
-    except UnicodeDecodeError as error:
-        given = f"{document[error.start]:#04x} at byte {error.start} of {name}"
-        fix = f'convert it, leave it out, or take tokenizer = "{BYTES}"'
-        raise UserError(f"text must be UTF-8 for a tokenizer; given {given}: {fix}") from error
 
 
 def _size_of_pieces(decoder: dict[str, Any] | None) -> Callable[[str], int] | None:
