@@ -26,8 +26,7 @@ from jdp.data.images.augment import AugmentedImages, augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Mixture, mixture
 from jdp.data.order import sample_index
-from jdp.data.text.packing import PackedSamples
-from jdp.data.text.samples import TextData, TextSamples, decode, encode, text_data
+from jdp.data.text.samples import TextData, TextSamples, text_data
 from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 
 __all__ = [
@@ -39,15 +38,12 @@ __all__ = [
     "Mixture",
     "NumpyBatch",
     "OrderedSource",
-    "PackedSamples",
     "Source",
     "TextData",
     "TextSamples",
     "array_data",
     "augmented",
     "batch_count",
-    "decode",
-    "encode",
     "global_batches",
     "image_data",
     "mixture",

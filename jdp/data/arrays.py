@@ -145,12 +145,15 @@ def array_data(
     arrays, name = _named(source, names, length)
     arrays, classes = _numbered(arrays, name, None)
     scores = _scores(arrays)
+    given: Arrays = {}
     if heldout is None:
         train, held = (ArraySamples(arrays, rows) for rows in split_samples(scores, heldout_fraction, name))
-        given: Arrays = {}
     else:
         given, _ = _numbered(*_named(heldout, names, length), classes)
-        _check_alike(arrays, given, name)
+        wanted, shapes = ({key: list(array.shape[1:]) for key, array in side.items()} for side in (arrays, given))
+        if wanted != shapes:
+            rule = f"held-out arrays must have the names and shapes of those to train on, {wanted} in {name}"
+            raise UserError(f"{rule}; given {shapes}: fix them")
         train, held = (ArraySamples(side, np.arange(len(next(iter(side.values()))))) for side in (arrays, given))
     # The scores are of the content; the arrays that they leave out are added.
     others = [side[key] for side in (arrays, given) for key in sorted(NOT_CONTENT & side.keys())]
@@ -178,14 +181,10 @@ def _named(source: ArraySource, names: dict[str, str | None], length: int | None
     """Read the arrays, under the names that a sample gives them."""
     arrays, name = read_arrays(source)
     for new, old in names.items():
-        if old is None:
-            continue
-        if old not in arrays or (old != new and new in arrays):
+        if old is not None and (old not in arrays or (old != new and new in arrays)):
             problem = f'no array "{old}"' if old not in arrays else f'"{new}" as well'
-            raise UserError(
-                f'{new} = "{old}" must name one of the arrays; given {problem} in {name}, which has '
-                f"{', '.join(arrays)}: give one of these"
-            )
+            given = f"{problem} in {name}, which has {', '.join(arrays)}"
+            raise UserError(f'{new} = "{old}" must name one of the arrays; given {given}: give one of these')
         arrays = {new if key == old else key: array for key, array in arrays.items()}
     if length is not None and list(arrays) == ["tokens"] and arrays["tokens"].ndim == 1:
         arrays = {"tokens": _cut(arrays["tokens"], length, name)}
@@ -194,13 +193,10 @@ def _named(source: ArraySource, names: dict[str, str | None], length: int | None
 
 def _cut(tokens: NDArray[Any], length: int, name: str) -> NDArray[Any]:
     """View [tokens] as [samples, length + 1]: the last token of a row is the first of the next."""
-    samples, left = divmod(len(tokens) - 1, max(length, 1))
-    if length < 1 or samples < 1:
-        raise UserError(
-            f"tokens must fill a sample of length + 1 of them; given {len(tokens)} with length {length} in {name}: "
-            "give more of them, or a length of at least 1"
-        )
-    if left:
+    if not 1 <= length < len(tokens):
+        given = f"{len(tokens)} with length {length} in {name}"
+        raise UserError(f"tokens must fill a sample of length + 1 of them; given {given}: give another length")
+    if left := (len(tokens) - 1) % length:
         notice(f"{name}: the last {left} of {len(tokens):,} tokens do not fill a sample of {length} and are left out")
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
@@ -225,9 +221,7 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
             "reshape the array, or give a length, by which tokens in one dimension are cut"
         )
     if "targets" not in arrays and "segments" in arrays:
-        raise UserError(
-            f"packed tokens, with segments, must come with targets and weights; given none in {name}: add them"
-        )
+        raise UserError(f"packed tokens, with segments, must come with targets; given none in {name}: add them")
     if tokens.min() < 0:
         row, column = (int(i) for i in np.argwhere(tokens < 0)[0])
         raise UserError(
@@ -243,15 +237,6 @@ def _scores(arrays: Arrays) -> NDArray[np.float64]:
     rows = range(len(chosen[0][0]))
     contents = (b"".join(array[row].astype(dtype, copy=False).tobytes() for array, dtype in chosen) for row in rows)
     return np.fromiter(map(content_score, contents), np.float64, len(rows))
-
-
-def _check_alike(arrays: Arrays, given: Arrays, name: str) -> None:
-    wanted, shapes = ({key: list(array.shape[1:]) for key, array in side.items()} for side in (arrays, given))
-    if wanted != shapes:
-        raise UserError(
-            f"held-out arrays must have the names and shapes of those to train on, {wanted} in {name}; given {shapes}: "
-            "fix them"
-        )
 
 
 def _sample_dtype(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:

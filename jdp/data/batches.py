@@ -141,103 +141,85 @@ def global_batches(
     """Return this process' rows of every global batch, in an order that does not depend on processes.
 
     Row r of global batch b is the sample at position b · batch_size + r of a sequence of epochs, each shuffled anew by
-    (seed, epoch). Epochs follow one another without a break, and each sample occurs once in each. A batch may be larger
-    than the data set: it then repeats samples, which is reported. An `OrderedSource`, such as `jdp.data.mixture`, is
-    shuffled by its own order. An `EpochSource`, such as `jdp.data.augmented`, gets the epoch, shuffled or not.
+    (seed, epoch). Epochs follow one another without a break, and each sample occurs once in each. A batch that is
+    larger than the data set repeats samples, which is reported. Sources are read as by `sample_at`.
 
     Args:
         source: the samples; read at the indices of this process' rows only.
         batch_size: rows of a global batch, over all processes.
         seed: of the order, not negative; unused without `shuffle`.
-        rows: which rows of each global batch to read, in this order, such as `jdp.process_rows(plan, batch_size)`; all
-            of them by default.
-        start: the first global batch: to resume, the number of batches consumed so far. Costs nothing: no replay.
-        samples: the number of samples in the batches before `start`, if some of them had another size; `start` ·
-            batch_size by default.
+        rows: of each global batch to read, such as `jdp.process_rows(plan, batch_size)`; all by default.
+        start: the first global batch: to resume, the number of batches consumed so far.
+        samples: in the batches before `start`, if some of them had another size; `start` · batch_size by default.
         shuffle: False reads samples in their own order, every epoch.
         epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with
             the samples that would follow, their "weights" set to 0.
-        threads: number of reading threads, each of which reads a batch. The default is enough for samples that take
-            microseconds. For images, which take about a millisecond each, give the cores that can be spared. As many
-            batches are in memory, four at least.
+        threads: that read a batch each. The default is enough for samples that take microseconds; for images, about a
+            millisecond each, give the cores that can be spared. As many batches are in memory, four at least.
 
     Returns:
-        An iterable of dicts of NumPy arrays, the samples' arrays with a leading dimension of len(rows). Every `iter` of
-        it begins at `start` and reads ahead in threads, which end with the iterator (at its `close()`, or when it is
-        collected).
+        An iterable of dicts of the samples' arrays, with a leading dimension of len(rows). Every `iter` of it begins at
+        `start` and reads ahead in threads, which end with the iterator (by `close()`, or when it is collected).
 
     Raises:
-        ValueError: a number out of its range (at once), or a batch to be padded whose samples have no "weights" (when
-            it is read).
+        ValueError: a number out of its range; when it is read, a batch to be padded whose samples have no "weights".
 
     >>> import numpy as np
     >>> samples = [{"x": np.array(i), "weights": np.ones(())} for i in range(5)]
     >>> [batch["weights"].tolist() for batch in global_batches(samples, batch_size=4, seed=0, epochs=1)]
     [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]
     """
-    _check_run(len(source), batch_size=batch_size, epochs=epochs, threads=threads)
+    _check_run(source, batch_size, epochs, threads)
     if shuffle:
         sample_index(seed, len(source), 0)  # a wrong seed is reported now, not by a reading thread
     end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
     if not 0 <= start <= end:
-        raise UserError(
-            f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed so far"
-        )
+        raise UserError(f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed")
     before = start * batch_size if samples is None else samples
     if before < 0:
-        raise UserError(f"samples must not be negative; given {samples}: give the samples consumed so far")
+        raise UserError(f"samples must not be negative; given {samples}: give the samples consumed")
     own = _own_rows(rows, batch_size)
     padding = sys.maxsize if epochs is None else epochs * len(source)  # from this position on
 
-    def take(position: int) -> Mapping[str, NDArray[Any]]:
-        if shuffle:
-            sample = sample_at(source, position, seed)
-        else:
-            sample = _in_epoch(source, position % len(source), position // len(source))
-        return sample if position < padding else _weightless(sample)
-
     def read(batch: int) -> NumpyBatch:
-        taken = [take(before + (batch - start) * batch_size + row) for row in own]
+        positions = (before + (batch - start) * batch_size + row for row in own)
+        taken = [_sample(source, position, seed if shuffle else None, padding) for position in positions]
         return {key: np.stack([sample[key] for sample in taken]) for key in taken[0]}
 
     ahead = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_AHEAD, threads))
     return grain.MapDataset.range(start, end).map(read).to_iter_dataset(ahead)
 
 
-def _check_run(samples: int, *, batch_size: int, epochs: int | None, threads: int) -> None:
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1; given {batch_size}: give the rows of a global batch")
-    if samples < 1:
-        raise UserError("the source must hold at least one sample; given none: give some data")
-    if epochs is not None and epochs < 1:
-        raise UserError(f"epochs must be at least 1; given {epochs}: give a count, or None to run on for ever")
-    if threads < 1:
-        raise UserError(f"threads must be at least 1; given {threads}: give for example the cores that can be spared")
-    if batch_size > samples and epochs != 1:
-        notice(f"batch_size {batch_size} is larger than the data set ({samples} samples): a batch repeats some of them")
+def _check_run(source: Source, batch_size: int, epochs: int | None, threads: int) -> None:
+    counts = {"batch_size": batch_size, "epochs": epochs, "threads": threads, "the number of samples": len(source)}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise UserError(f"{name} must be at least 1; given {count}: give 1 or more")
+    if batch_size > len(source) and epochs != 1:
+        size = f"the data set ({len(source)} samples)"
+        notice(f"batch_size {batch_size} is larger than {size}: a batch repeats some of them")
+
+
+def _sample(source: Source, position: int, seed: int | None, padding: int) -> Mapping[str, NDArray[Any]]:
+    """Return the sample at a position, in the source's own order without a seed; from `padding` on of weight 0."""
+    if seed is None:
+        sample = _in_epoch(source, position % len(source), position // len(source))
+    else:
+        sample = sample_at(source, position, seed)
+    if position < padding:
+        return sample
+    if "weights" not in sample:
+        rule = 'samples must have "weights": the last batch of a finite run is filled with rows of weight 0'
+        raise UserError(f"{rule}; given {sorted(sample)}: add them")
+    return {**sample, "weights": np.zeros_like(sample["weights"])}
 
 
 def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[int]:
     every_row = range(batch_size)
-    match rows:
-        case None:
-            own = every_row
-        case slice():
-            own = every_row[rows]
-        case _:
-            own = tuple(int(row) for row in rows)
+    own = every_row[rows or slice(None)] if rows is None or isinstance(rows, slice) else [int(row) for row in rows]
     if len(own) == 0 or not all(row in every_row for row in own):
         raise UserError(
             f"rows must name at least one row of a global batch of {batch_size}, each from 0 to {batch_size - 1}; "
             f"given {rows}: give this process' share of them"
         )
     return own
-
-
-def _weightless(sample: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-    if "weights" not in sample:
-        raise UserError(
-            f'samples must have "weights", as the last batch of a finite run is filled with rows of weight 0; given '
-            f"{sorted(sample)}: add them, or make epochs * samples a multiple of batch_size"
-        )
-    return {**sample, "weights": np.zeros_like(sample["weights"])}

@@ -78,7 +78,11 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
         ValueError: `loader` is no iterable of batches; `prefetch` is less than 1; or `plan` is no `jdp.Plan`.
     """
     check_plan(plan, "jdp.shard_batches(loader, plan)", loader)
-    _check_loader(loader)
+    given: Any = loader  # often a batch itself, or a function that makes one
+    is_batch = isinstance(given, Mapping | str) or hasattr(given, "dtype")
+    if is_batch or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
+        fix = "Call it" if callable(given) else "Write [batch] for a single batch"
+        raise UserError(f"A loader is an iterable of batches; given {described(given)}. {fix}.")
     return Feed(loader, plan, prefetch)
 
 
@@ -180,14 +184,6 @@ def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slot
             out.put(("batch", jax.tree.map(lambda x: _global_array(x, plan, blocks), arrays)))
     except BaseException as error:
         out.put(("error", error))
-
-
-def _check_loader(loader: Any) -> None:
-    """Check that a loader yields batches: a batch itself, or a function that makes one, is often given in its place."""
-    is_batch = isinstance(loader, Mapping | str) or hasattr(loader, "dtype")
-    if is_batch or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-        fix = "Call it" if callable(loader) else "Write [batch] for a single batch"
-        raise UserError(f"A loader is an iterable of batches; given {described(loader)}. {fix}.")
 
 
 def _halt(stop: threading.Event, slots: threading.Semaphore) -> None:

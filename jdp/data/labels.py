@@ -34,25 +34,14 @@ def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Seque
         )
     if array.dtype.kind in "UO":
         return _named(array, source, names)
-    if (bad := _first(array < 0)) is not None:
+    limit = MOST_CLASSES if names is None else len(names)
+    if (bad := _first((array < 0) | (array >= limit))) is not None:
         raise UserError(
-            f"a class number must count from 0; given {array[bad]} for sample {bad} of {source}: leave out "
-            "samples without a label"
+            f"a class number must count from 0 and be below the number of classes, {limit:,}; given {array[bad]} for "
+            f"sample {bad} of {source}: number the classes without gaps, and leave out samples without a label"
         )
-    most = int(array.max(initial=0))
-    if names is not None and most >= len(names):
-        bad = int(np.argmax(array >= len(names)))
-        raise UserError(
-            f"a class number must be below the number of classes, {len(names)}; given {array[bad]} for sample {bad} of "
-            f"{source}: fix it"
-        )
-    if names is None and most >= MOST_CLASSES:
-        bad = int(np.argmax(array))
-        raise UserError(
-            f"class numbers must count from 0 without large gaps, up to {MOST_CLASSES:,}; given {most} for sample "
-            f"{bad} of {source}: number the classes anew"
-        )
-    return Labels(tuple(names) if names is not None else tuple(map(str, range(most + 1))), array.astype(np.int32))
+    classes = map(str, range(int(array.max(initial=0)) + 1)) if names is None else names
+    return Labels(tuple(classes), array.astype(np.int32))
 
 
 def _named(array: NDArray[Any], source: str, names: Sequence[str] | None) -> Labels:

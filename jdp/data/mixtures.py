@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.public import public
@@ -132,7 +132,7 @@ class Mixture:
     @functools.cached_property
     def fingerprint(self) -> str:
         """16 hex digits, of the data sets, their weights and the seed."""
-        described = [(part.fingerprint, float(weight)) for part, weight in zip(self.parts, self.weights, strict=True)]
+        described = [(part.fingerprint, weight) for part, weight in zip(self.parts, self.weights, strict=True)]
         return hashlib.blake2b(f"{described} {self.seed}".encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
@@ -150,36 +150,10 @@ class Mixture:
         """For images: the names of the first part's classes."""
         return getattr(self.parts[0], "classes", ())
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Return text as tokens of the first part with a tokenizer: int32 [n].
-
-        Args:
-            text: of any length.
-
-        Raises:
-            ValueError: no part has a tokenizer.
-        """
-        return self._tokenizing.encode(text)
-
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the first part that has one; None: there is none."""
-        return getattr(self._tokenizing, "tokenizer", None)
-
-    def decode(self, tokens: ArrayLike) -> str:
-        """Return tokens as text, by the first part with a tokenizer.
-
-        Args:
-            tokens: integers [n].
-
-        Raises:
-            ValueError: no part has a tokenizer; a token outside the vocabulary.
-        """
-        return self._tokenizing.decode(tokens)
-
-    @property
-    def _tokenizing(self) -> Any:
-        return next((part for part in self.parts if getattr(part, "tokenizer", None)), self.parts[0])
+        return next(filter(None, (getattr(part, "tokenizer", None) for part in self.parts)), None)
 
 
 @public()
@@ -207,10 +181,8 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
         raise UserError("a mixture must have at least one data set; given none: give some, with weights")
     weights = tuple(float(weight) for _, weight in parts)
     if not all(0 < weight < float("inf") for weight in weights) or min(weights) / sum(weights) < 2**-31:
-        raise UserError(
-            f"weights must be positive numbers of like size; given {', '.join(map(str, weights))}: leave out data sets "
-            "that are not to be drawn from"
-        )
+        given = ", ".join(map(str, weights))
+        raise UserError(f"weights must be positive numbers of like size; given {given}: leave out those near 0")
     if seed < 0:
         raise UserError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
     data = tuple(part for part, _ in parts)
@@ -220,7 +192,10 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
 
 
 def _check_alike(first: DataSet, other: DataSet) -> None:
-    ours, theirs = _spec(first.train[0]), _spec(other.train[0])
+    ours, theirs = (
+        {key: f"{value.dtype}{list(value.shape)}" for key, value in sorted(data.train[0].items())}
+        for data in (first, other)
+    )
     if ours != theirs:
         raise UserError(
             f"the data sets of a mixture must have the same kind of samples; given {ours} in {first} and {theirs} in "
@@ -228,14 +203,8 @@ def _check_alike(first: DataSet, other: DataSet) -> None:
         )
     tokenizers = [getattr(getattr(data, "tokenizer", None), "identity", None) for data in (first, other)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
-        raise UserError(
-            f"the data sets of a mixture must have one tokenizer; given those of {first} and {other}: open both with "
-            "the same"
-        )
-
-
-def _spec(sample: Mapping[str, NDArray[Any]]) -> dict[str, str]:
-    return {key: f"{value.dtype}{list(value.shape)}" for key, value in sorted(sample.items())}
+        given = f"those of {first} and {other}"
+        raise UserError(f"the data sets of a mixture must have one tokenizer; given {given}: open both with the same")
 
 
 @functools.lru_cache(maxsize=256)

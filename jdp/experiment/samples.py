@@ -46,12 +46,12 @@ class Writer:
         data = self._assembly.data
         drawn = np.asarray(jax.device_get(self._write(state, prompt)))[0]
         tokens = np.concatenate([prompt, drawn])
-        return data.decode(tokens[tokens < data.vocab_size])
+        return data.tokenizer.decode(tokens[tokens < data.vocab_size])
 
     @functools.cached_property
     def _prompts(self) -> list[NDArray[np.int32]]:
         table = self._assembly.experiment.sample
-        return [] if table is None else [self._assembly.data.encode(text) for text in table.prompts]
+        return [] if table is None else [self._assembly.data.tokenizer.encode(text) for text in table.prompts]
 
     @functools.cached_property
     def _write(self) -> Callable[[TrainState, NDArray[np.int32]], jax.Array]:

@@ -1,9 +1,11 @@
-"""Tables in files, and all documents of a source in memory, as `text_data` reads them."""
+"""Tables in files, and all documents of a source, as `text_data` reads them."""
+
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 
-from jdp.data.text.documents import corpus_of, find_text
+from jdp.data.text.documents import find_text, text_documents
 
 
 def parquet(file, table):
@@ -20,4 +22,6 @@ def arrow_file(file, table):
 
 
 def read_corpus(source, *, field="text"):
-    return corpus_of(find_text(source), field)
+    found = find_text(source)
+    names, documents = zip(*text_documents(found, field), strict=True)
+    return SimpleNamespace(name=found.name, names=names, documents=documents)

@@ -166,7 +166,10 @@ def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(augmen
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "negative": ({"crop_padding": -1}, "crop_padding must be 0 or more and less than the image's height and width, 5"),
+    "negative": (
+        {"crop_padding": -1},
+        "crop_padding must be 0 or more, and less than the height and width of images .5, 4",
+    ),
     "share": ({"resized_crop": 1}, "resized_crop must be 0, or a share of the area below 1; given 1"),
     "both": ({"resized_crop": 0.5, "crop_padding": 1}, "resized_crop and crop_padding both crop; given 0.5 and 1"),
     "arrays": ({"resized_crop": 0.5}, "resized_crop is of pictures that image_data opens; given Pictures"),

@@ -38,7 +38,7 @@ def test_an_npz_of_images(tmp_path):
     with pytest.raises(ValueError, match=r"images must be uint8 .* given float64 \[30, 6, 5, 3\]"):
         image_data(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", x=PIXELS)
-    with pytest.raises(ValueError, match=r"must have images and labels; given x in .*missing: images, labels"):
+    with pytest.raises(ValueError, match=r"must have images and labels; given x in .*: name the arrays so"):
         image_data(tmp_path / "x.npz")
 
 
@@ -131,8 +131,8 @@ NO_PICTURE = [*({"bytes": png, "path": None} for png in PNGS[1:]), None]
         ({"image": NO_PICTURE}, "every row must have a picture; given none in row 29 of"),
         ({"label": [0.5] * 30}, r"one class a sample, .* given float64 \[30\]"),
         ({"labels": [1] * 30}, "a column of labels must be named, .* given several: label, labels"),
-        ({"label": [-1] * 30}, "a class number must count from 0; given -1 for sample 0"),
-        ({"label": [2**40] * 30}, "up to 10,000,000; given 1099511627776 for sample 0"),
+        ({"label": [-1] * 30}, "a class number must count from 0 .*; given -1 for sample 0"),
+        ({"label": [2**40] * 30}, "of classes, 10,000,000; given 1099511627776 for sample 0"),
     ],
 )
 def test_tables_that_cannot_be(tmp_path, changed, message):

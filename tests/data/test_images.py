@@ -10,7 +10,7 @@ import pytest
 from picture_files import CLASSES, PIXELS, encoded, folder_of, pixels_of, samples_of, write_pictures
 
 import jdp
-from jdp.cli import main as cli
+from jdp.base.errors import UserError
 from jdp.data import global_batches
 from jdp.data.images.decode import Frame
 from jdp.data.images.samples import image_data
@@ -204,7 +204,7 @@ def test_a_corrupt_picture_is_one_error_in_the_loop(pictures, tmp_path, damage):
     feed = jdp.shard_batches(loader, jdp.Plan(jdp.make_mesh()))
     with feed, pytest.raises(ValueError, match=message) as caught:
         list(itertools.islice(feed, 4))
-    assert cli._is_users_mistake(caught.value)
+    assert isinstance(caught.value, UserError)
     assert "\n" not in str(caught.value) and str(caught.value).endswith("; fix it, or leave it out")
 
 

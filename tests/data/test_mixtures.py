@@ -123,9 +123,9 @@ def test_texts_are_mixed(tmp_path):
         (tmp_path / f"{name}.txt").write_text(name * 400)
     parts = [text_data(tmp_path / f"{name}.txt", length=8) for name in ("a", "b")]
     data = mixture([(parts[0], 3), (parts[1], 1)], seed=1)
-    letters = [data.decode(data.train[index]["tokens"][:1]) for index in range(len(data.train))]
+    letters = [data.tokenizer.decode(data.train[index]["tokens"][:1]) for index in range(len(data.train))]
     assert letters.count("b") / len(letters) == pytest.approx(0.25, abs=0.05)
-    assert data.vocab_size == 256 and data.decode(data.encode("ü")) == "ü"
+    assert data.vocab_size == 256 and data.tokenizer is parts[0].tokenizer
     assert str(data).startswith(f"mixture of 2, an epoch is {len(data.train)} samples: 0.75 of {parts[0]}; 0.25 of ")
 
 

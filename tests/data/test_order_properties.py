@@ -16,7 +16,6 @@ from jdp.data.images.decode import Frame
 from jdp.data.images.samples import ImageSamples, Normalised
 from jdp.data.images.sources import array_pictures
 from jdp.data.mixtures import MixedSamples
-from jdp.data.text.packing import PackedSamples
 from jdp.data.text.samples import TextSamples
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
@@ -50,7 +49,7 @@ def text(samples):
 
 def packed(samples):
     """Documents of five tokens, a row each."""
-    return PackedSamples(np.arange(5 * samples).astype(np.uint8), np.arange(samples + 1) * 5, length=4)
+    return TextSamples(np.arange(5 * samples), 4, bounds=np.arange(samples + 1) * 5, packing="documents")
 
 
 def mixed(samples):

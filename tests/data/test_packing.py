@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdp.data import PackedSamples, text_data
+from jdp.data import TextSamples, text_data
 from jdp.data.text.packing import best_fit
 
 LENGTH = 16
@@ -16,7 +16,7 @@ LENGTH = 16
 def packed(sizes, length=LENGTH):
     """Documents of these sizes whose tokens are all different: 0, 1, 2, … in order."""
     bounds = np.array(list(itertools.accumulate(sizes, initial=0)), np.int64)
-    return PackedSamples(np.arange(bounds[-1], dtype=np.uint32), bounds, length)
+    return TextSamples(np.arange(bounds[-1], dtype=np.uint32), length, bounds, packing="documents")
 
 
 @settings(max_examples=150, deadline=None)
@@ -97,7 +97,7 @@ def test_a_thousand_documents_waste_little():
 
 
 def documents_of(side):
-    return sorted(side.tokens[start:end].tobytes() for start, end in itertools.pairwise(side.bounds))
+    return sorted(side.ids[start:end].tobytes() for start, end in itertools.pairwise(side.bounds))
 
 
 def test_text_is_packed_whole(tmp_path):
@@ -108,11 +108,13 @@ def test_text_is_packed_whole(tmp_path):
     stream = text_data(tmp_path, length=96, heldout_fraction=0.3)
     found = documents_of(data.train) + documents_of(data.heldout)
     assert sorted(found) == sorted(f"{text}\0".encode() for text in texts)
-    assert np.array_equal(data.train.tokens, stream.train.tokens)  # the split does not depend on the packing
+    assert np.array_equal(data.train.ids, stream.train.ids)  # the split does not depend on the packing
     assert data.fingerprint != stream.fingerprint
     assert " of them empty, held out " in str(data)
     for row in map(data.train.__getitem__, range(len(data.train))):
-        assert data.decode(row["targets"][row["segments"] == 1]).endswith("\0")  # what closes a document is learnt
+        assert data.tokenizer.decode(row["targets"][row["segments"] == 1]).endswith(
+            "\0"
+        )  # what closes a document is learnt
 
 
 def test_a_text_shorter_than_a_row_is_padded(tmp_path):

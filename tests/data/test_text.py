@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from corpora import read_corpus
 
-from jdp.data import TextSamples, decode, encode, text_data
+from jdp.data import TextSamples, open_tokenizer, text_data
 
 
 def write(folder, **texts):
@@ -19,7 +19,7 @@ def write(folder, **texts):
 
 
 def documents_of(side):
-    return side.tokens.tobytes().split(b"\0")[:-1]
+    return side.ids.tobytes().split(b"\0")[:-1]
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
@@ -46,16 +46,17 @@ def test_every_token_but_the_first_is_a_target_once(size):
 def test_samples_need_a_length_and_a_target():
     with pytest.raises(ValueError, match="length must be at least 1; given 0"):
         TextSamples(np.zeros(9, np.uint8), length=0)
-    with pytest.raises(ValueError, match=r"one token and its target; given 1 byte"):
+    with pytest.raises(ValueError, match=r"one token and its target; given 1 token"):
         TextSamples(np.zeros(1, np.uint8), length=4)
 
 
 def test_text_comes_back():
     text = "naïve — ☃\n"
-    assert encode(text).dtype == np.int32
-    assert decode(encode(text)) == text
-    assert decode(encode("☃")[:2]) == "�"
-    assert decode([]) == ""
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.encode(text).dtype == np.int32
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode("☃")[:2]) == "�"
+    assert tokenizer.decode([]) == ""
 
 
 # --- the split ------------------------------------------------------------------------------------------------------
@@ -88,9 +89,9 @@ def test_one_file_is_split_at_its_tail_and_reported_once(tmp_path, notices):
 
 def test_the_standard_library():
     data = text_data("stdlib", length=128, heldout_fraction=0.1)
-    total = len(data.train.tokens) + len(data.heldout.tokens)
+    total = len(data.train.ids) + len(data.heldout.ids)
     assert total > 5e6 and data.documents > 300
-    assert 0.02 < len(data.heldout.tokens) / total < 0.3
+    assert 0.02 < len(data.heldout.ids) / total < 0.3
     held, kept = documents_of(data.heldout), documents_of(data.train)
     assert Path(logging.__file__).read_bytes() in held + kept
     assert Path(pytest.__file__).read_bytes() not in held + kept  # beside the library, not of it
@@ -133,8 +134,8 @@ def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path,
         ("empty.txt", r"text must not be empty; given empty.txt: 1 empty file"),
         (["empty.txt", "missing.txt"], r"given missing.txt"),
         ([], r"source must name some text; given an empty list"),
-        ("short.txt", r"length 16 needs 17 bytes; given 10 \(of 12 in short.txt, the others held out\): give more"),
-        ("one.txt", r"length 16 needs 17 bytes; given 0"),
+        ("short.txt", r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): give a"),
+        ("one.txt", r"length 16 needs 17 tokens; given 0"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_reported(tmp_path, monkeypatch, source, message):

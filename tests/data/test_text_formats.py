@@ -64,7 +64,7 @@ def test_rows_are_split_by_their_content_whatever_holds_them(tmp_path):
     def sides(source):
         data = text_data(source, length=16, heldout_fraction=0.3)
         assert data.whole and data.documents == 40
-        return [set(side.tokens.tobytes().split(b"\0")[:-1]) for side in (data.train, data.heldout)]
+        return [set(side.ids.tobytes().split(b"\0")[:-1]) for side in (data.train, data.heldout)]
 
     expected = sides(tmp_path / "files")
     assert expected[0] | expected[1] == set(DOCUMENTS) and not expected[0] & expected[1]
@@ -92,7 +92,7 @@ def test_several_splits_are_named_and_never_mixed(tmp_path, names, glob):
     assert f'"{source}:test", "{source}:train"' in str(said.value)
     assert read_corpus(f"{source}:train").documents == DOCUMENTS[:30]
     assert read_corpus(f"{source}:test[:5]").documents == DOCUMENTS[30:35]
-    with pytest.raises(ValueError, match="names no split of its files, which are test, train"):
+    with pytest.raises(ValueError, match="must name one of the splits that there are, test, train"):
         read_corpus(f"{source}:validation")
     parquet(tmp_path / "other.parquet", TABLE)
     with pytest.raises(ValueError, match=r"belong to a split by their names, .*other.parquet beside test"):
@@ -141,7 +141,7 @@ def test_data_sets_on_a_disk(hub, name, expected):
         ("hf:{}/nothing", "must be readable by `datasets`; given hf:.*/nothing: Couldn't find any data file"),
         ("hf:{}/splits", "a source is one split; given .* which has train, test: write one of .*splits:train"),
         ("hf:{}/files", "a source is one split; given .* which has train, test"),
-        ("hf:{}/splits:dev", 'unknown split "dev", there are train, test'),
+        ("hf:{}/splits:dev", "must name one of the splits that there are, train, test"),
         ("hf:{}/files:dev", 'Unknown split "dev"'),
         ("hf:{}/script", "Dataset scripts are no longer supported"),
         (

@@ -75,9 +75,9 @@ def test_ids_are_laid_as_they_are_and_a_resume_has_the_same_bits(tmp_path, packi
     source = written(tmp_path, loss_mask=MASKS)
     options = {"length": 8, "ids": "input_ids", "weights": "loss_mask", "packing": packing, "heldout_fraction": 0.2}
     data = text_data(source, **options)
-    assert data.train.tokens.dtype == np.uint16 and data.vocab_size == 1 + max(map(max, IDS))
+    assert data.train.ids.dtype == np.uint16 and data.vocab_size == 1 + max(map(max, IDS))
     bounds = data.train.bounds
-    rows = [data.train.tokens[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    rows = [data.train.ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
     assert rows == [ids for ids in IDS if ids in rows] and 30 < len(rows) < ROWS
     assert "of its tokens count" in str(data)
     batches = iter(global_batches(data.train, batch_size=4, seed=1))
@@ -175,7 +175,7 @@ def test_padding_is_at_the_ends_of_rows(tmp_path):
     np.savez(tmp_path / "a.npz", input_ids=ids, attention_mask=mask)
     options = {"length": 2, "ids": "input_ids", "attention_mask": "attention_mask", "heldout_fraction": 0.5}
     data = text_data(tmp_path / "a.npz", **options)
-    assert sorted([*data.train.tokens.tolist(), *data.heldout.tokens.tolist()]) == [1, 5, 6, 7, 8, 9]
+    assert sorted([*data.train.ids.tolist(), *data.heldout.ids.tolist()]) == [1, 5, 6, 7, 8, 9]
     np.savez(tmp_path / "a.npz", input_ids=ids, attention_mask=[[1, 0, 1, 1], [1, 1, 1, 0]])
     with pytest.raises(ValueError, match=r"must be 1 in one stretch of a row, .* given 0 as token 1 of .*a.npz, row 0"):
         text_data(tmp_path / "a.npz", **options)
@@ -185,9 +185,9 @@ def test_files_that_are_not_rows_of_ids(tmp_path):
     np.savez(tmp_path / "a.npz", input_ids=np.zeros((2, 2, 2), int))
     with pytest.raises(ValueError, match=r"rows of ids are numbers \[n\] or \[rows, n\]; given int64 \[2, 2, 2\]"):
         text_data(tmp_path / "a.npz", length=1, ids="input_ids")
-    (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r'rows of ids are in .npz files, .* write "hf:json:'):
-        text_data(tmp_path / "a.jsonl", length=1, ids="input_ids")
+    for name, fix in (("a.jsonl", 'write "hf:json:'), ("a.txt", "by experiments/prepare/text_to_ids.py")):
+        with pytest.raises(ValueError, match=f"rows of ids are in .npz files, .* {fix}"):
+            text_data(tmp_path / name, length=1, ids="input_ids")
     with pytest.raises(
         ValueError, match=r'weights, labels and attention_mask are of rows of ids; .* ids = "input_ids"'
     ):

@@ -7,7 +7,6 @@ import pytest
 import tokenizers
 
 from jdp.data import mixture, open_tokenizer, text_data
-from jdp.data.text import tokenizers as ours
 
 TEXTS = [f"In chapter {number} of the tale, naïvely told: ☃ " * 3 for number in range(40)]
 END = "<|endoftext|>"
@@ -42,20 +41,22 @@ def texts(tmp_path, own_hub):
 
 
 def documents_of(side, separator):
-    ends = np.flatnonzero(side.tokens == separator)
-    assert ends[-1] == len(side.tokens) - 1
-    return [document[:-1] for document in np.split(side.tokens, ends[:-1] + 1)]
+    ends = np.flatnonzero(side.ids == separator)
+    assert ends[-1] == len(side.ids) - 1
+    return [document[:-1] for document in np.split(side.ids, ends[:-1] + 1)]
 
 
 def test_documents_become_the_tokens_of_the_file(trained, file, texts):
     data = text_data(texts, length=16, heldout_fraction=0.3, tokenizer=str(file))
     plain = text_data(texts, length=16, heldout_fraction=0.3)
-    assert data.vocab_size == 300 and data.train.tokens.dtype == np.uint16
-    sides = [[data.decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)]
+    assert data.vocab_size == 300 and data.train.ids.dtype == np.uint16
+    sides = [
+        [data.tokenizer.decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)
+    ]
     assert sorted(sides[0] + sides[1]) == sorted(TEXTS)
     # Which text is held out does not depend on the tokenizer.
     for side, other in zip(sides, (plain.train, plain.heldout), strict=True):
-        assert [text.encode() for text in side] == other.tokens.tobytes().split(b"\0")[:-1]
+        assert [text.encode() for text in side] == other.ids.tobytes().split(b"\0")[:-1]
     expected = trained.encode(sides[0][0]).ids
     assert data.train[0]["tokens"].tolist() == expected[:16] and data.train[0]["targets"].tolist() == expected[1:17]
     assert data.train[0]["tokens"].dtype == np.int32
@@ -100,7 +101,7 @@ def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, tex
     saved.save(str(tmp_path / "tokenizer.json"))
     plain, cut = (tmp_path / name for name in ("plain.json", "tokenizer.json"))
     trained.save(str(plain))
-    tokens = [text_data(texts, length=16, tokenizer=str(path)).train.tokens for path in (plain, cut)]
+    tokens = [text_data(texts, length=16, tokenizer=str(path)).train.ids for path in (plain, cut)]
     assert np.array_equal(*tokens)
 
 
@@ -117,24 +118,9 @@ def test_a_mixture_has_one_tokenizer(file, texts):
     assert mixture([(same[0], 1), (same[1], 2)]).vocab_size == 300
     np.savez(file.parent / "ids.npz", input_ids=np.arange(200))
     ids = text_data(file.parent / "ids.npz", length=16, ids="input_ids")
-    assert mixture([(ids, 1), (same[0], 1)]).decode(same[0].encode("tale")) == "tale"
+    assert mixture([(ids, 1), (same[0], 1)]).tokenizer is same[0].tokenizer
     with pytest.raises(ValueError, match="must have one tokenizer; given those of"):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
-
-
-# --- what is kept between runs --------------------------------------------------------------------------------------
-
-
-def test_tokens_are_kept_and_found_again(file, texts, own_cache, monkeypatch):
-    monkeypatch.setattr("jdp.data.text.tokens.WORTHWHILE_BYTES", 0)
-    first = text_data(texts, length=16, tokenizer=str(file))
-    [kept] = (own_cache / "tokens").iterdir()
-    with monkeypatch.context() as patched:
-        patched.setattr(ours, "_batches", None)  # nothing can be tokenised
-        again = text_data(texts, length=16, tokenizer=str(file))
-    assert again.fingerprint == first.fingerprint and again.train.tokens.dtype == np.uint16
-    kept.write_bytes(kept.read_bytes()[:-7])  # half written, or a disk that went bad: made again
-    assert text_data(texts, length=16, tokenizer=str(file)).fingerprint == first.fingerprint
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------

@@ -104,14 +104,12 @@ def augmented(
 
     Args:
         samples: with "images" [height, width, …], of one shape and any dtype, such as `image_data(…).train`.
-        crop_padding: pixels added on each side before a window of the image's own size is cropped. Each of the (2 ·
-            crop_padding + 1)² windows is equally likely. 0 is no crop. Less than height and width.
+        crop_padding: pixels added on each side before a window of the image's own size is cropped; less than height and
+            width. All windows are equally likely. 0 is no crop.
         flip: whether each image is flipped from left to right with probability 1/2.
         resized_crop: least share of a picture's area, up to all of it, that a random crop shows; the crop is resized to
-            the image's size. 0.08 is usual for photographs; 0 is no such crop. For images of `image_data`, without
-            crop_padding.
-        fill: of the padding, one number or one a channel, in the dtype of the images; None is black for images of
-            `image_data`, and 0 otherwise.
+            the image's size. 0.08 is usual for photographs; 0 is no such crop. For images of `image_data` only.
+        fill: of the padding, one number or one a channel; None is black for images of `image_data`, and 0 otherwise.
         seed: of the draws, 0 to 2⁶⁴ - 1; the order's seed may be the same.
 
     Returns:
@@ -127,36 +125,28 @@ def augmented(
     [[[0, 1, 2, 3]], [[3, 2, 1, 0]]]
     """
     if hasattr(samples, "sample_at"):
-        raise UserError(
-            "augmented samples must have no order of their own; given a mixture: augment the sources, then mix them"
-        )
+        raise UserError("a mixture has an order of its own; given one to augment: augment the sources, then mix them")
     if not (is_integer(seed) and 0 <= seed < 2**64):
         raise UserError(f"seed must be 0 to 2**64 - 1; given {seed}: give for example 0")
     images = samples[0].get("images")
     if images is None or images.ndim < 2:
-        given = f"{sorted(samples[0])}" if images is None else f"{images.ndim} dimensions"
+        given = sorted(samples[0])
         raise UserError(f'samples must have "images" [height, width, …]; given {given}: augment sources of images')
-    height, width = images.shape[:2]
-    if not (is_integer(crop_padding) and 0 <= crop_padding < min(height, width)):
-        raise UserError(
-            f"crop_padding must be 0 or more and less than the image's height and width, {height} and {width}, so that "
-            f"each crop shows some of it; given {crop_padding}: give for example {max(min(height, width) // 8, 1)}"
-        )
+    if not (is_integer(crop_padding) and 0 <= crop_padding < min(images.shape[:2])):
+        rule = f"0 or more, and less than the height and width of images {list(images.shape)}"
+        raise UserError(f"crop_padding must be {rule}; given {crop_padding}: give for example 1")
     if not (is_number(resized_crop) and 0 <= resized_crop < 1):
-        raise UserError(
-            f"resized_crop must be 0, or a share of the area below 1; given {resized_crop}: give for example 0.08"
-        )
+        given = f"{resized_crop}: give for example 0.08"
+        raise UserError(f"resized_crop must be 0, or a share of the area below 1; given {given}")
     if resized_crop and crop_padding:
         raise UserError(f"resized_crop and crop_padding both crop; given {resized_crop} and {crop_padding}: give one")
     if resized_crop and not isinstance(samples, ImageSamples):
-        raise UserError(
-            f"resized_crop is of pictures that image_data opens; given {type(samples).__name__}: crop in your source"
-        )
+        given = type(samples).__name__
+        raise UserError(f"resized_crop is of pictures that image_data opens; given {given}: crop in your source")
     filling = np.asarray(getattr(samples, "black", 0) if fill is None else fill).astype(images.dtype)
     if filling.shape not in ((), images.shape[2:]):
-        raise UserError(
-            f"fill must be one number, or one a channel of {'x'.join(map(str, images.shape))}; given {fill}: give one"
-        )
+        rule = f"one number, or one a channel of images {list(images.shape)}"
+        raise UserError(f"fill must be {rule}; given {fill}: give one")
     return AugmentedImages(samples, crop_padding, flip, filling, seed, float(resized_crop))
 
 

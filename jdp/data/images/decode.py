@@ -71,14 +71,11 @@ class Frame:
 
         part: what is resized to the size; None: its largest centred part of these proportions.
         """
-        box = None
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
                 raise UserError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
-            if self.size:
-                box = self._drafted(image, part)
-            picture = self._resized(_eight_bits(image, MODES[self.channels]), box)
-            values = np.asarray(picture)
+            box = self._drafted(image, part) if self.size else None
+            values = np.asarray(self._resized(_eight_bits(image, MODES[self.channels]), box))
         return values if values.ndim == 3 else values[:, :, None]
 
     def fit(self, values: NDArray[np.uint8], part: Part | None = None) -> NDArray[Any]:

@@ -40,20 +40,14 @@ class HubPictures(Pictures):
     def score(self, index: int, /) -> float:
         scalar = self.contents[index]
         if scalar.is_valid:
-            buffer = memoryview(scalar.as_buffer())
-            return ends_score(len(buffer), lambda start, stop: bytes(buffer[start:stop]))
+            return ends_score(optional("pyarrow", self.name).BufferReader(scalar.as_buffer()))
         path = self.paths[index].as_py()
         if path is None:
             raise UserError(f"every row must have a picture; given none in row {index} of {self.name}: leave it out")
         try:
             check_regular(path)
             with Path(path).open("rb") as file:
-
-                def read(start: int, stop: int) -> bytes:
-                    file.seek(start)
-                    return file.read(stop - start)
-
-                return ends_score(file.seek(0, 2), read)
+                return ends_score(file)
         except OSError as error:
             raise UserError(unreadable(error, Path(path))) from error
 
@@ -81,7 +75,7 @@ def hub_pictures(
     if not len(data):
         raise UserError(f"a data set must have rows; given none in {name}: give some data")
     encoded = data.select_columns([image]).cast_column(image, datasets.Image(decode=False))
-    pictures = encoded.data.table.column(image) if encoded._indices is None else encoded.flatten_indices().data[image]
+    pictures = (encoded if encoded._indices is None else encoded.flatten_indices()).data.table.column(image)
     values = data.select_columns([label])[label][:]
     if None in values:
         raise UserError(f"every row must have a label; given none in row {values.index(None)} of {name}: leave it out")

@@ -22,9 +22,7 @@ from jdp.base.public import public
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, split_samples
 from jdp.data.images.decode import MODES, Frame, Part, Pictures
-from jdp.data.images.sources import Columns, open_pictures
-
-Size = int | tuple[int, int]
+from jdp.data.images.sources import open_pictures
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ class ImageData:
 def image_data(
     source: str | os.PathLike[str],
     *,
-    size: Size | None = None,
+    size: int | tuple[int, int] | None = None,
     channels: int | None = None,
     heldout_fraction: float = 0.05,
     heldout: str | os.PathLike[str] | None = None,
@@ -175,28 +173,23 @@ def image_data(
 
     Args:
         source: "digits" is scikit-learn's 1,797 of 8x8x1, values up to 16. An .npz has "images" uint8 and "labels".
-            `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH" and "hf:arrow:PATH".
-            It also reads "hf:webdataset:PATH" (.tar files), and "hf:NAME" of the hub. Of several splits one is named:
-            "hf:imagefolder:PATH:train".
-        size: of every image, in pixels: its largest centred part of these proportions is resized (bilinear,
-            antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
-            of one size. A file's EXIF rotation is not applied.
+            `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH", "hf:arrow:PATH",
+            "hf:webdataset:PATH" (.tar files) and "hf:NAME". Of several splits one is named: "hf:NAME:train".
+        size: of every image, in pixels, (height, width) or one for both: its largest centred part of these proportions
+            is resized (bilinear, antialiased). None: all must be of one size. EXIF rotations are not applied.
         channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
             a transparent part shows its colour.
         heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
-        heldout: a held-out set of its own, of the same classes, such as another split; then `heldout_fraction` is
-            unused.
-        mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
-        std: likewise. The default brings values to [-1, 1].
-        image: the column of images, if several may be it.
-        label: the column of labels, if several may be it.
+        heldout: a held-out set of its own, of the same classes; then `heldout_fraction` is unused.
+        mean, std: for each channel or for all; a value v becomes (v / 255 - mean) / std, by default in [-1, 1].
+        image, label: the columns of images and labels, if several may be it.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
         ValueError: a source that does not exist or is not as described, a package missing, fewer than two different
-            images, a number out of its range. An image that is corrupt raises ValueError when its sample is read.
+            images, a number out of its range; when a sample is read, a corrupt image.
 
     >>> import pathlib, tempfile
     >>> import numpy as np
@@ -207,40 +200,29 @@ def image_data(
     >>> data.shape, data.classes, sorted(data.train[0])
     ((4, 4, 3), ('ann', 'bo', 'cy'), ['images', 'labels', 'weights'])
     """
-    columns = Columns(image, label)
-    pictures, own_channels = open_pictures(source, columns)
-    columns = columns if str(heldout).startswith(HF) else Columns()
-    other = None if heldout is None else open_pictures(heldout, columns, pictures.labels.classes)[0]
+    height_and_width = (size, size) if isinstance(size, int) else size
+    if height_and_width is not None and min(height_and_width) < 1:
+        raise UserError(f"size must be at least 1 pixel high and wide; given {size}: give for example 224")
+    pictures, own_channels = open_pictures(source, image, label)
     channels = channels if channels is not None else own_channels
     if channels not in MODES:
-        raise UserError(
-            f"channels must be 1 (grey), 3 (colour) or 4 (with opacity); given {channels}: give one of these"
-        )
-    frame = Frame(_checked_size(size), channels)
+        raise UserError(f"channels must be 1 (grey), 3 (colour) or 4 (with opacity); given {channels}: give one")
+    frame = Frame(height_and_width, channels)
     normalised = Normalised(_constants("mean", mean, channels), _constants("std", std, channels))
     first = decoded(pictures, 0, frame)  # also reports at once a codec that is missing, or channels not to be had
-    shape = (first.shape[0], first.shape[1], channels)
-    if other is None:
-        rows = split_samples(pictures.scores, heldout_fraction, pictures.name)
+    shape, classes = (first.shape[0], first.shape[1], channels), pictures.labels.classes
+    if heldout is None:
+        sides = [(pictures, rows) for rows in split_samples(pictures.scores, heldout_fraction, pictures.name)]
     else:
-        rows = (np.arange(len(side.labels.numbers)) for side in (pictures, other))
-    train, held = (
-        ImageSamples(side, own, frame, shape, normalised)
-        for side, own in zip((pictures, other or pictures), rows, strict=True)
-    )
-    return ImageData(str(source), train, held, pictures.labels.classes, by_content=other is None)
-
-
-def _checked_size(size: Size | None) -> tuple[int, int] | None:
-    height, width = (size, size) if isinstance(size, int) else size or (1, 1)
-    if height < 1 or width < 1:
-        raise UserError(
-            f"size must be at least 1 pixel high and wide; given {size}: give for example 224, or (height, width)"
-        )
-    return (height, width) if size is not None else None
+        columns = (image, label) if str(heldout).startswith(HF) else ()
+        both = pictures, open_pictures(heldout, *columns, classes=classes)[0]
+        sides = [(side, np.arange(len(side.labels.numbers))) for side in both]
+    train, held = (ImageSamples(side, rows, frame, shape, normalised) for side, rows in sides)
+    return ImageData(str(source), train, held, classes, by_content=heldout is None)
 
 
 def _constants(key: str, given: float | Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return the mean or standard deviation of each channel."""
     values = (float(given),) * channels if isinstance(given, int | float) else tuple(map(float, given))
     if len(values) != channels or not all(map(math.isfinite, values)) or (key == "std" and min(values) <= 0):
         rule = "positive numbers" if key == "std" else "numbers"

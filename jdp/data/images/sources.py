@@ -61,34 +61,30 @@ def array_pictures(
     return ArrayPictures(name=name, images=images, labels=labels_of(labels, name, names=classes), most=most)
 
 
-def digits() -> ArrayPictures:
-    """Return the 1,797 digits of scikit-learn, values 0 to 16. Raises ValueError if it is not installed."""
-    load_digits = optional("sklearn.datasets", f'the data set "{DIGITS}"', extra="test").load_digits
-    images, numbers = load_digits(return_X_y=True)
-    return array_pictures(images.reshape(-1, 8, 8).astype(np.uint8), numbers, DIGITS, most=16.0)
+def open_pictures(
+    source: str | os.PathLike[str],
+    image: str | None = None,
+    label: str | None = None,
+    *,
+    classes: tuple[str, ...] | None = None,
+) -> tuple[Pictures, int]:
+    """Return the pictures of a source, and the channels that they have.
 
-
-PathLike = str | os.PathLike[str]
-Classes = tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which columns to read; None: those whose types or names point them out."""
-
-    image: str | None = None
-    label: str | None = None
-
-
-def open_pictures(source: PathLike, columns: Columns, classes: Classes = None) -> tuple[Pictures, int]:
-    """Return the pictures of a source, and the channels that they have; `classes` number the labels."""
-    if columns != Columns() and not str(source).startswith(HF):
-        given = ", ".join(filter(None, (columns.image, columns.label)))
-        raise UserError(f"columns are of tables, which `datasets` reads; given {given} for {source}: leave them out")
-    if source == DIGITS:
-        return digits(), 1
+    Args:
+        source: "digits", an .npz or "hf:…".
+        image: the column of pictures; None: the one whose type or name points it out.
+        label: the column of labels, likewise.
+        classes: the names by which labels are numbered; None: those of the source.
+    """
     if str(source).startswith(HF):
-        return hub_pictures(str(source), columns.image, columns.label, classes=classes), 3
+        return hub_pictures(str(source), image, label, classes=classes), 3
+    if image or label:
+        given = f"{image or label} for {source}"
+        raise UserError(f"columns are of tables, which `datasets` reads; given {given}: leave them out")
+    if source == DIGITS:
+        load_digits = optional("sklearn.datasets", f'the data set "{DIGITS}"', extra="test").load_digits
+        images, numbers = load_digits(return_X_y=True)  # values 0 to 16
+        return array_pictures(images.reshape(-1, 8, 8).astype(np.uint8), numbers, DIGITS, most=16.0), 1
     path = user_path(source)
     if path.suffix != ".npz":
         builder = read_by_datasets(path, Path("1.png") if path.is_dir() else None)
@@ -97,10 +93,8 @@ def open_pictures(source: PathLike, columns: Columns, classes: Classes = None) -
             f"{builder}"
         )
     arrays, name = read_arrays(path)
-    if missing := {"images", "labels"} - arrays.keys():
-        raise UserError(
-            f"an .npz of images must have images and labels; given {', '.join(arrays)} in {name}: name the arrays so "
-            f"(missing: {', '.join(sorted(missing))})"
-        )
+    if not {"images", "labels"} <= arrays.keys():
+        given = f"{', '.join(arrays)} in {name}"
+        raise UserError(f"an .npz of images must have images and labels; given {given}: name the arrays so")
     pictures = array_pictures(arrays["images"], arrays["labels"], name, classes=classes)
     return pictures, pictures.images.shape[3]

@@ -5,9 +5,7 @@ read, as its format requires; an .npy is mapped into memory, and its array has t
 be trained on are refused, with the array's name and the sample.
 """
 
-import math
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp.base.errors import UserError
-from jdp.base.formatting import format_bytes
-from jdp.base.machine import memory_bytes
 from jdp.base.notices import notice
 from jdp.base.toml import cut
 from jdp.base.user_path import check_regular, user_path
-from jdp.data.sources.files import unreadable
+from jdp.data.sources.files import walk
 
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
@@ -47,12 +43,9 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
 
 def _read_path(path: Path) -> Arrays:
     if path.is_dir():
-        try:
-            every = sorted(path.iterdir())
-        except OSError as error:
-            raise UserError(unreadable(error, path)) from error
-        files = [file for file in every if file.suffix == ".npy"]
-        others = sum(1 for file in every if file.suffix != ".npy" and not file.name.startswith("."))
+        every = [Path(folder, name) for folder, name in walk(path) if not name.startswith(".")]
+        files = sorted(file for file in every if file.suffix == ".npy" and file.parent == path)
+        others = len(every) - len(files)
         if not files:
             raise UserError(
                 f"a directory of arrays must hold .npy files; given {path} with {others} others: give arrays"
@@ -72,47 +65,19 @@ def _read_path(path: Path) -> Arrays:
 def load_arrays(path: Path) -> Arrays:
     """Return all arrays of an .npz, read; or the one of an .npy, mapped, under the file's name.
 
-    Objects are refused, as unpickling them would run code; so is a file that claims more than it holds.
+    Objects are refused, as unpickling them would run code.
     """
     try:
         check_regular(path)
         if path.suffix == ".npy":  # still mapped as a plain array, without the cost of np.memmap at each access
-            return {path.stem: np.asarray(np.lib.format.open_memmap(path, mode="r"))}
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
-            _check_total(members)
-            return {member.filename.removesuffix(".npy"): _member(archive, member) for member in members}
+            return {path.stem: np.asarray(np.load(path, mmap_mode="r"))}
+        with path.open("rb") as file, np.load(file) as arrays:
+            return {name: arrays[name] for name in arrays.files}
     except Exception as error:  # of a damaged file zipfile, its decompressors and NumPy raise a dozen kinds
         words = cut(str(error) or type(error).__name__, 300)
         raise UserError(
             f"arrays must be readable; given {path}: {words}; write the file anew, with numbers only"
         ) from error
-
-
-def _check_total(members: list[zipfile.ZipInfo]) -> None:
-    """Refuse more than this machine's memory: a few megabytes of zeros may be terabytes when unpacked."""
-    total, memory = sum(member.file_size for member in members), memory_bytes()
-    if memory is not None and total > memory:
-        raise UserError(
-            f"its arrays have {format_bytes(total)}, and this machine has {format_bytes(memory)} of memory; save each "
-            "as an .npy, which is mapped, not read"
-        )
-
-
-def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    """Read one array, after comparing the size that its header claims with the file's."""
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        claimed = math.prod(shape) * dtype.itemsize
-        if not dtype.hasobject and claimed > member.file_size:
-            raise UserError(
-                f"{member.filename} claims {list(shape)} {dtype}, {format_bytes(claimed)}, and has "
-                f"{format_bytes(member.file_size)}"
-            )
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file)
 
 
 def _check_sizes(arrays: Arrays, name: str) -> None:
@@ -141,15 +106,11 @@ def _check_values(key: str, array: NDArray[Any], name: str) -> None:
         limits, rule, fix = np.iinfo(np.int32), "must fit in 32 bits, as on devices", "give smaller numbers, or floats"
     else:
         return
-    _check_each(key, array, name, (limits.min, limits.max), rule, fix)
-
-
-def _check_each(key: str, array: NDArray[Any], name: str, limits: tuple[Any, Any], rule: str, fix: str) -> None:
     step = max(1, _CHUNK // (array.nbytes // len(array)))
     for start in range(0, len(array), step):
         values = array[start : start + step]
-        good = (values >= limits[0]) & (values <= limits[1])  # false for NaN
-        if not good.all():
-            wrong = np.argwhere(~good)[0]
-            value, row = array[start + wrong[0]][tuple(wrong[1:])], start + int(wrong[0])
-            raise UserError(f"values {rule}; given {value} in {key} of sample {row} of {name}: {fix}")
+        wrong = ~((values >= limits.min) & (values <= limits.max))  # true for NaN
+        if wrong.any():
+            row, *place = np.argwhere(wrong)[0]
+            given = f"{values[row][tuple(place)]} in {key} of sample {start + int(row)} of {name}"
+            raise UserError(f"values {rule}; given {given}: {fix}")

@@ -74,21 +74,18 @@ def _files(entry: PathLike) -> list[Path]:
     if path.is_file():
         return _checked(path, [path])
     if glob.has_magic(str(path)):
-        if files := [file for file in matching(path) if file.is_file()]:
+        # Brackets and stars in the names of folders that exist are these names. `Path.glob` takes no absolute pattern,
+        # and reads a last `**` differently from one Python to the next.
+        folder = next((parent for parent in path.parents if parent.exists()), Path())
+        pattern = Path(glob.escape(str(folder)), path.relative_to(folder))
+        files = [Path(file) for file in glob.glob(str(pattern), recursive=True)]  # noqa: PTH207
+        if files := [file for file in files if file.is_file()]:
             return _checked(path, files)
         raise UserError(f"a glob must match at least one file; given {path}, which matches none: fix it")
     raise UserError(
         f"source must be a file, a glob or a directory that exists; given {entry}, looked for at {path.absolute()}: "
         f'fix the path, or give "{STDLIB}" for Python\'s own source text'
     )
-
-
-def matching(pattern: Path) -> list[Path]:
-    """Return the paths that a glob matches; brackets and stars in the names of folders that exist are these names."""
-    folder = next((each for each in pattern.parents if each.exists()), Path())
-    literal = Path(glob.escape(str(folder)), pattern.relative_to(folder))
-    # `Path.glob` takes no absolute pattern, and reads a last `**` differently from one Python to the next.
-    return [*map(Path, glob.glob(str(literal), recursive=True))]  # noqa: PTH207
 
 
 def _checked(path: Path, files: list[Path]) -> list[Path]:
@@ -115,7 +112,7 @@ def _directory_files(directory: Path) -> list[Path]:
     every = [Path(folder, name) for folder, name in walk(directory) if not name.startswith(".")]
     files = [file for file in every if file.name.endswith(TEXT_SUFFIXES)]
     rows = [file for file in every if builder_of(file.name) not in (None, "imagefolder") and file.suffix != ".json"]
-    kinds = ", ".join(TEXT_SUFFIXES)
+    kinds, others = ", ".join(TEXT_SUFFIXES), len(every) - len(files)
     if rows and files:
         raise UserError(
             f"a directory must hold one kind of data; given {directory} with {len(files)} files such as "
@@ -123,10 +120,11 @@ def _directory_files(directory: Path) -> list[Path]:
             f"the text by a glob, as {directory}/**/*{files[0].suffix}"
         )
     if not files:
-        given = f"{directory} with {len(every)} other files" + (f" such as {every[0].name}" if every else "")
+        example = f" such as {every[0].name}" if every else ""
         fix = read_by_datasets(directory, (rows or every)[0]) if every else "add some"
+        given = f"{directory} with {others} other files{example}"
         raise UserError(f"a directory of text must hold {kinds} files; given {given}: {fix}")
-    if others := len(every) - len(files):
+    if others:
         notice(f"{directory}: reading {len(files)} files ({kinds}), passing over {others} others")
     return files
 

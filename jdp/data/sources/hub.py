@@ -11,7 +11,6 @@ A link in the folder is followed.
 import glob
 import importlib
 import json
-import logging
 import os
 import re
 from collections import defaultdict
@@ -96,7 +95,7 @@ def _stream(source: str) -> HubRows:
     splits: Mapping[str, Any] = _reading(source, builder.as_streaming_dataset)
     by_name = {str(name): rows for name, rows in splits.items()}
     split = match["split"] or _only_split(by_name, source)
-    rows = _reading(source, lambda: _pick(by_name, split))
+    rows = _picked(by_name, split, source)
     rows = rows.skip(start) if start else rows
     rows = rows.take(stop - (start or 0)) if stop is not None else rows
     files = (builder.config.data_files or {}).get(split, ())
@@ -113,12 +112,10 @@ def _tables(rows: Any, source: str) -> Iterator[Any]:
 
 
 def _reading(source: str, read: Callable[[], T]) -> T:
-    """Return what `read` returns. Raises ValueError in place of its errors."""
-    log, once = logging.getLogger("huggingface_hub.utils._http"), _SaidOnce()
-    log.addFilter(once)
+    """Return what `read` returns. Raises UserError in place of the errors of `datasets`."""
     try:
         return read()
-    except _SourceError:
+    except UserError:
         raise
     except Exception as error:  # network, permissions, builders: each raises its own kinds
         cause = error.__cause__ or error
@@ -127,47 +124,29 @@ def _reading(source: str, read: Callable[[], T]) -> T:
             f"rows must be readable by `datasets`; given {source}: {words}; fix its name or path, log in to the hub, "
             "or look at the network"
         ) from error
-    finally:
-        log.removeFilter(once)
-
-
-class _SaidOnce(logging.Filter):
-    """Of the lines that the hub's client writes while it tries again, for half a minute, leaves one in jdp's words."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        words = record.getMessage()
-        retries = words.startswith("Retrying in")
-        if retries:
-            notice("the Hugging Face hub does not answer; it is asked again for half a minute")
-        return not retries and "thrown while requesting" not in words
-
-
-class _SourceError(UserError):
-    """A source that jdp refuses, with the rule."""
 
 
 def _only_split(splits: Mapping[str, Any], source: str) -> str:
-    """Return the only split. Raises ValueError for several."""
+    """Return the only split. Raises UserError for several."""
     if len(splits) > 1:
         lines = ", ".join(f'"{source}:{name}"' for name in splits)
-        raise _SourceError(
-            f"a source is one split; given {source}, which has {', '.join(splits)}: write one of {lines}"
-        )
+        raise UserError(f"a source is one split; given {source}, which has {', '.join(splits)}: write one of {lines}")
     return next(iter(splits))
+
+
+def _picked(splits: Mapping[str, Any], split: str, source: str) -> Any:
+    if split not in splits:
+        raise UserError(f"{source} must name one of the splits that there are, {', '.join(splits)}: write one of these")
+    return splits[split]
 
 
 def _load(datasets: Any, given: HubSource, source: str) -> dict[str, Any]:
     """Return the splits of a data set by name; only the one that is given."""
-    path = user_path(given.path) if "://" not in given.path else None
-    if given.builder is None and path is not None and (path / "dataset_dict.json").exists():
-        names = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
-        for folder in names:
-            _check_files([str(path / folder / file) for file in _saved_files(path / folder)], path)
-        loaded = {str(name): data for name, data in datasets.load_from_disk(str(path)).items()}
-        return loaded if given.split is None else {given.split: _pick(loaded, given.split)}
-    if given.builder is None and path is not None and (path / "state.json").exists():
-        _check_files([str(path / file) for file in _saved_files(path)], path)
-        return {given.split or TRAIN: datasets.load_from_disk(str(path))}
+    folder = None if given.builder or "://" in given.path else user_path(given.path)
+    if folder is not None and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
+        loaded = _load_saved(datasets, folder)
+        splits = loaded if isinstance(loaded, dict) else {given.split or TRAIN: loaded}
+        return splits if given.split is None else {given.split: _picked(splits, given.split, source)}
     builder = _builder(datasets, given, source)
     builder.download_and_prepare()
     if given.split is not None:
@@ -175,10 +154,21 @@ def _load(datasets: Any, given: HubSource, source: str) -> dict[str, Any]:
     return {str(name): data for name, data in builder.as_dataset().items()}
 
 
+def _load_saved(datasets: Any, folder: Path) -> Any:
+    """Return what `save_to_disk` wrote, one data set or a dict of them, after checking the files that it names."""
+    splits, parts = folder / "dataset_dict.json", [folder]
+    if splits.exists():
+        parts = [folder / name for name in json.loads(splits.read_bytes())["splits"]]
+    for part in parts:
+        named = json.loads((part / "state.json").read_bytes())["_data_files"]
+        _check_files([str(part / entry["filename"]) for entry in named], folder)
+    return datasets.load_from_disk(str(folder))
+
+
 def _builder(datasets: Any, given: HubSource, source: str) -> Any:
     """Return the builder that `load_dataset` would use, after checking the files that it would read."""
     if given.builder is not None:
-        files = _data_files(datasets, given, source)
+        files = given.path if "://" in given.path else _data_files(datasets, given, given.builder, source)
         return datasets.load_dataset_builder(given.builder, data_files=files)
     path = user_path(given.path)
     if path.exists() or path.is_absolute():
@@ -194,57 +184,46 @@ def _builder(datasets: Any, given: HubSource, source: str) -> Any:
 # Files of a builder.
 
 
-def _data_files(datasets: Any, given: HubSource, source: str) -> Any:
+def _data_files(datasets: Any, given: HubSource, builder: str, source: str) -> Any:
     """Return the files of a builder as `datasets` takes them: those of one split, with size and time of each."""
-    if "://" in given.path:
-        return given.path
-    path, builder = user_path(given.path), given.builder or ""
-    by_split, base = defaultdict[str, list[str]](list), _fixed_part(path)
-    for file in _found(path, builder):
+    path, by_split = user_path(given.path), defaultdict[str, list[str]](list)
+    # Below this folder names of files and folders say their split.
+    base = path if path.is_dir() else next(folder for folder in path.parents if not glob.has_magic(str(folder)))
+    for file in _files(path, builder):
         parts = Path(file).relative_to(base).parts  # a picture's own name is no split
         by_split[_split_of(parts[:-1] if builder == "imagefolder" else parts)].append(str(Path(file).absolute()))
     if not by_split:
-        raise _SourceError(
+        raise UserError(
             f"{builder} reads {', '.join(BUILDERS[builder])} files; given {source}, looked for at {path.absolute()}, "
             "where there are none: fix the path, or take another builder"
         )
     loose = by_split.pop(_NO_SPLIT, [])
     if loose and by_split:
-        raise _SourceError(
+        raise UserError(
             f"all files of a folder belong to a split by their names, or none does; given {source} with {len(loose)} "
             f"such as {loose[0]} beside {', '.join(by_split)}: name those that are meant by a folder or a glob"
         )
     splits = by_split or {TRAIN: loose}
     chosen = (given.split or "").partition("[")[0] or _only_split(splits, source)
-    if chosen not in splits:
-        raise _SourceError(f"{source} names no split of its files, which are {', '.join(splits)}: write one of these")
-    module, files = datasets.data_files, splits[chosen]
+    files: list[str] = _picked(splits, chosen, source)
     for file in files:
         check_regular(file)
     times = [(f"{stat.st_size} {stat.st_mtime_ns}",) for stat in map(os.stat, files)]
-    return module.DataFilesDict({chosen: module.DataFilesList(files, times)})
+    return datasets.data_files.DataFilesDict({chosen: datasets.data_files.DataFilesList(files, times)})
 
 
-def _fixed_part(path: Path) -> Path:
-    """Return the folder that a path or glob begins with, below which names of files say their split."""
-    if path.is_dir():
-        return path
-    magic = next((index for index, part in enumerate(path.parts) if glob.has_magic(part)), len(path.parts) - 1)
-    return Path(*path.parts[:magic])
-
-
-def _found(path: Path, builder: str) -> list[str]:
+def _files(path: Path, builder: str) -> list[str]:
     """Return the files that a path leads to: a file, a glob, or a directory's of the builder, all the way down."""
     if path.is_dir():
         suffixes = BUILDERS[builder]
         ends = (*suffixes, *(suffix + packed for suffix in suffixes for packed in COMPRESSED))
-        more = _METADATA if builder == "imagefolder" else ()
-        files = walk(path)
-        wanted = (folder + os.sep + name for folder, name in files if name.lower().endswith(ends) or name in more)
-        return sorted(file for file in wanted if not Path(file).name.startswith("."))
-    if path.is_file():
-        return [str(path)]
-    return sorted(filter(os.path.isfile, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - may be many
+        extra = _METADATA if builder == "imagefolder" else ()
+        return sorted(
+            folder + os.sep + name
+            for folder, name in walk(path)
+            if (name.lower().endswith(ends) or name in extra) and not name.startswith(".")
+        )
+    return [str(path)] if path.is_file() else sorted(filter(os.path.isfile, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - may be many
 
 
 def _split_of(parts: Iterable[str]) -> str:
@@ -260,11 +239,6 @@ def _split_of(parts: Iterable[str]) -> str:
 # Files of a data set's card.
 
 
-def _saved_files(folder: Path) -> list[str]:
-    """Return the files that a data set names in a folder which `save_to_disk` wrote."""
-    return [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
-
-
 def _check_files(files: Iterable[str], folder: Path | None) -> None:
     """Check that the files which a data set names are in its folder."""
     roots = () if folder is None else (folder.absolute(), folder.resolve())
@@ -276,16 +250,10 @@ def _check_files(files: Iterable[str], folder: Path | None) -> None:
             inside = any(path.is_relative_to(os.path.normpath(root)) for root in roots)
         if not inside:
             location = "on this disk" if folder is None else f"outside of the folder {folder}"
-            raise _SourceError(
+            raise UserError(
                 f"a data set must name its own files; given {cut(file, 200)}, which is {location}: take it out of the "
                 "card (README.md, or the JSON beside it), or name that file as a source of its own"
             )
-
-
-def _pick(splits: dict[str, Any], split: str) -> Any:
-    if split not in splits:
-        raise UserError(f'unknown split "{split}", there are {", ".join(splits)}')
-    return splits[split]
 
 
 _LOOKS = {
@@ -308,28 +276,21 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
     for key, column in read.items():
         if column not in columns:
             shown = ", ".join(columns[:20]) + ", …" * (len(columns) > 20)
-            raise UserError(f'{key} = "{column}" must be a column; given {name} with {shown}: {_fix(key, columns)}')
-    _report_unread(name, columns, read)
-
-
-def _fix(key: str, columns: Sequence[str]) -> str:
-    for column in columns:
-        if key == "field" and column in _LOOKS["ids"]:
-            return f'write ids = "{column}" for token ids, or name a column of text'
-        if column in ("messages", "conversations"):
-            return "make ids of chats, by experiments/prepare/chats_to_ids.py, or name another column"
-    return "name one of these"
-
-
-def _report_unread(name: str, columns: Iterable[str], read: Mapping[str, str]) -> None:
-    found = {column: key for key, names in _LOOKS.items() for column in columns if column in names}
-    taken = {*read, *(("weights", "labels") if {"weights", "labels"} & {*read} else ())}  # these two exclude each other
-    left = {column: key for column, key in found.items() if key not in taken}
-    if "weights" in left.values():
-        left = {column: key for column, key in left.items() if key != "labels"}
-    if left and ("ids" in read or "ids" in left.values()):
-        lines = ", ".join(f'{key} = "{column}"' for column, key in left.items())
-        notice(f"{name}: {', '.join(left)} {'is' if len(left) == 1 else 'are'} not read; if meant, write {lines}")
+            fix = "name one of these"
+            if ids := [column for column in columns if key == "field" and column in _LOOKS["ids"]]:
+                fix = f'write ids = "{ids[0]}" for token ids, or name a column of text'
+            elif {"messages", "conversations"} & {*columns}:
+                fix = "make ids of chats, by experiments/prepare/chats_to_ids.py, or name another column"
+            raise UserError(f'{key} = "{column}" must be a column; given {name} with {shown}: {fix}')
+    unread = {key: column for key, names in _LOOKS.items() for column in columns if column in names and key not in read}
+    if {"weights", "labels"} & read.keys() or "weights" in unread:  # labels say the same
+        unread.pop("labels", None)
+    if "labels" in read:
+        unread.pop("weights", None)
+    if unread and ("ids" in read or "ids" in unread):
+        lines = ", ".join(f'{key} = "{column}"' for key, column in unread.items())
+        is_not = "is not" if len(unread) == 1 else "are not"
+        notice(f"{name}: {', '.join(unread.values())} {is_not} read; if meant, write {lines}")
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:

@@ -1,15 +1,13 @@
-"""Find and read the documents of a source, in an order that is the same on every process.
+"""Find and read the documents of a source, in an order that is the same on every process, and make tokens of them.
 
 1. Find the files of text (jdp.data.sources.files), sorted by path; then what `datasets` reads
    (jdp.data.sources.hub), in the order given.
 2. A file of text is one document, whatever bytes it has, so no encoding can be wrong. Of rows each is one: UTF-8.
    `id_rows.py` reads rows of ids, which were made of text before.
-3. Read their contents, some documents at a time. The file and row of each are known for errors.
+3. Read and tokenise some documents at a time. The file and row of each are known for errors.
 """
 
-import bisect
 import functools
-import itertools
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -18,44 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jdp.base.errors import UserError
 from jdp.base.hub_source import HF, STREAM
+from jdp.base.notices import notice
+from jdp.data.held_out import content_score
 from jdp.data.sources.files import STDLIB, PathLike, read_file, text_files
 from jdp.data.sources.hub import HubRows, check_columns, hub_rows, optional
+from jdp.data.text.token_array import TokenArray, TokenSource
+from jdp.data.text.tokenizers import BYTES, Tokenizer
 
 _PIECE_ROWS = 1024  # read at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Some documents of one file or data set, in a row. Empty ones are left out: they hold nothing to learn."""
-
-    documents: Sequence[bytes]
-    name: str  # of the file or data set
-    rows: Sequence[int] = ()  # the number of each in it; (): the file is one document
-
-    def name_of(self, document: int) -> str:
-        """Return a document's name for errors: "book.txt", or "hf:json:rows.jsonl (split train), row 7"."""
-        return f"{self.name}, row {self.rows[document]}" if self.rows else self.name
-
-
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """Documents in memory, and the parts they were read in."""
-
-    name: str  # of the source
-    documents: tuple[bytes, ...]
-    parts: tuple[Part, ...]  # of the documents, in their order
-
-    def name_of(self, document: int) -> str:
-        """Return a document's name for errors, as `Part.name_of` does."""
-        part = bisect.bisect_right(self._firsts, document) - 1
-        return self.parts[part].name_of(document - self._firsts[part])
-
-    @functools.cached_property
-    def _firsts(self) -> list[int]:
-        return list(itertools.accumulate((len(part.documents) for part in self.parts), initial=0))[:-1]
+_BATCH_BYTES = 2**22  # of text that is tokenised at a time: a library's encodings are many times larger than the ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,47 +53,85 @@ class Found:
         return repr((files, [rows.identity for rows in self.data_sets]))
 
 
-def find_text(source: PathLike | Sequence[PathLike]) -> Found:
-    """Find the text that a source names; nothing is read."""
-    words, data_sets = entries(source)
-    return Found(name_of(source), tuple(text_files(words)), data_sets)
-
-
-def entries(source: PathLike | Sequence[PathLike]) -> tuple[list[PathLike], tuple[HubRows, ...]]:
-    """Return the files, globs and directories that a source names, and the rows that `datasets` reads."""
+def entries(source: PathLike | Sequence[PathLike]) -> tuple[str, list[PathLike], tuple[HubRows, ...]]:
+    """Return a source's name for people, the files, globs and folders that it names, and the rows for `datasets`."""
     every = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not every:
         raise UserError('source must name some text; given an empty list: give "stdlib", a file, a glob or a directory')
-    on_hub = [str(entry) for entry in every if str(entry).startswith((HF, STREAM))]
-    return [entry for entry in every if str(entry) not in on_hub], tuple(map(hub_rows, dict.fromkeys(on_hub)))
-
-
-def name_of(source: PathLike | Sequence[PathLike]) -> str:
-    """Return a source's name for people."""
-    every = [source] if isinstance(source, str | os.PathLike) else list(source)
     first = f"stdlib (Python {platform.python_version()})" if every[0] == STDLIB else str(every[0])
-    return first if len(every) == 1 else f"{first} and {len(every) - 1} more"
+    name = first if len(every) == 1 else f"{first} and {len(every) - 1} more"
+    on_hub = [str(entry) for entry in every if str(entry).startswith((HF, STREAM))]
+    return name, [entry for entry in every if str(entry) not in on_hub], tuple(map(hub_rows, dict.fromkeys(on_hub)))
 
 
-def text_parts(found: Found, field: str) -> Iterator[Part]:
-    """Yield all text, some documents at a time. Raises ValueError if there is none."""
-    held = empty = 0
-    for part in _every_part(found, field):
-        kept = [index for index, document in enumerate(part.documents) if len(document)]
-        empty += len(part.documents) - len(kept)
-        held += len(kept)
-        if len(kept) == len(part.documents):
-            yield part
-        elif kept:
-            yield Part([part.documents[i] for i in kept], part.name, [part.rows[i] for i in kept])
-    if not held:
+def text_tokens(source: PathLike | Sequence[PathLike], field: str, tokenizer: Tokenizer) -> TokenSource:
+    """Find the text that a source names; it is read and tokenised when its parts are asked for."""
+    found = find_text(source)
+    return TokenSource(
+        found.name,
+        found.size,
+        f"{found.identity} {field} {tokenizer.identity} {tokenizer.separator}",
+        tokenizer.vocab_size,
+        tokenizer.separator,
+        lambda: _tokenised(found, field, tokenizer),
+    )
+
+
+def find_text(source: PathLike | Sequence[PathLike]) -> Found:
+    """Find the text that a source names; nothing is read."""
+    name, words, data_sets = entries(source)
+    return Found(name, tuple(text_files(words)), data_sets)
+
+
+def _tokenised(found: Found, field: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenArray, NDArray[np.float64]]]:
+    """Yield documents as tokens, with their scores, and report text that would be read as the end of a document."""
+    doubtful = 0
+    for names, documents in _batches(text_documents(found, field)):
+        tokens = tokenizer.tokenize(documents, names)
+        separators = np.flatnonzero(tokens.ids == tokenizer.separator)
+        doubtful += len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
+        yield tokens, np.array([content_score(document) for document in documents])
+    if doubtful:
+        unit = "byte" if tokenizer.name == BYTES else "token"
+        closing = f"{unit} {tokenizer.separator}, which closes a document"
+        notice(f"{found.name}: {closing}, is in {doubtful} of them; are they text?")
+
+
+def _batches(documents: Iterator[tuple[str, bytes]]) -> Iterator[tuple[list[str], list[bytes]]]:
+    """Yield names and documents, a few MiB at a time."""
+    names, batch, size = list[str](), list[bytes](), 0
+    for name, document in documents:
+        names.append(name)
+        batch.append(document)
+        size += len(document)
+        if size >= _BATCH_BYTES:
+            yield names, batch
+            names, batch, size = [], [], 0
+    if batch:
+        yield names, batch
+
+
+def text_documents(found: Found, field: str) -> Iterator[tuple[str, bytes]]:
+    """Yield each document that is not empty, after its name for errors. Raises ValueError if there is none."""
+    count = empty = 0
+    for name, document in _every_document(found, field):
+        count += 1
+        if document:
+            yield name, document
+        else:
+            empty += 1
+    if empty == count:
         raise UserError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
 
 
-def corpus_of(found: Found, field: str) -> Corpus:
-    """Return the documents of a source, in memory."""
-    read = tuple(text_parts(found, field))
-    return Corpus(found.name, tuple(document for part in read for document in part.documents), read)
+def _every_document(found: Found, field: str) -> Iterator[tuple[str, bytes]]:
+    for path in found.files:
+        yield str(path), read_file(path)
+    for rows in found.data_sets:
+        check_columns(rows.name, rows.columns, {"field": field})
+        for table, numbers in pieces(rows):
+            texts = _texts(table.column(field), field, rows.name, numbers)
+            yield from ((f"{rows.name}, row {number}", text) for number, text in zip(numbers, texts, strict=True))
 
 
 def pieces(rows: HubRows) -> Iterator[tuple[Any, range]]:
@@ -131,15 +142,6 @@ def pieces(rows: HubRows) -> Iterator[tuple[Any, range]]:
             piece = table.slice(start, _PIECE_ROWS)
             yield piece, range(first + start, first + start + piece.num_rows)
         first += table.num_rows
-
-
-def _every_part(found: Found, field: str) -> Iterator[Part]:
-    for path in found.files:
-        yield Part([read_file(path)], str(path))
-    for rows in found.data_sets:
-        check_columns(rows.name, rows.columns, {"field": field})
-        for table, numbers in pieces(rows):
-            yield Part(_texts(table.column(field), field, rows.name, numbers), rows.name, numbers)
 
 
 def _texts(column: Any, field: str, name: str, numbers: range) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Documents as tokens, end to end in one array, which may be a file that is mapped into memory."""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -51,47 +51,37 @@ class MappedTokens:
 class TokenArray:
     """Documents as tokens, end to end."""
 
-    # integers [tokens]; once they are checked, the smallest unsigned ones that hold them. `MappedTokens` of a
-    # file, else a NumPy array
-    ids: Any
+    ids: Any  # integers [tokens]: a NumPy array, or `MappedTokens` of a file
     bounds: NDArray[np.int64]  # int64 [documents + 1], the start of each document, and the end of the last
-    weights: Any = None  # float32 [tokens] of 0 to 1, as `ids` is kept: of each as a target; None: all are 1
+    weights: Any = None  # float32 [tokens] of 0 to 1, kept as `ids` is: of each as a target; None: all are 1
 
-    def astype(self, dtype: np.dtype[Any]) -> "TokenArray":
-        """Return the same tokens in another dtype."""
-        return TokenArray(self.ids[:].astype(dtype, copy=False), self.bounds, self.weights)
+    @property
+    def documents(self) -> NDArray[np.int64]:
+        """The start and end of each document: int64 [documents, 2]."""
+        return np.stack([self.bounds[:-1], self.bounds[1:]], axis=1)
+
+    def joined(self, spans: NDArray[np.int64], separator: int | None = None) -> "TokenArray":
+        """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by any separator."""
+        closing = [] if separator is None else [np.array([separator], self.ids.dtype)]
+        ids = [piece for start, end in spans.tolist() for piece in (self.ids[start:end], *closing)]
+        weights = self.weights
+        if weights is not None:
+            weights = np.concatenate([weights[:0], *(weights[start:end] for start, end in spans.tolist())])
+        bounds = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0] + len(closing))]).astype(np.int64)
+        return TokenArray(np.concatenate([self.ids[:0], *ids]), bounds, weights)
 
 
 @dataclass(frozen=True, eq=False)
-class TokenisedPart:
-    """Some documents as tokens."""
+class TokenSource:
+    """Tokens that are read, or made of text, when they are asked for."""
 
-    tokens: TokenArray  # the documents, without separators
-    # float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text
-    scores: NDArray[np.float64]
-
-
-def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
-    """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by any separator."""
-    sizes = spans[:, 1] - spans[:, 0]
-    ids = [tokens.ids[start:end] for start, end in spans.tolist()]
-    if separator is not None:
-        closing = np.array([separator], tokens.ids.dtype)
-        ids = [piece for document in ids for piece in (document, closing)]
-        sizes = sizes + 1
-    weights = tokens.weights
-    if weights is not None:
-        weights = np.concatenate([weights[:0], *(weights[start:end] for start, end in spans.tolist())])
-    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return TokenArray(np.concatenate([tokens.ids[:0], *ids]), bounds, weights)
-
-
-def joined(parts: Sequence[TokenArray]) -> TokenArray:
-    """Return the documents of several arrays as one; there must be some."""
-    starts = accumulate((len(part.ids) for part in parts), initial=0)
-    bounds = [part.bounds[1:] + start for part, start in zip(parts, starts, strict=False)]
-    weights = None if parts[0].weights is None else np.concatenate([part.weights for part in parts])
-    return TokenArray(np.concatenate([part.ids for part in parts]), np.concatenate([[0], *bounds]), weights)
+    name: str  # for people
+    size: int | None  # bytes of the source; None: not known before it is read
+    identity: str  # of the source's content, and of all that makes tokens of it
+    vocab_size: int | None  # every token is below it; None: not known before they are read
+    separator: int | None  # the token that closes a document; None: nothing is added
+    # yields some documents at a time, without separators, and the `content_score` of each: float64 [documents]
+    parts: Callable[[], Iterator[tuple[TokenArray, NDArray[np.float64]]]]
 
 
 def bounds_of(documents: Sequence[Any]) -> NDArray[np.int64]:

@@ -36,7 +36,6 @@ _AGAIN = 4
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _SPACE, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece has them
-_BATCH_BYTES = 2**22  # of text that is tokenised at a time: the library's encodings are many times larger than the ids
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
-    def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        """Return documents as ids, without separators; `name_of` returns a document's name for errors."""
+    def tokenize(self, documents: Sequence[bytes], names: Sequence[str]) -> TokenArray:
+        """Return documents, of which there is one at least, as ids without separators; `names` are for errors."""
 
 
 @public()
@@ -130,8 +129,7 @@ class Bytes(Tokenizer):
     def byte_counts(self) -> NDArray[np.int64]:
         return (np.arange(VOCAB_SIZE) != SEPARATOR).astype(np.int64)
 
-    def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        del name_of  # every byte is a token
+    def tokenize(self, documents: Sequence[bytes], names: Sequence[str]) -> TokenArray:
         return TokenArray(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
 
 
@@ -160,13 +158,18 @@ class FileTokenizer(Tokenizer):
         counts[self.separator] = 0
         return counts
 
-    def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        dtype = smallest_uint(self.vocab_size)
-        ids: list[NDArray[Any]] = [np.zeros(0, dtype)]
-        for texts in _batches(documents, name_of):
-            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            ids += [np.array(encoding.ids, dtype) for encoding in encodings]
-        return TokenArray(np.concatenate(ids), bounds_of(ids[1:]))
+    def tokenize(self, documents: Sequence[bytes], names: Sequence[str]) -> TokenArray:
+        texts = list[str]()
+        for document, name in zip(documents, names, strict=True):
+            try:
+                texts.append(document.decode())
+            except UnicodeDecodeError as error:
+                given = f"{document[error.start]:#04x} at byte {error.start} of {name}"
+                fix = f'convert it, leave it out, or take tokenizer = "{BYTES}"'
+                raise UserError(f"text must be UTF-8 for a tokenizer; given {given}: {fix}") from error
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [np.array(encoding.ids, smallest_uint(self.vocab_size)) for encoding in encodings]
+        return TokenArray(np.concatenate(ids), bounds_of(ids))
 
 
 def _size_of_pieces(decoder: dict[str, Any] | None) -> Callable[[str], int] | None:
@@ -180,26 +183,6 @@ def _size_of_pieces(decoder: dict[str, Any] | None) -> Callable[[str], int] | No
         has_bytes = "ByteFallback" in kinds
         return lambda piece: 1 if has_bytes and _BYTE.fullmatch(piece) else len(piece.replace(_SPACE, " ").encode())
     return None
-
-
-def _batches(documents: Sequence[bytes], name_of: Callable[[int], str]) -> Iterator[list[str]]:
-    """Yield decoded documents, a few MiB at a time."""
-    batch: list[str] = []
-    size = 0
-    for number, document in enumerate(documents):
-        try:
-            batch.append(document.decode())
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"text must be UTF-8 for a tokenizer; given {document[error.start]:#04x} at byte {error.start} of "
-                f'{name_of(number)}: convert it, leave it out, or take tokenizer = "{BYTES}"'
-            ) from error
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def byte_tokenizer() -> dict[str, dict[str, Any]]:

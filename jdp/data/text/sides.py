@@ -1,0 +1,231 @@
+"""Tokens split in two and kept: in memory, or in files that every process of a host maps into its memory.
+
+1. Documents are read and tokenised some at a time, split by their content, and appended to their side.
+2. If one side gets none, the tail of each document is held out; of rows with weights, the row that is nearest to it.
+3. Of text larger than memory, one process writes files, and the others of the host wait for its lock, which ends with
+   it. A folder of files takes its name when it is complete. Its name is a hash of the source's files (path, size,
+   time), the tokenizer and the split, so a run that is started again finds it without reading text.
+4. Samples are copied out of the mapping, and its pages given back now and then. They stay in the kernel's page cache,
+   one copy for all processes of the host, so a process' memory does not grow as it reads.
+
+A folder holds index.json, and for each side SIDE.tokens, SIDE.bounds, and of rows with weights SIDE.weights. Tokens
+are the smallest unsigned integers that hold the vocabulary, little-endian, documents end to end. Bounds are int64: the
+start of each document, and the end of the last. Weights are float32.
+"""
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jdp.base.disk_cache import Cache, default_folder, make_folder
+from jdp.base.formatting import format_bytes
+from jdp.base.notices import notice
+from jdp.data.held_out import check_fraction, document_tails, split_samples
+from jdp.data.text.token_array import MappedTokens, TokenArray, TokenSource, smallest_uint
+
+IN_FILES_BYTES = 2**26  # of a source: less is read in a second or two
+_SIDES = ("train", "heldout")
+_VERSION = 3  # of the files' meaning
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+@dataclass(frozen=True, eq=False)
+class TextSides:
+    """A source, read, tokenised and split in two."""
+
+    documents: int  # their number
+    train: TokenArray  # the documents to train on, each closed by the separator
+    heldout: TokenArray  # the documents held out, likewise
+    whole: bool  # whether documents were held out whole; else the tail of each
+    vocab_size: int  # every token is below it
+    digest: str  # of all tokens, bounds and weights
+    folder: Path | None = None  # that holds the tokens; None: they are in memory
+
+
+def text_sides(source: TokenSource, heldout_fraction: float, in_files: bool | None) -> TextSides:
+    """Return the tokens of both sides; `in_files` None: in files if the source is large, or its size not known."""
+    check_fraction(heldout_fraction)
+    if in_files is None:
+        in_files = source.size is None or source.size >= IN_FILES_BYTES
+    if in_files and source.vocab_size is not None:
+        sides = _in_files(source, source.vocab_size, heldout_fraction)
+        if sides is not None:
+            return sides
+    if source.vocab_size is not None:
+        return _split(source, heldout_fraction, smallest_uint(source.vocab_size))
+    sides = _split(source, heldout_fraction, np.dtype(np.uint32))
+    size = 1 + max(int(side.ids.max(initial=0)) for side in (sides.train, sides.heldout))
+    train, heldout = (replace(side, ids=side.ids.astype(smallest_uint(size))) for side in (sides.train, sides.heldout))
+    return replace(sides, train=train, heldout=heldout, vocab_size=size)
+
+
+def _in_files(source: TokenSource, vocab_size: int, heldout_fraction: float) -> TextSides | None:
+    """Return the tokens in files, which are written unless they are there; None if they cannot be."""
+    dtype = smallest_uint(vocab_size).newbyteorder("<")
+    key = Cache.key(f"tokens {_VERSION}", source.identity, repr((vocab_size, heldout_fraction)))
+    folder, host = default_folder() / "token_files" / key, re.sub(r"[^\w-]", "_", platform.node())
+    own = folder.with_name(f"{key}.{host}.{os.getpid()}")
+    if (written := _opened(folder, dtype, vocab_size)) is not None:
+        return written
+    if not _can_be_written(folder.parent):
+        return None
+    with _one_process(folder):
+        if (written := _opened(folder, dtype, vocab_size)) is not None:
+            return written
+        for leftover in (folder, *folder.parent.glob(f"{key}.{host}.*")):
+            shutil.rmtree(leftover, ignore_errors=True)  # damaged, or of a process of this host that was killed
+        own.mkdir()
+        try:
+            sides = _split(source, heldout_fraction, dtype, own)
+            sizes = {file.name: file.stat().st_size for file in own.iterdir()}
+            facts = {"documents": sides.documents, "whole": sides.whole, "digest": sides.digest, "sizes": sizes}
+            Path(own, "index.json").write_text(json.dumps({"source": source.name, "dtype": dtype.name, **facts}))
+            own.replace(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # written meanwhile, by another host
+                raise
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+        written = _opened(folder, dtype, vocab_size)
+    assert written is not None, f"{folder} was deleted"
+    size = format_bytes(written.train.ids.nbytes + written.heldout.ids.nbytes)
+    notice(f"{source.name}: its tokens are kept in {folder} ({size}); delete that folder when no run needs it")
+    return written
+
+
+def _opened(folder: Path, dtype: np.dtype[Any], vocab_size: int) -> TextSides | None:
+    """Return the tokens of a folder; None if they are not written, or a file is incomplete."""
+    try:
+        index = json.loads((folder / "index.json").read_bytes())
+        if any((folder / file).stat().st_size != size for file, size in index["sizes"].items()):
+            return None
+        train, heldout = (_mapped(folder / side, dtype) for side in _SIDES)
+        return TextSides(index["documents"], train, heldout, index["whole"], vocab_size, index["digest"], folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> TokenArray:
+    """Return one side, from its files."""
+    tokens, weights = path.with_suffix(".tokens"), path.with_suffix(".weights")
+    return TokenArray(
+        MappedTokens(tokens, dtype) if tokens.stat().st_size else np.zeros(0, dtype),
+        np.asarray(np.memmap(path.with_suffix(".bounds"), np.dtype("<i8"), mode="r")),
+        MappedTokens(weights, np.dtype("<f4")) if weights.stat().st_size else None,
+    )
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Return True if there is a folder for token files; else report it."""
+    try:
+        make_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        notice(
+            f"tokens are held in memory, by each process, as {folder} cannot be written ({error.strerror}): "
+            "JDP_CACHE_DIR names another folder"
+        )
+        return False
+
+
+@contextmanager
+def _one_process(folder: Path) -> Generator[None]:
+    """Let one process of the host through at a time. The lock ends with the process that holds it."""
+    with folder.with_name(f"{folder.name}.lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            notice(f"waiting for another process, which writes tokens to {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            notice(f"{folder.parent} has no locks ({error.strerror}): each process of a host writes the same tokens")
+        yield
+
+
+def _split(source: TokenSource, heldout_fraction: float, dtype: np.dtype[Any], folder: Path | None = None) -> TextSides:
+    """Read a source and split it, in memory or into the files of a folder."""
+    scores = [np.zeros(0)]
+    with ExitStack() as files:
+        sides = [_Side(files, folder, side, dtype) for side in _SIDES]
+        for tokens, part in source.parts():
+            for side, chosen in zip(sides, (part >= heldout_fraction, part < heldout_fraction), strict=True):
+                side.append(tokens.joined(tokens.documents[chosen], source.separator))
+            scores.append(part)
+        whole = all(side.tokens for side in sides)
+        if not whole:
+            every = next(side for side in sides if side.tokens).finished()
+            if every.weights is None:
+                spans = document_tails(every.documents - [0, source.separator is not None], heldout_fraction)
+            else:  # the tail of a row would be held out without what leads to it
+                rows = split_samples(np.concatenate(scores), heldout_fraction, source.name)
+                whole, spans = True, [every.documents[side] for side in rows]
+            sides = [_Side(files, folder, side, dtype) for side in _SIDES]
+            for side, chosen in zip(sides, spans, strict=True):
+                for index in range(len(chosen)):  # not all at once: they may be larger than memory
+                    side.append(every.joined(chosen[index : index + 1], source.separator))
+        train, heldout = (side.finished() for side in sides)
+    digest = " ".join(side.digest for side in sides)
+    return TextSides(sum(map(len, scores)), train, heldout, whole, source.vocab_size or 0, digest)
+
+
+class _Side:
+    """Documents of one side, appended to arrays in memory, or to files of a folder."""
+
+    def __init__(self, files: ExitStack, folder: Path | None, side: str, dtype: np.dtype[Any]) -> None:
+        self.tokens, self._path = 0, None if folder is None else folder / side
+        self._dtypes = {".tokens": dtype, ".bounds": np.dtype("<i8"), ".weights": np.dtype("<f4")}
+        self._files = {kind: files.enter_context(self._opened(kind)) for kind in self._dtypes}
+        self._digests = {kind: hashlib.blake2b(digest_size=8) for kind in self._dtypes}
+        self._write(".bounds", np.zeros(1))
+
+    def _opened(self, kind: str) -> BinaryIO:
+        if self._path is None:
+            return io.BytesIO()
+        path = self._path.with_suffix(kind)
+        path.unlink(missing_ok=True)  # not emptied: it may be mapped
+        return path.open("wb")
+
+    def append(self, tokens: TokenArray) -> None:
+        self._write(".tokens", tokens.ids)
+        self._write(".bounds", tokens.bounds[1:] + self.tokens)
+        if tokens.weights is not None:
+            self._write(".weights", tokens.weights)
+        self.tokens += len(tokens.ids)
+
+    def _write(self, kind: str, values: Any) -> None:
+        content = np.asarray(values, self._dtypes[kind]).data
+        self._files[kind].write(content)
+        self._digests[kind].update(content)
+
+    @property
+    def digest(self) -> str:
+        return " ".join(digest.hexdigest() for digest in self._digests.values())
+
+    def finished(self) -> TokenArray:
+        """Return all documents."""
+        if self._path is not None:
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            return _mapped(self._path, self._dtypes[".tokens"])
+        for file in self._files.values():
+            file.seek(0)
+        ids, bounds, weights = (np.frombuffer(file.read(), self._dtypes[kind]) for kind, file in self._files.items())
+        return TokenArray(ids, bounds.astype(np.int64, copy=False), weights if len(weights) else None)
