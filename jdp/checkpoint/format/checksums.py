@@ -1,9 +1,9 @@
 """Checksums of every file of a checkpoint: changes on the disk since it was saved are found when it is read.
 
-The folder of a checkpoint has `checksums.json`: the size and the XXH3 hash (128 bits) of each other file, of the bytes
-just written, after a line with the hash of that table. So a flipped bit, a zeroed page, and a file that is cut, missing
-or replaced are found. Files are checked and not arrays, so any mesh may read them. Errors in memory before the write
-are not found, nor intended changes of file and table: the hash is no signature.
+The folder of a checkpoint has `checksums.json`, with the size and the XXH3 hash (128 bits) of each other file, of the
+bytes just written. Its first line is the hash of that table. So a flipped bit, a zeroed page, and a file that is cut,
+missing or replaced are found. Files are checked and not arrays, so any mesh may read them. Errors in memory before the
+write are not found, nor intended changes of file and table: the hash is no signature.
 
 With several processes each hashes the arrays that it wrote, and process 0 the rest; each checks a share of the files.
 """
