@@ -198,6 +198,9 @@ class Checkpoints:
         restored from like any directory of checkpoints, and is yours to delete. Copies in memory after `step` are
         forgotten.
 
+        Args:
+            step: the last one that stays.
+
         Raises:
             CheckpointError: the last save failed, or they cannot be moved.
         """

@@ -116,9 +116,14 @@ def hush() -> Callable[[], None]:
     Orbax logs them in each of its threads. When one of several reads or writes fails it drops the others, and Python
     reports an "unraisable" exception for each. Only those reports are dropped for good.
     """
-    if sys.unraisablehook not in _hooks:
-        _hooks.append(_without_orbax(sys.unraisablehook))
-        sys.unraisablehook = _hooks[-1]
+    if (hook := sys.unraisablehook) not in _hooks:
+
+        def report(unraisable: Any) -> None:
+            if not _is_dropped_read(unraisable):
+                hook(unraisable)
+
+        _hooks.append(report)
+        sys.unraisablehook = report
     logger = logging.getLogger("absl")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -129,14 +134,6 @@ def hush() -> Callable[[], None]:
 
 
 _hooks: list[Any] = []
-
-
-def _without_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def filtered(unraisable: Any) -> None:
-        if not _is_dropped_read(unraisable):
-            hook(unraisable)
-
-    return filtered
 
 
 def _is_dropped_read(unraisable: Any) -> bool:

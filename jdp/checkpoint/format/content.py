@@ -2,9 +2,9 @@
 
 A checkpoint is a folder:
 
-- `state/`: the arrays by path ("params/layers/kernel");
-- `checkpoint.json`: the table of their shapes and dtypes, the versions that wrote them, the record and the metrics;
-- `checksums.json`: the size and the hash of each file.
+- `state/` has the arrays by path ("params/layers/kernel").
+- `checkpoint.json` has the table of their shapes and dtypes, the versions that wrote them, the record and the metrics.
+- `checksums.json` has the size and the hash of each file.
 
 It holds nothing of meshes, strategies or processes, nor of the kinds of containers. Reading takes a target, whose
 leaves give the path, shape, dtype and sharding of each array; only those are read into memory. A `Source` reads: the

@@ -24,7 +24,6 @@ class Stored:
     def __init__(self, folder: Path, fix: str) -> None:
         self.folder, self._fix = folder, fix
         self._description: dict[str, Any] = {}
-        self._verified = False
 
     def table(self) -> dict[str, Any]:
         """Verify and read the description, which has the table of leaves."""
@@ -43,10 +42,8 @@ class Stored:
         return self._description["record"]
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Verify the files of the arrays at the first call; read arrays onto these leaves, by path."""
-        if not self._verified:
-            self._verify(lambda name: not _is_description(name))
-            self._verified = True
+        """Verify the files of the arrays; read arrays onto these leaves, by path."""
+        self._verify(lambda name: not _is_description(name))
         if not wanted:
             return {}
         with reading(str(self.folder), self._fix):

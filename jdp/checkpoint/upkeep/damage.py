@@ -69,13 +69,10 @@ def check(path: str | Path) -> list[Checked]:
     path = user_path(path).absolute()
     if is_checkpoint(path):
         return [_checked(path)]
-    folders = [
-        directory / str(step)
-        for directory in (path, path / RUN_FOLDER)
-        for step in (ownership.numbered_steps if ownership.is_marked(directory) else ownership.committed_steps)(
-            directory
-        )
-    ]
+    folders: list[Path] = []
+    for directory in (path, path / RUN_FOLDER):
+        steps = ownership.numbered_steps if ownership.is_marked(directory) else ownership.committed_steps
+        folders += [directory / str(step) for step in steps(directory)]
     found = map(_checked, sorted(folders, key=lambda folder: int(folder.name)))
     return [each for each in found if each.status == "whole" or each.folder.exists()]  # it may have been deleted
 
