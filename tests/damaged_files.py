@@ -28,6 +28,4 @@ def cut(file):
 
 def vouch(step):
     """Write a checkpoint's checksums anew, so that what was changed in it is taken for what was saved."""
-    (step / checksums.COMMITTED).unlink()
-    (step / checksums.TABLE).unlink()
-    checksums.commit(step)
+    checksums.commit(step, checksums.hash_share(step, 0, 1))

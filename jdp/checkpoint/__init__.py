@@ -5,7 +5,7 @@ Checkpoints are written in the background, and always restored onto the plan at 
 single         one checkpoint in a folder
 directory      several, one a step
 format/        the content of a checkpoint, how it is stored and read onto a target, its checksums
-upkeep/        which checkpoints are kept, which may be deleted or are abandoned, which are damaged
+upkeep/        which checkpoints are kept, which entries are jdp's, which are damaged
 safetensors/   weights alone, in files that other libraries read
 """
 

@@ -1,42 +1,52 @@
 """A directory of checkpoints, one a step: which are kept, which is best, and how they are written in the background.
 
-Orbax writes. A step counts only once its commit file is there, so a run killed while saving finds the step before.
-Opening a directory changes nothing in it: another process may read while a run trains. The first save removes what
-killed runs left half-written. `ownership` decides which entries may be deleted or set aside, `lineage` which steps a
-run that went back has abandoned.
+A save copies the arrays from the devices; Orbax writes them to `.saving-STEP` in the background. When all are there
+every process hashes what it wrote, process 0 writes the description and the checksums, and renames the folder to STEP.
+So a run killed while saving finds the step before. Opening a directory changes nothing in it: another process may read
+while a run trains.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
+import orbax.checkpoint as ocp
 
 from jdp.base.errors import UserError
 from jdp.base.notices import warn
 from jdp.base.progress_file import note_progress
 from jdp.base.public import public
 from jdp.base.user_path import user_path
-from jdp.checkpoint.errors import CheckpointError, hush, write_error
-from jdp.checkpoint.format import committing, content, stored
+from jdp.checkpoint.errors import HOURS, CheckpointError, hush, on_first_process, write_error
+from jdp.checkpoint.format import arrays, checksums, content
 from jdp.checkpoint.format.content import Source
-from jdp.checkpoint.format.stored import Stored
+from jdp.checkpoint.format.stored import DESCRIPTION, Stored, read_metrics
 from jdp.checkpoint.format.trees import Content, check_values, number_of, to_json
 from jdp.checkpoint.memory.copies import MemoryCopies, check_every
 from jdp.checkpoint.memory.host import RUN_ID
 from jdp.checkpoint.mirror import Mirror
 from jdp.checkpoint.upkeep import damage, ownership
-from jdp.checkpoint.upkeep.lineage import Lineage
-from jdp.checkpoint.upkeep.retention import Best, PreserveForeign, policy
-from jdp.checkpoint.upkeep.retention import chosen as chosen_step
+from jdp.checkpoint.upkeep.retention import Retention
+from jdp.core.cluster.barrier import from_every_process, from_first_process
 from jdp.core.types import PyTree
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The checkpoint that is being written in the background."""
+
+    step: int
+    commit: Future[None]
 
 
 class Checkpoints:
@@ -51,9 +61,8 @@ class Checkpoints:
         >>> checkpoints.steps, record
         ([1, 2], {'epoch': 0})
 
-    A checkpoint is kept while any of `keep`, `keep_every` and `best` keeps it. A run that goes back to an earlier one
-    and saves again loses nothing. The later ones are moved to the directory's `abandoned-1` (then `-2`, …), and this is
-    reported. Each of these can be restored from like any directory of checkpoints, and is yours to delete.
+    A checkpoint is kept while any of `keep`, `keep_every` and `best` keeps it. None is replaced: to train again from an
+    earlier one, call `go_back`.
 
     Every file has a checksum, which is compared before the file is read. If the newest checkpoint is damaged, the one
     before it is restored. The damaged one is moved to `damaged-STEP`, and this is reported.
@@ -73,8 +82,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: the directory cannot be created, or is none. It has an entry named by a number that is no
-            checkpoint. The metrics of one are damaged. Or there
-            is none, and the mirror cannot be read.
+            checkpoint. Or there are no checkpoints, and the mirror cannot be read.
         ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
 
@@ -91,28 +99,16 @@ class Checkpoints:
         mirror: str | None = None,
     ) -> None:
         check_every(keep_in_memory)
-        self._best = Best(best, mode)
-        kept = policy(keep, keep_every, self._best)
+        self._retention = Retention(keep, keep_every, best, mode)
         self.directory = user_path(directory).absolute()
-        self._lineage = Lineage(self.directory)
-        self._saving: int | None = None
-        self._writer = ThreadPoolExecutor(1, "jdp checkpoint")  # one thread, as Orbax tells each of an error once
-        self._writing: Future[bool] | None = None
-        self._deleting: list[int] = []
-        self._began = self._closed = False
-        self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
         ownership.make_directory(self.directory)
-        damage.set_unreadable_aside(self.directory)
-        self._mirror = None if mirror is None else Mirror(mirror, self.directory, kept)
-        self._manager = committing.open_manager(
-            self.directory,
-            stored.item_handlers(),
-            PreserveForeign(
-                self.directory, self._mark_for_deletion, kept, lambda: self._mirror and self._mirror.sending
-            ),
-            self._best.score,
-        )
+        self._last: int | None = None  # the step that was saved or restored last
+        self._saving: Saving | None = None
+        self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
+        self._background = ThreadPoolExecutor(1, "jdp checkpoint")
+        self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
+        self._arrays: ocp.AsyncCheckpointer | None = arrays.open_writer()  # None: this directory is closed
 
     @property
     def latest(self) -> int | None:
@@ -123,22 +119,18 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Return all steps, committed by any process or being written by this one, oldest first."""
-        committed = set(ownership.committed_steps(self.directory)) - set(self._deleting)
-        return sorted(committed if self._saving is None else committed | {self._saving})
+        saving = [] if self._saving is None else [self._saving.step]
+        return sorted({*ownership.committed_steps(self.directory), *saving})
 
     @property
     def best(self) -> int | None:
         """Return the best step by the metric `best`; None if that is None, or no checkpoint has a finite value of it.
 
         Raises:
-            CheckpointError: the last save failed, or the metrics of a checkpoint are damaged.
+            CheckpointError: the last save failed.
         """
-        if self._best.name is None:
-            return None
-        self.wait()  # metrics may still be on their way to the disk
-        self._reload_if_changed()
-        step = self._manager.best_step()
-        return step if step is not None and math.isfinite(self._best.score(self._manager.metrics(step))) else None
+        self.wait()  # its metrics are written last
+        return self._retention.best_step(self._metrics())
 
     @public()
     def save(
@@ -151,9 +143,8 @@ class Checkpoints:
     ) -> None:
         """Save `state` under the number of batches it has consumed, or any tree under `step`, in the background.
 
-        The arrays are copied before this returns, so the next step may donate them. The state that was saved or
-        restored last is not written again. If this step or later ones exist already, they are set aside as the class
-        describes.
+        The arrays are copied before this returns, so the next step may donate them. The step that was saved or restored
+        last is not written again.
 
         Args:
             state: the whole train state; or any tree of arrays, numbers, NNX modules and optimizers, such as
@@ -164,31 +155,61 @@ class Checkpoints:
 
         Raises:
             CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are
-                complete. Or the state is abstract, `record` is not JSON, or this directory is closed.
+                complete. Or this step or a later one is there already: call `go_back`. Or the state is abstract,
+                `record` is not JSON, or this directory is closed.
             ValueError: a tree is given without `step`, or a train state with another step than its own. Or the metric
                 `best` is not in `metrics`, or a metric is no number.
         """
-        if self._closed:
+        if self._arrays is None:
             raise CheckpointError(
                 f"{self.directory} was closed, and nothing is saved after that. Save before close(), inside `with`, or "
                 "open it again: jdp.Checkpoints(...)."
             )
         check_values(Content.of(state).leaves)  # before the step's number is taken
-        numbers = self._best.numbers(metrics or {})
+        numbers = self._retention.numbers(metrics or {})
         step = number_of(state, step)
         self.wait()
-        if self._lineage.has(step, state):
+        if step == self._last:
             return
+        self._check_newest(step)
         if self._memory is not None:
             self._memory.forget_after(step)
-        items, are_copies = content.save_arguments(state, record or {})
-        self._saving = step
-        with self._save_errors():
-            self._prepare(step)
-            self._writing = self._writer.submit(self._manager.save, step, args=items, metrics=numbers, force=True)
-            if not are_copies:
-                self._writing.result()  # when Orbax has copied the arrays
-        self._lineage.saved(step, state)
+        leaves, table = content.arrays_and_table(state)
+        description = {**table, "record": to_json(record or {}, "record"), "metrics": numbers}
+        with self._save_errors(step):
+            on_first_process(self._mark)
+            self._arrays.save(self._staging(step) / arrays.FOLDER, args=ocp.args.PyTreeSave(leaves), force=True)
+        self._saving = Saving(step, self._background.submit(self._commit, self._arrays, step, description))
+        self._last = step
+
+    def go_back(self, step: int) -> None:
+        """Set aside all checkpoints after `step`, so that training goes on from there. Every process calls this.
+
+            >>> with jdp.Checkpoints("checkpoints", keep=None) as checkpoints:
+            ...     for _ in range(3):
+            ...         state, metrics = train_step(state, batch)
+            ...         checkpoints.save(state)
+            ...     state, record = checkpoints.restore(state, checkpoints.steps[0])
+            ...     checkpoints.go_back(checkpoints.steps[0])
+            >>> len(checkpoints.steps)
+            1
+
+        They are moved to the directory's `abandoned-1` (then `-2`, …), and this is reported. Each of these can be
+        restored from like any directory of checkpoints, and is yours to delete. Copies in memory after `step` are
+        forgotten.
+
+        Args:
+            step: the last one that stays.
+
+        Raises:
+            CheckpointError: the last save failed, or they cannot be moved.
+        """
+        self.wait()
+        if self._memory is not None:
+            self._memory.forget_after(step)
+        if self._last is not None and self._last > step:
+            self._last = None
+        on_first_process(lambda: self._set_aside(step))
 
     def save_in_memory(self, state: Any, record: Mapping[str, Any] | None = None, *, step: int | None = None) -> bool:
         """Copy `state` into the hosts' memory, at every `keep_in_memory`-th call. Every process calls it.
@@ -239,10 +260,10 @@ class Checkpoints:
             ValueError: a leaf of `target` has no sharding.
         """
         self.wait()
-        existing = ownership.committed_steps(self.directory)
         chosen, (state, record) = self._read(step, lambda source: (content.read_state(source, target), source.record()))
-        self._lineage.restored(chosen, existing, state)
-        if self._memory is not None and chosen in existing:
+        is_stored = chosen in ownership.committed_steps(self.directory)
+        self._last = chosen if is_stored else None
+        if self._memory is not None and is_stored:
             self._memory.restored(chosen)
         return state, record
 
@@ -280,18 +301,13 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be; raised once.
         """
-        if self._closed:
+        if self._saving is None:
             return
-        with self._save_errors():
-            writing, self._writing = self._writing, None
-            if writing is not None:
-                writing.result()
-            self._writer.submit(self._manager.wait_until_finished).result()
-            if jax.process_index() == 0:
-                ownership.unmark(self.directory, self._unfinished)
-            if self._saving is not None:
-                note_progress(self._saving)
-        self._saving, self._deleting = None, []
+        step = self._saving.step
+        with self._save_errors(step):
+            self._saving.commit.result()
+        self._saving = None
+        note_progress(step)
 
     def close(self) -> None:
         """Wait for the save in the background, and end Orbax' threads. Existing checkpoints can still be read.
@@ -299,15 +315,15 @@ class Checkpoints:
         Raises:
             CheckpointError: the last save failed.
         """
-        if self._closed:
+        if self._arrays is None:
             return
         try:
             self.wait()
         finally:
-            self._closed = True
+            writer, self._arrays = self._arrays, None
+            self._background.shutdown()
             with suppress(OSError, ValueError):  # Orbax repeats the error of a save that failed
-                self._writer.submit(self._manager.close).result()
-            self._writer.shutdown()
+                writer.close()
             self._restore_logging()
             if self._mirror is not None:
                 self._mirror.close()
@@ -335,64 +351,79 @@ class Checkpoints:
             value, chosen, damaged = damage.read_newest(self.directory, read)
             damage.set_aside(self.directory, damaged, chosen)
         else:
-            best_step = self.best if step == "best" else None
-            folder, fix = chosen_step(self.directory, self.steps, step, self._best, best_step)
+            best = self.best if step == "best" else None
+            folder, fix = self._retention.chosen(self.directory, self.steps, step, best)
             value, chosen = read(Stored(folder, fix)), int(folder.name)
         return chosen, value
 
+    def _metrics(self) -> dict[int, dict[str, float | None]]:
+        """Return the metrics of all committed steps; without `best` nothing reads them."""
+        steps = ownership.committed_steps(self.directory)
+        return {step: read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
+
+    # Writing.
+
+    def _staging(self, step: int) -> Path:
+        """Return the folder that a step is written to."""
+        return self.directory / f"{ownership.SAVING}{step}"
+
+    def _check_newest(self, step: int) -> None:
+        """Raise CheckpointError if this step or a later one is there."""
+        there = [other for other in ownership.committed_steps(self.directory) if other >= step]
+        if not there and os.path.lexists(self.directory / str(step)):
+            there = [step]
+        listed = from_first_process("which checkpoints a save would replace", ", ".join(map(str, there)))
+        if listed:
+            raise CheckpointError(
+                f"A checkpoint is never replaced, and a run saves later steps than it finds; {self.directory} has "
+                f"{listed}, and {step} is to be saved. To train again from an earlier state, set these aside: "
+                f"checkpoints.go_back({step - 1}). For another run choose another directory."
+            )
+
+    def _mark(self) -> None:
+        ownership.mark(self.directory)
+        if self._memory is None:  # what is in memory is of another past than the step that is written now
+            (self.directory / RUN_ID).unlink(missing_ok=True)
+
+    def _set_aside(self, step: int) -> None:
+        if later := [other for other in ownership.numbered_steps(self.directory) if other > step]:
+            aside = ownership.set_aside(self.directory, later)
+            warn(
+                f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(map(str, later))} set aside in "
+                f"{aside.name}, which can be restored from and is yours to delete"
+            )
+
+    def _commit(self, writer: ocp.AsyncCheckpointer, step: int, description: Mapping[str, Any]) -> None:
+        """Wait for the arrays, then hash and commit the checkpoint. Runs in the background, on every process."""
+        writer.wait_until_finished()
+        folder, process = self._staging(step), jax.process_index()
+        if process == 0:
+            (folder / DESCRIPTION).write_text(json.dumps(description))
+        share = checksums.hash_share(folder, process, jax.process_count())
+        shares = from_every_process(
+            f"the checksums of a checkpoint in {self.directory}", json.dumps(share), seconds=HOURS
+        )
+
+        def finish() -> None:
+            checksums.commit(folder, {name: file for each in shares for name, file in json.loads(each).items()})
+            folder.rename(self.directory / str(step))
+            kept = self._retention.kept(metrics := self._metrics())
+            for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
+                ownership.delete(self.directory, old)
+
+        on_first_process(finish, f"the commit of a checkpoint in {self.directory}")
+
     @contextmanager
-    def _save_errors(self) -> Generator[None]:
-        """Turn an error of the code inside into that of the step being saved."""
+    def _save_errors(self, step: int) -> Generator[None]:
+        """Turn an error of the code inside into that of the step being saved; delete what there is of it."""
         try:
             yield
-        except BaseException as error:
-            self._began = False
-            if isinstance(error, OSError | ValueError) and not isinstance(error, jax.errors.JaxRuntimeError):
-                raise self._failure(error) from error
-            raise
-
-    def _failure(self, error: BaseException) -> CheckpointError:
-        """Remove what there is of the step being saved, and return the error that names it."""
-        step = self._saving
-        self._lineage.failed(step)
-        for each in self._unfinished if jax.process_index() == 0 else ():
-            ownership.discard_unfinished(self.directory, each)
-        self._saving, self._writing, self._deleting = None, None, []
-        self._manager.reload()
-        complete = ", ".join(str(other) for other in self.steps if other != step) or "none"
-        what = f"Checkpoint {step} was not saved in {self.directory}"
-        return write_error(what, error, f" (those saved before are whole: {complete})")
-
-    @property
-    def _unfinished(self) -> list[int]:
-        """The steps that are being deleted or written."""
-        return self._deleting if self._saving is None else [*self._deleting, self._saving]
-
-    def _prepare(self, step: int) -> None:
-        """Clear the way for a step, on process 0. Orbax has the others wait, except while steps are set aside.
-
-        Its threads wait long for a folder that cannot be created, and creating the mark first fails at once.
-        """
-        if jax.process_index() == 0 and not self._began:
-            ownership.remove_leftovers(self.directory)
-            if self._memory is None:  # what is in memory is of another past than the step that is written now
-                (self.directory / RUN_ID).unlink(missing_ok=True)
-        self._lineage.set_aside(step)
-        if jax.process_index() == 0:
-            ownership.mark(self.directory, step)
-        self._reload_if_changed()
-        self._began = True
-        self._lineage.report_skipped(step)
-
-    def _reload_if_changed(self) -> None:
-        """Have Orbax read the directory again if another process wrote to it or steps were set aside."""
-        if sorted(self._manager.all_steps()) != (steps := ownership.committed_steps(self.directory)):
-            for step in steps:
-                stored.check_metrics(self.directory / str(step))  # Orbax reads all of them
-            self._manager.reload()
-
-    def _mark_for_deletion(self, steps: Sequence[int]) -> None:
-        """Mark these steps before any of them is deleted."""
-        self._deleting = list(steps)
-        for step in steps if jax.process_index() == 0 else ():
-            ownership.mark(self.directory, step)
+        except Exception as error:
+            self._saving = self._last = None
+            if not isinstance(error, OSError | ValueError):
+                raise
+            if jax.process_index() == 0:
+                ownership.remove(self._staging(step))
+            complete = ", ".join(map(str, ownership.committed_steps(self.directory))) or "none"
+            what = f"Checkpoint {step} was not saved in {self.directory}"
+            raise write_error(what, error, f" (those saved before are whole: {complete})") from error

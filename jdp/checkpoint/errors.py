@@ -29,6 +29,8 @@ _PASSING = {
     *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.EREMOTEIO),
 }
 """A disk that is full or fails for now, and those of network file systems that are away."""
+HOURS = 4 * 3600.0
+"""How long processes wait for each other while they read or write: a share of a checkpoint may be large."""
 _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -53,6 +55,8 @@ class DamagedError(CheckpointError):
 
 def write_error(what: str, error: BaseException, note: str = "") -> CheckpointError:
     """Return the error for a write that failed: what, why, and the fix."""
+    while isinstance(error, CheckpointError) and error.__cause__ is not None:
+        error = error.__cause__
     number = _os_number(error)
     fix = ""
     if number in _FULL:
@@ -73,15 +77,18 @@ def is_passing(error: BaseException | None) -> bool:
     return False
 
 
-def on_first_process(action: Callable[[], None]) -> None:
-    """Run `action` on process 0; all processes go on when it is done, or raise a CheckpointError if it failed."""
+def on_first_process(action: Callable[[], None], what: str = "what process 0 does with a checkpoint") -> None:
+    """Run `action` on process 0; all processes go on when it is done, or raise a CheckpointError if it failed.
+
+    Threads that may do this at the same time each need a `what` of their own.
+    """
     error, problem = None, ""
     if jax.process_index() == 0:
         try:
             action()
         except (CheckpointError, OSError) as raised:
             error, problem = raised, str(raised) or type(raised).__name__
-    if problem := from_every_process("what process 0 does with a checkpoint", problem)[0]:
+    if problem := from_every_process(what, problem, seconds=HOURS)[0]:
         raise CheckpointError(problem) from error
 
 
@@ -109,9 +116,14 @@ def hush() -> Callable[[], None]:
     Orbax logs them in each of its threads. When one of several reads or writes fails it drops the others, and Python
     reports an "unraisable" exception for each. Only those reports are dropped for good.
     """
-    if sys.unraisablehook not in _hooks:
-        _hooks.append(_without_orbax(sys.unraisablehook))
-        sys.unraisablehook = _hooks[-1]
+    if (hook := sys.unraisablehook) not in _hooks:
+
+        def report(unraisable: Any) -> None:
+            if not _is_dropped_read(unraisable):
+                hook(unraisable)
+
+        _hooks.append(report)
+        sys.unraisablehook = report
     logger = logging.getLogger("absl")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -122,14 +134,6 @@ def hush() -> Callable[[], None]:
 
 
 _hooks: list[Any] = []
-
-
-def _without_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def filtered(unraisable: Any) -> None:
-        if not _is_dropped_read(unraisable):
-            hook(unraisable)
-
-    return filtered
 
 
 def _is_dropped_read(unraisable: Any) -> bool:

@@ -5,13 +5,11 @@ commit file is sent last and deleted first: a half copy never counts. A start fe
 """
 
 import contextlib
-import itertools
 import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,19 +19,20 @@ from jdp.base.user_path import bucket_address
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.format.stored import DESCRIPTION, read_metrics
 from jdp.checkpoint.retrying import retried
 from jdp.checkpoint.upkeep.ownership import committed_steps, set_damaged_aside
+from jdp.checkpoint.upkeep.retention import Retention
 from jdp.core.cluster.barrier import from_first_process
 
 LOOK_SECONDS, LAST_SECONDS = 1.0, 600.0  # between looks at the directory; at most, for the last copies
-_METRICS = "metrics/metrics"
 
 
 class Mirror:
     """The copies of a directory's checkpoints. Trouble of the storage is reported, and never ends a run."""
 
-    def __init__(self, address: str, directory: Path, policy: Any) -> None:
-        self._address, self._directory, self._policy = bucket_address(address), directory, policy
+    def __init__(self, address: str, directory: Path, retention: Retention) -> None:
+        self._address, self._directory, self._retention = bucket_address(address), directory, retention
         self._say: Callable[[str], None] = lambda message: notice(f"mirror {self._address}: {message}")
         self.sending: int | None = None  # the step that must stay here until it is sent
         self._known = {*committed_steps(directory)}  # steps that are or were here
@@ -106,8 +105,7 @@ class Mirror:
         files, newest = self._files(), max(here, default=-1)
         there = {step: self._fs.cat_file(*self._paths(step, [COMMITTED])) for step in files if COMMITTED in files[step]}
         steps = sorted({*here, *(step for step in there if step < newest)})
-        infos = [SimpleNamespace(step=step, metrics=self._metrics(step, files.get(step, ()))) for step in steps]
-        kept = set(itertools.compress(steps, self._policy.should_preserve(infos, context=None)))
+        kept = self._retention.kept({step: self._metrics(step) for step in steps})
         for step in sorted((step for step in kept & here.keys() if there.get(step) != here[step]), reverse=True):
             self._send(step, files.get(step, ()))
         self.sending = None
@@ -141,10 +139,10 @@ class Mirror:
                 files.setdefault(int(step), {})["/".join(parts)] = found["size"]
         return files
 
-    def _metrics(self, step: int, there: Iterable[str]) -> Any:
-        if (file := self._directory / str(step) / _METRICS).exists():
-            return json.loads(file.read_bytes())
-        return json.loads(self._fs.cat_file(*self._paths(step, [_METRICS]))) if _METRICS in there else None
+    def _metrics(self, step: int) -> Any:
+        if (self._directory / str(step)).exists():
+            return read_metrics(self._directory / str(step))
+        return json.loads(self._fs.cat_file(*self._paths(step, [DESCRIPTION])))["metrics"]
 
     def _paths(self, step: int, names: Iterable[str]) -> list[str]:
         return [f"{self._root}/{step}/{name}" for name in names]

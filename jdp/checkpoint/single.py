@@ -17,7 +17,8 @@ from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
-from jdp.checkpoint.format import content
+from jdp.checkpoint.format import arrays, content
+from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.content import Source
 from jdp.checkpoint.format.stored import Stored, is_checkpoint
 from jdp.checkpoint.format.trees import Content, check_values
@@ -52,17 +53,16 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     staging, old = path.with_name(f".{path.name}.saving"), _old_path(path)
     if old.is_symlink() or (old.exists() and not is_checkpoint(old)):
         raise CheckpointError(f"{old} is where the checkpoint before is kept for a moment, and is none. Move it away.")
-    on_first_process(lambda: ownership.remove_staging(staging))
+    on_first_process(lambda: _clear_staging(staging))
     try:
         with Checkpoints(staging, keep=None) as checkpoints:
             checkpoints.save(state, step=step)
         on_first_process(lambda: _move(staging / str(step), path))
     except (CheckpointError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
-        raise write_error(f"{path} was not saved", cause) from error
+        raise write_error(f"{path} was not saved", error) from error
     finally:
         if jax.process_index() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+            ownership.remove(staging)
 
 
 @public()
@@ -138,6 +138,16 @@ def _check_free(path: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{path} holds a checkpoint already. Choose another path, or pass overwrite=True.")
 
 
+def _clear_staging(staging: Path) -> None:
+    """Delete what an earlier save left where a checkpoint is written before it is moved to its place."""
+    if staging.is_symlink() or (staging.exists() and any(staging.iterdir()) and not ownership.is_marked(staging)):
+        raise CheckpointError(
+            f"{staging} is where a checkpoint is written before it is moved to its place, and is not jdp's. Move it "
+            "away, or choose another path."
+        )
+    ownership.remove(staging)
+
+
 def _move(fresh: Path, path: Path) -> None:
     """Move `fresh` to `path`; what was there is deleted after that."""
     old = _old_path(path)
@@ -165,8 +175,8 @@ def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
     problem = "is not a checkpoint and holds none"
     if not path.exists():
         problem = "does not exist"
-    elif (path / "state").is_dir():
-        problem = "is a checkpoint that was never finished: the process that wrote it died"
+    elif (path / arrays.FOLDER).is_dir():
+        problem = f"is a checkpoint that has lost its {COMMITTED}, or was never finished"
     raise CheckpointError(
         f"{path} {problem}. Pass what jdp.save wrote, a directory of jdp.Checkpoints, one of its steps' folders, or "
         "the folder of a run."

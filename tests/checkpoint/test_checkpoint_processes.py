@@ -46,6 +46,7 @@ with jdp.Checkpoints(f"{folder}/back") as checkpoints:
     for step in (1, 2, 3):
         checkpoints.save(replace(state, step=jax.device_put(jnp.int32(step), plan.replicated)), {"line": "first"})
     checkpoints.restore(target, 1)
+    checkpoints.go_back(1)
     checkpoints.save(replace(state, step=jax.device_put(jnp.int32(2), plan.replicated)), {"line": "second"})
     assert checkpoints.restore(target)[1] == {"line": "second"} and checkpoints.steps == [1, 2]
 with jdp.Checkpoints(f"{folder}/flipped") as checkpoints:
@@ -83,8 +84,7 @@ def test_two_processes_save_restore_export_and_import(tmp_path, capfd):
     there = {path.name for path in tmp_path.iterdir()} - {"program.py"}
     assert there == {"one", "many", "back", "flipped", "exported", "plain.safetensors"}
     assert [found.status for found in check(tmp_path / "flipped")] == ["whole", "whole"]
-    assert sorted(path.name for path in (tmp_path / "flipped").iterdir()) == ["1", "2", "damaged-2", "damaged-3"]
+    assert sorted(path.name for path in (tmp_path / "flipped").glob("[!.]*")) == ["1", "2", "damaged-2", "damaged-3"]
     assert (out + err).count("set aside as damaged-3; 1 is read in its place") == 1, out + err
-    assert not list((tmp_path / "one" / "state").glob("checksums.process_*"))
     assert sorted(path.name for path in (tmp_path / "back" / "abandoned-1").iterdir()) == ["2", "3"]
     assert not (tmp_path / "exported" / "model.safetensors").exists()

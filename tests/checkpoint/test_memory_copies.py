@@ -209,6 +209,7 @@ def test_a_loop_that_goes_back_forgets_its_own_later_copies(where, tmp_path):
     for step in (6, 7):
         checkpoints.save_in_memory(state_at(step), {"said": "abandoned"})
     checkpoints.restore(state_at(0), 5)
+    checkpoints.go_back(5)
     getattr(checkpoints, where)(state_at(6), {"said": 6})
     checkpoints.wait()
     killed(checkpoints)

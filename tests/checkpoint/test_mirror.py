@@ -63,7 +63,7 @@ def copies(address):
     """Return the steps with files in the mirror -> whether each is complete."""
     fs, root = storage(address)
     names = [path.removeprefix(f"{root}/").split("/", 1) for path in fs.find(root)]
-    return {int(step): [step, "commit_success.txt"] in names for step, _ in names}
+    return {int(step): [step, "checksums.json"] in names for step, _ in names}
 
 
 def whole(*steps):
@@ -81,7 +81,7 @@ def test_a_fresh_machine_goes_on_from_the_newest_copy(address, base, tmp_path, c
     assert train(tmp_path / "two", address, base, (5,), keep=2) == 4
     assert f"mirror {address}: checkpoint 4 is fetched" in capsys.readouterr().err
     assert copies(address) == whole(4, 5)
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["4", "5"]
+    assert sorted(path.name for path in (tmp_path / "two").glob("[!.]*")) == ["4", "5"]
     assert [each.status for each in jdp.checkpoint.check(tmp_path / "two")] == ["whole", "whole"]
 
 
@@ -96,7 +96,7 @@ def test_the_policy_of_the_directory_holds_for_copies_of_lost_machines(bucket, b
 def test_a_copy_without_its_commit_file_does_not_count_and_is_made_up(bucket, base, tmp_path):
     train(tmp_path / "one", bucket, base, (1, 2))
     fs, root = storage(bucket)
-    fs.rm(f"{root}/2/commit_success.txt")
+    fs.rm(f"{root}/2/checksums.json")
     assert train(tmp_path / "two", bucket, base, ()) == 1
     assert train(tmp_path / "one", bucket, base, ()) == 2
     assert copies(bucket) == whole(1, 2)
@@ -118,6 +118,7 @@ def test_a_run_that_goes_back_takes_its_copies_back(bucket, base, tmp_path):
         for step in (1, 2, 3):
             saved.save(at(base, step), {"step": step})
         saved.restore(base, 1)
+        saved.go_back(1)
         saved.save(replace(at(base, 2), params={"w": at(base, 7).params["w"]}), {"step": 7})
     assert copies(bucket) == whole(1, 2)
     with jdp.Checkpoints(tmp_path / "two", mirror=bucket) as saved:
@@ -127,7 +128,7 @@ def test_a_run_that_goes_back_takes_its_copies_back(bucket, base, tmp_path):
 def test_a_damaged_newest_is_fetched_and_an_older_machine_catches_up(bucket, base, tmp_path):
     train(tmp_path / "one", bucket, base, (1, 2))
     shutil.copytree(tmp_path / "one" / "1", tmp_path / "old" / "1")
-    (tmp_path / "one" / "2" / "commit_success.txt").unlink()
+    (tmp_path / "one" / "2" / "checksums.json").unlink()
     for folder in ("one", "old"):
         assert train(tmp_path / folder, bucket, base, ()) == 2
     assert (tmp_path / "one" / "damaged-2").is_dir()

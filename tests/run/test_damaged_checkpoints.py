@@ -41,7 +41,7 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(undisturbed, capsys):
     assert code == 0 and losses(folder) == want
     assert "checkpoint 4 is damaged (state/manifest.ocdbt is missing) and set aside as damaged-4; 2 is read in" in said
     assert "checkpoint 6 is damaged (" in said and "resumed after step 2" in said
-    names = sorted(path.name for path in checkpoints.iterdir())
+    names = sorted(path.name for path in checkpoints.glob("[!.]*"))
     assert names == ["2", "4", "6", "damaged-4", "damaged-6"]
     assert [found.status for found in check(folder)] == ["whole"] * 3
 
@@ -51,8 +51,8 @@ def test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_mov
     checkpoints = file.parent / "runs" / "tiny" / "checkpoints"
     before = sorted(path.name for path in checkpoints.iterdir())
     for step in ("2", "4", "6"):
-        cut(checkpoints / step / "record" / "metadata")
+        cut(checkpoints / step / "checkpoint.json")
     for _ in range(2):
         said = refused(capsys, "train", file, "--run-dir", file.parent / "runs")
-        assert "is whole (6: record/metadata has " in said
+        assert "is whole (6: checkpoint.json has " in said
     assert sorted(path.name for path in checkpoints.iterdir()) == before

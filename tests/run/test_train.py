@@ -279,6 +279,6 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
     assert all("tokens_per_second" in row for row in logged[1][1:])
     assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)
     fs, root = fsspec.core.url_to_fs(f"{bucket}/quickstart", use_listings_cache=False)
-    assert sorted(int(path.split("/")[-2]) for path in fs.glob(f"{root}/*/commit_success.txt")) == [2, 4, 5]
+    assert sorted(int(path.split("/")[-2]) for path in fs.glob(f"{root}/*/checksums.json")) == [2, 4, 5]
     assert json.loads((run / "export" / "jdp.json").read_text())["step"] == 5
     assert (run / "export" / "model.safetensors").exists() and (run / "flight" / "rank-00001.jsonl").exists()

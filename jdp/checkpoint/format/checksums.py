@@ -1,9 +1,9 @@
 """Checksums of every file of a checkpoint: changes on the disk since it was saved are found when it is read.
 
-The folder of a checkpoint has `checksums.json`: the size and the XXH3 hash (128 bits) of each file, of the bytes just
-written. The commit file, which comes last, has the hash of that table. So a flipped bit, a zeroed page, and a file that
-is cut, missing or replaced are found. Files are checked and not arrays, so any mesh may read them. Errors in memory
-before the write are not found, nor intended changes of file and table: the hash is no signature.
+The folder of a checkpoint has `checksums.json`, with the size and the XXH3 hash (128 bits) of each other file, of the
+bytes just written. Its first line is the hash of that table. So a flipped bit, a zeroed page, and a file that is cut,
+missing or replaced are found. Files are checked and not arrays, so any mesh may read them. Errors in memory before the
+write are not found, nor intended changes of file and table: the hash is no signature.
 
 With several processes each hashes the arrays that it wrote, and process 0 the rest; each checks a share of the files.
 """
@@ -11,21 +11,17 @@ With several processes each hashes the arrays that it wrote, and process 0 the r
 from __future__ import annotations
 
 import json
-import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
 
-COMMITTED = "commit_success.txt"
+COMMITTED = "checksums.json"
 """The file that is written last; a folder without it is no checkpoint."""
-TABLE = "checksums.json"
-_PART = "checksums.process_"
-_FORMAT, _HASH = 1, "xxh3_128"
-_COMMIT = re.compile(rf"checksums {_HASH} ([0-9a-f]{{32}})\n")
+_FORMAT = 1
 _THREADS = 4
 _READ = 1 << 20
 
@@ -33,29 +29,40 @@ Files = dict[str, tuple[int, str]]
 """Path in the folder, with "/" -> size in bytes, hash."""
 
 
-def write_part(folder: Path, process: int) -> None:
-    """Hash the arrays that a process wrote, and leave the result in the folder for `commit`."""
-    state = folder / "state"
-    own = [*_files(state / f"ocdbt.process_{process}"), *_files(state / "array_metadatas" / f"process_{process}")]
-    (state / f"{_PART}{process}").write_text(json.dumps(_hash_all(folder, own)))
+def write_table(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object after a line with its hash; the file appears complete or not at all."""
+    text = json.dumps(content).encode()
+    fresh = file.with_name(f"{file.name}.new")
+    fresh.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
+    fresh.replace(file)
 
 
-def commit(folder: Path) -> None:
-    """Write the table of all files, with the parts of the other processes, and the commit file after it."""
-    parts = sorted((folder / "state").glob(f"{_PART}*"))
-    files: Files = {}
-    for part in parts:
-        files |= json.loads(part.read_text())
-    rest = [file for file in _files(folder) if file not in parts and _name(folder, file) not in files]
-    files |= _hash_all(folder, rest)
-    content = {"format": _FORMAT, "hash": _HASH, "files": files}
-    table = json.dumps(content, sort_keys=True, indent=0).encode()
-    (folder / TABLE).write_bytes(table)
-    for part in parts:
-        part.unlink()
-    fresh = folder / f"{COMMITTED}.new"
-    fresh.write_text(f"checksums {_HASH} {xxhash.xxh3_128_hexdigest(table)}\n")
-    fresh.rename(folder / COMMITTED)
+def parse_table(content: bytes) -> dict[str, Any] | None:
+    """Return the JSON object that `write_table` wrote; None if it has changed."""
+    digest, _, text = content.partition(b"\n")
+    return json.loads(text) if xxhash.xxh3_128_hexdigest(text).encode() == digest else None
+
+
+def hash_share(folder: Path, process: int, processes: int) -> Files:
+    """Return the checksums of the arrays that a process wrote; of process 0, those of all other files too."""
+    written_by = [f"state/ocdbt.process_{number}/" for number in range(processes)]
+    own, others = written_by.pop(process), tuple(written_by)
+    files = {
+        file.relative_to(folder).as_posix(): file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not file.is_symlink()
+    }
+    files.pop(COMMITTED, None)
+    return {
+        name: _hashed(file)
+        for name, file in files.items()
+        if name.startswith(own) or (process == 0 and not name.startswith(others))
+    }
+
+
+def commit(folder: Path, files: Files) -> None:
+    """Write the table of all files."""
+    write_table(folder / COMMITTED, {"format": _FORMAT, "files": files})
 
 
 def verify(
@@ -66,33 +73,19 @@ def verify(
     A fault names its file, such as "state/d/01 is missing".
     """
     try:
-        committed = (folder / COMMITTED).read_bytes().decode(errors="replace")
+        table = parse_table((folder / COMMITTED).read_bytes())
     except OSError as error:
         return _unread(COMMITTED, error)
-    digest = _COMMIT.fullmatch(committed)
-    if digest is None:
+    except (ValueError, RecursionError):
+        return f"{COMMITTED} is not a table of checksums, format {_FORMAT}"
+    if table is None:
         return f"{COMMITTED} has changed"
-    try:
-        table = (folder / TABLE).read_bytes()
-    except OSError as error:
-        return _unread(TABLE, error)
-    if xxhash.xxh3_128_hexdigest(table) != digest[1]:
-        return f"{TABLE} has changed"
     files = _parsed(table)
     if files is None:
-        return f"{TABLE} is not a table of checksums, format {_FORMAT}"
+        return f"{COMMITTED} is not a table of checksums, format {_FORMAT}"
     names = sorted(filter(wanted, files), key=lambda name: (-files[name][0], name))[process::processes]
     with ThreadPoolExecutor(_THREADS) as pool:  # the first damaged file ends it
         return next(filter(None, pool.map(lambda name: _problem(folder, name, *files[name]), names)), "")
-
-
-def is_part(folder: Path) -> bool:
-    """Return True if files are missing of a committed checkpoint, such as one that is being deleted."""
-    try:
-        files = _parsed((folder / TABLE).read_bytes())
-    except OSError:
-        return (folder / COMMITTED).is_file()
-    return files is not None and not all((folder / name).exists() for name in files)
 
 
 def _problem(folder: Path, name: str, size: int, digest: str) -> str:
@@ -116,22 +109,15 @@ def _unread(name: str, error: OSError) -> str:
     return f"{name} {'is missing' if missing else f'cannot be read ({error.strerror})'}"
 
 
-def _parsed(table: bytes) -> Files | None:
+def _parsed(table: Any) -> Files | None:
     """Return the files of a table; None if it is not one."""
     try:
-        content: Any = json.loads(table)
-        if (content["format"], content["hash"]) != (_FORMAT, _HASH):
+        if table["format"] != _FORMAT:
             return None
-        files = {
-            str(PurePosixPath(name)): (int(size), str(digest)) for name, (size, digest) in content["files"].items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        files = {str(PurePosixPath(name)): (int(size), str(digest)) for name, (size, digest) in table["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return files if not any(PurePosixPath(name).is_absolute() or "\0" in name for name in files) else None
-
-
-def _hash_all(folder: Path, files: list[Path]) -> Files:
-    return {_name(folder, file): _hashed(file) for file in files}
 
 
 def _hashed(file: Path) -> tuple[int, str]:
@@ -142,14 +128,3 @@ def _hashed(file: Path) -> tuple[int, str]:
             hasher.update(buffer[:count])
             size += count
     return size, hasher.hexdigest()
-
-
-def _files(path: Path) -> list[Path]:
-    """Return all files below a folder, in order; of a file, itself."""
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    return sorted(file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
-
-
-def _name(folder: Path, file: Path) -> str:
-    return file.relative_to(folder).as_posix()

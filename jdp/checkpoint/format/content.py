@@ -1,10 +1,10 @@
 """The content of a checkpoint, and how it is read onto a target.
 
-A checkpoint is a folder with three items:
+A checkpoint is a folder:
 
-- `state`: the arrays by path ("params/layers/kernel");
-- `leaves`: a small JSON table of their shapes and dtypes, and the versions that wrote them;
-- `record`: any small JSON object.
+- `state/` has the arrays by path ("params/layers/kernel").
+- `checkpoint.json` has the table of their shapes and dtypes, the versions that wrote them, the record and the metrics.
+- `checksums.json` has the size and the hash of each file.
 
 It holds nothing of meshes, strategies or processes, nor of the kinds of containers. Reading takes a target, whose
 leaves give the path, shape, dtype and sharding of each array; only those are read into memory. A `Source` reads: the
@@ -30,7 +30,6 @@ import orbax.checkpoint as ocp
 
 from jdp.base.tree_paths import matches
 from jdp.checkpoint.errors import CheckpointError
-from jdp.checkpoint.format import committing
 from jdp.checkpoint.format.trees import (
     Content,
     check_kept,
@@ -40,7 +39,6 @@ from jdp.checkpoint.format.trees import (
     leaves_of,
     needed_but_ignored,
     text_of,
-    to_json,
 )
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
@@ -70,21 +68,6 @@ class Source(Protocol):
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Verify and read stored arrays onto leaves in `stored_form` that have elements, by path."""
         ...
-
-
-def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
-    """Return Orbax' arguments (arrays, table of leaves, record), and True if the arrays are copies.
-
-    Then a step may take the state over before Orbax has begun.
-    """
-    arrays, table = arrays_and_table(state)
-    copies = committing.snapshot(arrays)
-    items = ocp.args.Composite(
-        state=ocp.args.PyTreeSave(arrays if copies is None else copies),
-        leaves=ocp.args.JsonSave(table),
-        record=ocp.args.JsonSave(to_json(record, "record")),
-    )
-    return items, copies is not None
 
 
 def arrays_and_table(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:

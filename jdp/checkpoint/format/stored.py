@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
-from jdp.checkpoint.errors import DamagedError, reading
-from jdp.checkpoint.format import checksums, committing
-from jdp.checkpoint.format.checksums import COMMITTED
-from jdp.checkpoint.format.committing import METADATA
+from jdp.checkpoint.errors import HOURS, DamagedError, reading
+from jdp.checkpoint.format import arrays, checksums
 from jdp.core.cluster.barrier import from_every_process
 
-_ARRAYS = "state/"
-_HOURS = 4 * 3600.0  # a share of the largest checkpoints takes longer to read than processes wait elsewhere
+DESCRIPTION = "checkpoint.json"
+"""The file with the table of leaves, the record and the metrics."""
 
 
 class Stored:
@@ -25,82 +23,54 @@ class Stored:
 
     def __init__(self, folder: Path, fix: str) -> None:
         self.folder, self._fix = folder, fix
-        self._verified = False
+        self._description: dict[str, Any] = {}
 
     def table(self) -> dict[str, Any]:
-        """Verify the small files; return the table of leaves."""
-        self._verify(lambda name: not name.startswith(_ARRAYS))
-        table = self._json("leaves")
-        if not isinstance(table.get("leaves"), dict):
-            raise self._damaged("leaves has no table of leaves")
-        return table
+        """Verify and read the description, which has the table of leaves."""
+        self._verify(_is_description)
+        with reading(str(self.folder), self._fix):
+            description = json.loads((self.folder / DESCRIPTION).read_bytes())
+        if not isinstance(description, dict) or not all(
+            isinstance(description.get(x), dict) for x in ("leaves", "record")
+        ):
+            raise self._damaged(f"{DESCRIPTION} has no leaves or no record")
+        self._description = description
+        return description
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON object that was saved beside the arrays; `table` has verified it."""
-        return self._json("record")
+        """Return the JSON object that was saved beside the arrays, which `table` has read."""
+        return self._description["record"]
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Verify the files of the arrays at the first call; read arrays onto these leaves, by path."""
-        if not self._verified:
-            self._verify(lambda name: name.startswith(_ARRAYS))
-            self._verified = True
+        """Verify the files of the arrays; read arrays onto these leaves, by path."""
+        self._verify(lambda name: not _is_description(name))
         if not wanted:
             return {}
-        onto = ocp.checkpoint_utils.construct_restore_args(wanted)
-        return self._read("state", ocp.args.PyTreeRestore(wanted, restore_args=onto, partial_restore=True))
-
-    def _json(self, name: str) -> dict[str, Any]:
-        value = self._read(name, ocp.args.JsonRestore())
-        if not isinstance(value, dict):
-            raise self._damaged(f"{name} has no JSON object")
-        return value
-
-    def _read(self, item: str, arguments: Any) -> Any:
-        handler, meeting = ocp.CompositeCheckpointHandler(**item_handlers()), committing.multiprocessing_options()
-        with (
-            reading(str(self.folder), self._fix),
-            ocp.Checkpointer(handler, multiprocessing_options=meeting) as reader,
-        ):
-            return reader.restore(self.folder, args=ocp.args.Composite(**{item: arguments}))[item]
+        with reading(str(self.folder), self._fix):
+            return arrays.read(self.folder, wanted)
 
     def _verify(self, wanted: Callable[[str], bool]) -> None:
         """Compare files with their checksums; each process reads a share of them, and all raise the same error."""
         own = checksums.verify(self.folder, wanted, process=jax.process_index(), processes=jax.process_count())
-        for problem in filter(None, from_every_process("the checksums of a checkpoint", own, seconds=_HOURS)):
+        for problem in filter(None, from_every_process("the checksums of a checkpoint", own, seconds=HOURS)):
             raise self._damaged(problem)
 
     def _damaged(self, problem: str) -> DamagedError:
         return DamagedError(f"{self.folder} is damaged: {problem}. {self._fix}.", problem)
 
 
-def item_handlers() -> dict[str, Any]:
-    """Return Orbax' handler of each item."""
-    return {
-        "state": committing.array_handler(),
-        "leaves": ocp.JsonCheckpointHandler(),
-        "record": ocp.JsonCheckpointHandler(),
-    }
+def _is_description(name: str) -> bool:
+    return name == DESCRIPTION
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True if `folder` holds a checkpoint that was written to its end."""
-    return (folder / COMMITTED).is_file() and (folder / "leaves").is_dir() and (folder / "state").is_dir()
+    return (folder / checksums.COMMITTED).is_file() and (folder / arrays.FOLDER).is_dir()
 
 
-def check_metrics(folder: Path) -> None:
-    """Check the metrics beside a checkpoint."""
-    if problem := checksums.verify(folder, lambda name: name == METADATA or name.startswith("metrics/")):
-        raise DamagedError(f"{folder} is damaged: {problem}. Move it away.", problem)
-    file = folder / "metrics" / "metrics"
-    try:
-        metrics = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError):
-        metrics = None
-    if not isinstance(metrics, dict) or not all(x is None or isinstance(x, int | float) for x in metrics.values()):
-        raise DamagedError(
-            f"{file} is damaged: it must be a JSON object of numbers. Remove that file: the checkpoint is then one "
-            "without metrics.",
-            "metrics/metrics is no JSON object of numbers",
-        )
+def read_metrics(folder: Path) -> dict[str, float | None]:
+    """Return the metrics that were saved beside the arrays; none of a damaged checkpoint."""
+    with contextlib.suppress(OSError):  # it is being deleted
+        if not checksums.verify(folder, _is_description):
+            return json.loads((folder / DESCRIPTION).read_bytes())["metrics"]
+    return {}

@@ -70,7 +70,7 @@ class MemoryCopies:
         self._slots: list[Slot] = []
         self._calls, self._failed = 0, False
         self._restored = math.inf
-        name = from_first_process("the name of the run in memory", self._known_name())
+        name = from_first_process("the name of the run in memory", host.folder_of(directory))
         if name:
             self._open(name)
         self._here = {} if self._folder is None else slots(self._folder.path)
@@ -128,7 +128,7 @@ class MemoryCopies:
             self._protected = self._written
         self.forget_after(step - 1)
         if self._folder is None:
-            self._open(from_first_process("the name of the run in memory", self._named()))
+            self._open(from_first_process("the name of the run in memory", self._name_run()))
         plan, problem = self._layout(arrays)
         slot = next(
             each for each in self._slots if self._keys.get(each.index) != self._protected or not self._protected
@@ -222,43 +222,18 @@ class MemoryCopies:
 
     # Where the copies are.
 
-    def _known_name(self) -> str:
-        """Return, on process 0, the name of the run's folders in memory; "" if it has none yet.
-
-        A copy of a run's folder has the name of the other, whose folder says where that is.
-        """
-        if jax.process_index():
-            return ""
-        name = self._name_in(self._directory)
-        if not host.is_name(name):
-            return ""
-        other = host.checkpoints_of(name)
-        is_other = other not in ("", self._place) and not _is_same(Path(other), self._directory)
-        return "" if is_other and self._name_in(Path(other)) == name else name
-
-    @staticmethod
-    def _name_in(directory: Path) -> str:
-        file = directory / host.RUN_ID
-        return file.read_bytes().decode(errors="replace") if file.is_file() else ""
-
-    @property
-    def _place(self) -> str:
-        """The run's checkpoints, as its folders in memory name them."""
-        return str(self._directory.absolute())
-
-    def _named(self) -> str:
-        """Return the same, and give it one if it has none."""
-        known = self._known_name()
-        if jax.process_index() or known:
-            return known
-        name = host.new_name()
-        (self._directory / host.RUN_ID).write_text(name, encoding="ascii")
-        return name
+    def _name_run(self) -> str:
+        """Return, on process 0, the name of the run's folders in memory, after giving it one if it has none."""
+        name = host.folder_of(self._directory)
+        if jax.process_index() or name:
+            return name
+        (self._directory / host.RUN_ID).write_text(host.new_name(), encoding="ascii")
+        return host.folder_of(self._directory)
 
     def _open(self, name: str) -> None:
         """Open the run's folder of this host."""
         me = jax.process_index()
-        self._folder = _together("the run's folder in memory", lambda: RunFolder(name, self._place, me))
+        self._folder = _together("the run's folder in memory", lambda: RunFolder(name, str(self._directory), me))
         self._slots = [Slot(self._folder.path, me, number) for number in range(2)]
 
     def _survey(self) -> dict[Key, Mapping[int, np.ndarray]]:
@@ -334,14 +309,6 @@ def _together(what: str, action: Callable[[], _T]) -> _T:
     return value[0]
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    """Return True for two paths of one directory, as through a link."""
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
-
-
 def _copy(wanted: Sequence[tuple[str, int, Any]], onto: Sequence[np.ndarray], arrays: Mapping[str, Any]) -> None:
     """Copy parts of arrays from their devices into memory; nothing if there is none.
 
@@ -349,7 +316,9 @@ def _copy(wanted: Sequence[tuple[str, int, Any]], onto: Sequence[np.ndarray], ar
     """
     begun, held = deque[tuple[Any, np.ndarray]](), 0
     for (path, _, device), memory in zip(wanted, onto, strict=False):
-        shard = _shard(arrays[path], device)
+        x = arrays[path]
+        shards: Any = () if isinstance(x, np.ndarray) else x.addressable_shards
+        shard: Any = next((shard.data for shard in shards if shard.device == device), x)
         far = isinstance(shard, jax.Array) and device.platform in _PINNED_FOR and not is_on_host(shard)
         begun.append((to_host(shard) if far else shard, memory))
         held += memory.size
@@ -362,9 +331,3 @@ def _copy(wanted: Sequence[tuple[str, int, Any]], onto: Sequence[np.ndarray], ar
 def _write(part: Any, memory: np.ndarray) -> int:
     memory.view(part.dtype)[...] = np.asarray(part).reshape(-1)
     return memory.size
-
-
-def _shard(x: Any, device: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return x
-    return next(each.data for each in x.addressable_shards if each.device == device)

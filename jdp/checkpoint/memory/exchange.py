@@ -168,7 +168,9 @@ class Generation:
         problem = next(filter(None, from_every_process("parts that a host has alone", self._verify(own))), "")
         if problem:
             return problem
-        sizes = _sizes(self.index, numbers)
+        grids = list(self.index.grids.values())
+        places = np.searchsorted([grid.first for grid in grids], numbers, "right")
+        sizes = {number: grids[int(place) - 1].part_bytes for number, place in zip(numbers, places, strict=True)}
         self.fetched |= {number: np.empty(sizes[number], np.uint8) for number in numbers if number in mine}
         self.from_others += sum(sizes[number] for number in mine if number in sizes)
         for window in _windows(sizes):
@@ -194,13 +196,6 @@ def decoded(text: str, total: int) -> np.ndarray:
     """Return which parts a text of `encoded` has: bool [total]."""
     bits = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8)
     return np.unpackbits(bits)[:total].astype(bool)
-
-
-def _sizes(index: Index, numbers: Sequence[int]) -> dict[int, int]:
-    """Return the bytes of these parts, in order."""
-    firsts = np.array([grid.first for grid in index.grids.values()])
-    grids = list(index.grids.values())
-    return {number: grids[int(np.searchsorted(firsts, number, "right")) - 1].part_bytes for number in numbers}
 
 
 def _windows(sizes: Mapping[int, int]) -> Iterator[list[tuple[int, int, int]]]:

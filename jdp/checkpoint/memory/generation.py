@@ -7,7 +7,6 @@ written again keeps its memory and its mapping: a new page costs more than a cop
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from jdp.checkpoint.format.checksums import parse_table, write_table
 from jdp.checkpoint.memory.layout import Grid
 
 _FORMAT = 1
@@ -96,10 +96,7 @@ class Slot:
             [number, offset, part.size, xxhash.xxh3_64_hexdigest(part.data)]
             for number, offset, part in zip(numbers, offsets, parts, strict=False)
         ]
-        text = json.dumps({**head, "parts": rows}).encode()
-        fresh = self.index.with_suffix(".new")
-        fresh.write_bytes(xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text)
-        fresh.replace(self.index)
+        write_table(self.index, {**head, "parts": rows})
 
     @staticmethod
     def remove(file: Path) -> None:
@@ -119,17 +116,10 @@ def slots(folder: Path) -> dict[Path, Index]:
     found = dict[Path, Index]()
     for file in sorted(folder.glob(f"*{_INDEX}")):
         with contextlib.suppress(OSError):  # another process has removed it
-            if index := parsed(file.read_bytes(), file.with_suffix("")):
+            fields = parse_table(file.read_bytes())
+            if fields is not None and (index := of(fields, file.with_suffix(""))):
                 found[file] = index
     return found
-
-
-def parsed(content: bytes, file: Path) -> Index | None:
-    """Return the index with this content, of parts in `file`; None if it is damaged or of another version."""
-    digest, _, text = content.partition(b"\n")
-    if xxhash.xxh3_64_hexdigest(text).encode() != digest:
-        return None
-    return of(json.loads(text), file)
 
 
 def of(fields: Mapping[str, Any], file: Path) -> Index | None:

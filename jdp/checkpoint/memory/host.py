@@ -1,8 +1,8 @@
 """The folder in a host's memory that outlives a process: /dev/shm/jdp-UID, or below $JDP_MEMORY_DIR.
 
-Each run has a folder of its own there, named by a random number that lies beside the run's checkpoints. So a run that
-was removed and started anew finds nothing of the one before. Each process holds a lock there while it lives: a second
-run is refused. Folders that nobody uses are removed by a later run.
+Each run has a folder of its own there, named by where its checkpoints are and a random number beside them. So a run
+that was removed and started anew finds nothing of the one before. Each process holds a lock there while it lives: a
+second run is refused. Folders that nobody uses are removed by a later run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import stat
 import time
 from pathlib import Path
 
+import xxhash
+
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import available_memory
 from jdp.checkpoint.errors import CheckpointError
@@ -25,19 +27,14 @@ from jdp.checkpoint.errors import CheckpointError
 VARIABLE = "JDP_MEMORY_DIR"
 """The environment variable that names another file system in memory than /dev/shm."""
 RUN_ID = ".memory"
-"""The file beside a run's checkpoints with the name of its folders in memory."""
+"""The file beside a run's checkpoints with a random number, by which its folders in memory are named."""
 _LOCK, _HOST, _WHERE = ".lock", "host", "checkpoints"
 _UNKNOWN_DAYS, _KNOWN_DAYS = 1.0, 7.0
 _NAME = re.compile(r"[0-9a-f]{16}")
 
 
-def is_name(text: str) -> bool:
-    """Return True for a name that `new_name` made."""
-    return _NAME.fullmatch(text) is not None
-
-
 def new_name() -> str:
-    """Return the name of a new run's folder."""
+    """Return a random name."""
     return secrets.token_hex(8)
 
 
@@ -73,12 +70,16 @@ def token() -> str:
         raise _unusable(file.parent, error) from error
 
 
-def checkpoints_of(name: str) -> str:
-    """Return where the checkpoints are of the run whose folder has this name; "" if it has none here."""
+def folder_of(directory: Path) -> str:
+    """Return the name of the folders in memory of the run with these checkpoints; "" if it has none yet.
+
+    It depends on where the checkpoints are: a copy of a run has folders of its own.
+    """
     try:
-        return (home() / name / _WHERE).read_text(encoding="utf-8")
+        run_id = (directory / RUN_ID).read_bytes()
     except OSError:
         return ""
+    return xxhash.xxh3_64_hexdigest(run_id + bytes(directory.resolve()))
 
 
 class RunFolder:
@@ -134,11 +135,10 @@ def _unusable(folder: Path, error: OSError) -> CheckpointError:
 def _remove_leftovers(folder: Path) -> None:
     """Remove the folders that no process uses: of runs that are gone here, after a day; of any, after a week."""
     for other in folder.iterdir():
-        if not is_name(other.name) or not other.is_dir():
+        if not _NAME.fullmatch(other.name) or not other.is_dir():
             continue
         with contextlib.suppress(OSError):
-            own = Path((other / _WHERE).read_text(encoding="utf-8")) / RUN_ID
-            is_known = own.is_file() and own.read_text(encoding="ascii") == other.name
+            is_known = folder_of(Path((other / _WHERE).read_text(encoding="utf-8"))) == other.name
             days = (time.time() - other.stat().st_mtime) / 86400
             if days > (_KNOWN_DAYS if is_known else _UNKNOWN_DAYS) and not any(map(_is_held, other.glob(f"*{_LOCK}"))):
                 shutil.rmtree(other, ignore_errors=True)

@@ -153,7 +153,26 @@ def import_safetensors(
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
-    return import_weights(path, target, names, missing, ignore, check_config=check_config)
+    leaves, stored = weights_of(target), files.read(path)
+    expected = resolve(names, leaves)
+    if check_config:
+        _check_config(expected, path)
+    check_cover(expected, leaves, missing)
+    for name in sorted(ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)):
+        if name in expected.tensors and (needed := _needed(expected.tensors[name], missing)):
+            raise needed_but_ignored(needed[0])
+        del stored[name]
+    _check_stored(expected, stored, leaves, missing, path)
+    sources = _sources(expected, stored, leaves, path)
+    check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
+    read = {leaf_path: _read_leaf(leaf_path, leaves[leaf_path], source) for leaf_path, source in sources.items()}
+
+    def filled(tree: PyTree) -> PyTree:
+        return jax.tree.map_with_path(lambda key, leaf: read.get(path_of(key), leaf), tree)
+
+    if not isinstance(target, TrainState):
+        return filled(target)
+    return replace(target, params=filled(target.params), model_state=filled(target.model_state))
 
 
 def weights_of(tree: PyTree) -> dict[str, Any]:
@@ -169,17 +188,6 @@ def weights_of(tree: PyTree) -> dict[str, Any]:
             raise CheckpointError(f"Weights are arrays; {path} is {leaf!r}. Leave it out, or make it an array.")
         leaves[path] = leaf
     return leaves
-
-
-def _with_weights(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    """Return a state or tree with some weights replaced by those of the same slash paths, laid out as they were."""
-    if not isinstance(tree, TrainState):
-        return _filled(tree, leaves)
-    return replace(tree, params=_filled(tree.params, leaves), model_state=_filled(tree.model_state, leaves))
-
-
-def _filled(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    return jax.tree.map_with_path(lambda path, leaf: leaves.get(path_of(path), leaf), tree)
 
 
 # Export.
@@ -269,31 +277,6 @@ class _Source:
         if not self.transposed:
             return self.stored.read(index)
         return np.swapaxes(self.stored.read([*index[:-2], index[-1], index[-2]]), -1, -2)
-
-
-def import_weights(
-    path: Path,
-    target: PyTree,
-    names: GivenNames,
-    missing: Sequence[str],
-    ignore: Sequence[str] = (),
-    *,
-    check_config: bool = True,
-) -> PyTree:
-    """Read weights from the files at a path onto the shardings of `target`."""
-    leaves, stored = weights_of(target), files.read(path)
-    expected = resolve(names, leaves)
-    if check_config:
-        _check_config(expected, path)
-    check_cover(expected, leaves, missing)
-    for name in sorted(ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)):
-        if name in expected.tensors and (needed := _needed(expected.tensors[name], missing)):
-            raise needed_but_ignored(needed[0])
-        del stored[name]
-    _check_stored(expected, stored, leaves, missing, path)
-    sources = _sources(expected, stored, leaves, path)
-    check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
-    return _with_weights(target, {each: _read_leaf(each, leaves[each], held) for each, held in sources.items()})
 
 
 def _check_config(names: Names, path: Path) -> None:

@@ -6,7 +6,6 @@ an error, which the user decides about.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.content import Source
-from jdp.checkpoint.format.stored import Stored, check_metrics, is_checkpoint
+from jdp.checkpoint.format.stored import Stored, is_checkpoint
 from jdp.checkpoint.upkeep import ownership
 from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
 
@@ -70,23 +69,18 @@ def check(path: str | Path) -> list[Checked]:
     path = user_path(path).absolute()
     if is_checkpoint(path):
         return [_checked(path)]
-    directories = [path, path / RUN_FOLDER]
-    steps = {step: directory for directory in directories for step in ownership.committed_steps(directory)}
-    lost = {step: directory for directory in directories for step in ownership.uncommitted_steps(directory)}
-    found = [_checked(folder / str(step)) for step, folder in sorted((steps | lost).items())]
-    return [each for each in found if each.status != "damaged" or _stays(each.folder)]
+    folders: list[Path] = []
+    for directory in (path, path / RUN_FOLDER):
+        steps = ownership.numbered_steps if ownership.is_marked(directory) else ownership.committed_steps
+        folders += [directory / str(step) for step in steps(directory)]
+    found = map(_checked, sorted(folders, key=lambda folder: int(folder.name)))
+    return [each for each in found if each.status == "whole" or each.folder.exists()]  # it may have been deleted
 
 
 def _checked(folder: Path) -> Checked:
     problem = checksums.verify(folder)
     step = int(folder.name) if folder.name.isdecimal() else None
     return Checked(folder, step, "damaged" if problem else "whole", problem)
-
-
-def _stays(folder: Path) -> bool:
-    """Return True if a step is still there, and not being deleted by a run that goes on."""
-    steps = (*ownership.committed_steps(folder.parent), *ownership.uncommitted_steps(folder.parent))
-    return int(folder.name) in steps
 
 
 def read_newest(directory: Path, read: Callable[[Source], _T]) -> tuple[_T, int, dict[int, str]]:
@@ -122,7 +116,7 @@ def report(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
         warn(f"{directory}: checkpoint {step} is damaged ({problem}), and {instead} is read in its place")
 
 
-def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None = None) -> None:
+def set_aside(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
     """Rename damaged checkpoints to `damaged-STEP` on process 0, and report each."""
     for step, problem in sorted(damaged.items()) if jax.process_index() == 0 else ():
         try:
@@ -131,30 +125,6 @@ def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None =
             continue  # another process has deleted or set it aside meanwhile
         except OSError as error:
             done = f"cannot be set aside ({error.strerror})"
-        taken = "" if instead is None else f"; {instead} is read in its place"
-        warn(f"{directory}: checkpoint {step} is damaged ({problem}) and {done}{taken}")
+        warn(f"{directory}: checkpoint {step} is damaged ({problem}) and {done}; {instead} is read in its place")
     if damaged:
         meet("where process 0 sets damaged checkpoints aside")
-
-
-def set_unreadable_aside(directory: Path) -> None:
-    """Set checkpoints with damaged metrics aside, as Orbax opens no directory with one of these."""
-    damaged: dict[int, str] = {}
-    error: DamagedError | None = None
-    steps = ownership.committed_steps(directory)
-    for step in steps:
-        try:
-            check_metrics(directory / str(step))
-        except DamagedError as damage:
-            if is_checkpoint(directory / str(step)):  # and is not being deleted
-                damaged[step], error = damage.problem, damage
-    found = from_first_process("which checkpoints have damaged metrics", json.dumps(damaged))
-    damaged = {int(step): problem for step, problem in json.loads(found).items()}
-    if error is not None and len(damaged) == len(steps):
-        raise error
-    set_aside(directory, damaged)
-    for step in ownership.uncommitted_steps(directory):
-        warn(
-            f"{directory}: {step} has no {checksums.COMMITTED} and does not count: it was never finished, or has lost "
-            "that file"
-        )

@@ -1,12 +1,11 @@
-"""Ownership of the entries of a directory of checkpoints: jdp's or foreign, this run's or an abandoned run's.
+"""Ownership of the entries of a directory of checkpoints: jdp's or not.
 
-Only entries that jdp wrote are ever moved or deleted. A finished step is recognised by its content. A step that is
-being written or deleted has a mark beside it, `.unfinished-STEP`, made before and removed after. It distinguishes a
-step that a killed process left half-written or half-deleted from a foreign folder. A link is never followed to delete.
+A directory that jdp writes has a marker file. In it a step is written to `.saving-STEP` and renamed to STEP when it is
+complete; to be deleted it is first renamed to `.deleted-STEP`. So a numbered folder is complete at any moment, and
+nothing else is ever deleted. A link is never followed to delete.
 
 A step whose files have changed since it was saved is renamed to `damaged-STEP`, and an earlier one takes its place.
-
-Steps that a run abandons are moved to `abandoned-1`, `abandoned-2`, …: `lineage` finds them.
+Steps that a run has gone back from are moved to `abandoned-1`, `abandoned-2`, …
 """
 
 from __future__ import annotations
@@ -15,93 +14,79 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from jdp.base.notices import warn
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.checkpoint.format.checksums import COMMITTED, TABLE, is_part
-from jdp.checkpoint.format.committing import METADATA
+from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.stored import is_checkpoint
 
-MARK, ABANDONED, DAMAGED = ".unfinished-", "abandoned-", "damaged-"
+MARKER = ".jdp-checkpoints"
+"""The file that makes a directory jdp's."""
+SAVING, DELETED, ABANDONED, DAMAGED = ".saving-", ".deleted-", "abandoned-", "damaged-"
 _STEP = re.compile(r"0|[1-9][0-9]*")
-ENTRIES = frozenset(("state", "leaves", "record", "metrics", METADATA, TABLE, COMMITTED, f"{COMMITTED}.new"))
-"""The files of Orbax and jdp in the folder of a step."""
+_LEFTOVER = re.compile(rf"({re.escape(SAVING)}|{re.escape(DELETED)})({_STEP.pattern})")
+
+
+def numbered_steps(directory: Path) -> list[int]:
+    """Return the numbers that entries of a directory are named by, in order."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if _STEP.fullmatch(path.name))
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Return the steps with complete checkpoints, or links to these, oldest first.
+    """Return the steps with complete checkpoints, or links to these, oldest first."""
+    return [step for step in numbered_steps(directory) if is_checkpoint(directory / str(step))]
 
-    Those that are being deleted, or were when a process was killed, are left out.
-    """
-    if not directory.is_dir():
-        return []
-    complete = [int(path.name) for path in _numbered(directory) if is_checkpoint(path)]
-    return sorted(step for step in complete if not (is_marked(directory, step) and is_part(directory / str(step))))
+
+def is_marked(directory: Path) -> bool:
+    """Return True if jdp has written to a directory."""
+    return (directory / MARKER).is_file()
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory of checkpoints; in one that is there, check that jdp wrote all entries named by numbers."""
+    """Make a directory of checkpoints. In one that is there, entries named by numbers must be checkpoints."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(f"{directory} cannot be made a directory of checkpoints", error) from error
-    for path in directory.iterdir():
-        if not (path.name.isascii() and path.name.isdecimal()):
+    for name in sorted(path.name for path in directory.iterdir() if path.name.isascii() and path.name.isdecimal()):
+        if _STEP.fullmatch(name) and is_checkpoint(directory / name):
             continue
-        known = _STEP.fullmatch(path.name) and (is_checkpoint(path) or _may_be_unfinished(path))
-        if not known:
+        if not is_marked(directory):
             raise CheckpointError(
-                f"A directory of checkpoints has nothing but these under numbers, as steps come and go there; "
-                f"{directory} has {path.name}, which is none. Choose another directory, such as "
-                f"{directory / 'checkpoints'}, or rename {path.name}."
+                f"{directory} contains {name}, which is not a checkpoint. jdp deletes numbered folders here: choose an "
+                f"empty folder, such as {directory / 'checkpoints'}."
             )
+        warn(f"{directory}: {name} has no {COMMITTED}, and does not count")
 
 
-def may_delete(directory: Path, step: int) -> bool:
-    """Return True for the folder of a finished checkpoint; False for a link to one, or anything else."""
-    folder = directory / str(step)
-    return is_checkpoint(folder) and not folder.is_symlink()
+def mark(directory: Path) -> None:
+    """Make a directory jdp's; delete what killed runs left half-written or half-deleted in it."""
+    (directory / MARKER).touch()
+    for path in list(directory.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            remove(path)
 
 
-def mark(directory: Path, step: int) -> None:
-    """Record that this process is about to write, or to delete, a step."""
-    (directory / f"{MARK}{step}").touch()
-
-
-def unmark(directory: Path, steps: Iterable[int]) -> None:
-    """Remove the marks of steps that have been written or deleted."""
-    for step in steps:
-        (directory / f"{MARK}{step}").unlink(missing_ok=True)
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Delete steps that killed processes left half-written or half-deleted, and their marks."""
-    for path in list(directory.glob(f"{MARK}*")):
-        step = path.name.removeprefix(MARK)
-        if _STEP.fullmatch(step):
-            discard_unfinished(directory, int(step))
-    for folder in list(_numbered(directory)):
-        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
-            folder.rmdir()  # killed before there was anything in it
-
-
-def discard_unfinished(directory: Path, step: int) -> None:
-    """Delete a step that was not finished, if it has jdp's mark.
-
-    Threads of Orbax may still write to it after another one failed: then deleting is tried again. A step that stays
-    keeps its mark.
-    """
-    folder = directory / str(step)
-    if not is_marked(directory, step):
-        return
+def remove(folder: Path) -> None:
+    """Delete a folder, again for two seconds: threads of Orbax may still write to it after another one failed."""
     for _ in range(20):
-        if (not is_checkpoint(folder) or is_part(folder)) and _may_be_unfinished(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            unmark(directory, [step])
+        if folder.is_symlink() or not folder.exists():
             return
-        time.sleep(0.1)  # they may make it anew
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1 * folder.exists())
+
+
+def delete(directory: Path, step: int) -> None:
+    """Delete a complete checkpoint; a link to one, or anything else, stays."""
+    folder, doomed = directory / str(step), directory / f"{DELETED}{step}"
+    if is_checkpoint(folder) and not folder.is_symlink():
+        remove(doomed)
+        folder.rename(doomed)
+        remove(doomed)
 
 
 def set_aside(directory: Path, steps: Sequence[int]) -> Path:
@@ -120,20 +105,6 @@ def set_aside(directory: Path, steps: Sequence[int]) -> Path:
     return aside
 
 
-def is_marked(directory: Path, step: int) -> bool:
-    """Return True if a process is writing or deleting a step, or was when it was killed."""
-    return (directory / f"{MARK}{step}").is_file()
-
-
-def uncommitted_steps(directory: Path) -> list[int]:
-    """Return the steps of jdp without a commit file that nobody is writing: the file was lost, or the mark was."""
-    if not directory.is_dir():
-        return []
-    folders = [path for path in _numbered(directory) if not is_marked(directory, int(path.name))]
-    begun = [path for path in folders if not is_checkpoint(path) and _may_be_unfinished(path)]
-    return sorted(int(path.name) for path in begun if any(path.iterdir()))
-
-
 def set_damaged_aside(directory: Path, step: int) -> str:
     """Rename the folder of a damaged step to `damaged-STEP`, and return its new name."""
     folder, name, number = directory / str(step), f"{DAMAGED}{step}", 1
@@ -142,26 +113,3 @@ def set_damaged_aside(directory: Path, step: int) -> str:
         name = f"{DAMAGED}{step}-{number}"
     folder.rename(directory / name)
     return name
-
-
-def remove_staging(directory: Path) -> None:
-    """Delete the directory in which an earlier `jdp.save` wrote its checkpoint, if there is one."""
-    if not directory.exists() and not directory.is_symlink():
-        return
-    marks = {path for path in directory.glob(".*") if path.name.startswith(MARK)}
-    own = marks | {path for path in _numbered(directory) if not path.is_symlink() and _may_be_unfinished(path)}
-    if directory.is_symlink() or set(directory.iterdir()) - own:
-        raise CheckpointError(
-            f"{directory} is where a checkpoint is written before it is moved to its place, and holds something that "
-            "is not jdp's. Move it away, or choose another path."
-        )
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _numbered(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.iterdir() if _STEP.fullmatch(path.name))
-
-
-def _may_be_unfinished(folder: Path) -> bool:
-    """Return True for a folder with nothing in it but what Orbax writes, or nothing at all."""
-    return folder.is_dir() and not folder.is_symlink() and {entry.name for entry in folder.iterdir()} <= ENTRIES
