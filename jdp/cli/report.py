@@ -14,7 +14,7 @@ from jdp.cli.options import UsageError, check_writable, choose_target_platform, 
 
 if TYPE_CHECKING:
     from jdp.foresight.targets.resolve import Target
-    from jdp.report.run_page import CompiledStep, Run
+    from jdp.report.run import CompiledStep, Run
     from jdp.run.read_folder import Recorded
 
 PAGE = "report.html"
@@ -100,7 +100,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"]:
     """Return each run as recorded, with its compiled step or the reason why there is none."""
     from jdp.cli.terminal import Progress
-    from jdp.report.run_page import Run
+    from jdp.report.run import Run
 
     targets = {name: options.target or target_of_run(each) for name, each in recorded.items()}
     steps: dict[str, CompiledStep] = {}
@@ -148,7 +148,7 @@ def _compiled(recorded: "Recorded", target: "Target", options: Options) -> "Comp
     from jdp.experiment.plan import candidates_of
     from jdp.experiment.schema.fields import NONE
     from jdp.foresight.foresee import make_plan_report
-    from jdp.report.run_page import CompiledStep
+    from jdp.report.run import CompiledStep
     from jdp.run.folder import FILE
 
     has_plugin = recorded.settings.get("plugin") not in (None, toml_value(NONE))

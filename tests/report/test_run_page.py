@@ -7,13 +7,12 @@ import re
 
 import numpy as np
 import pytest
-from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
+from test_plan_page import FAILED, HOSTILE, Reader, outlook_of, without_style
 
 from jdp.core.sharding.placement import Placement
 from jdp.report.curves import MOST_POINTS, thinned
-from jdp.report.history import state
-from jdp.report.page import CSS
-from jdp.report.run_page import CompiledStep, Run, run_page
+from jdp.report.run import CompiledStep, Run
+from jdp.report.run_page import run_page
 
 DEVICES = {
     "platform": "cpu",
@@ -174,8 +173,7 @@ def test_many_long_runs_make_a_page_of_bounded_size():
 
 
 def test_every_class_in_the_page_has_a_style():
-    used = {name for value in Reader(text_of_two()).values("class") for name in value.split()}
-    assert [name for name in sorted(used) if f".{name}" not in CSS] == []
+    assert without_style(text_of_two()) == []
 
 
 # Curves.
@@ -212,4 +210,4 @@ def test_thinning_keeps_the_ends_and_every_extreme(count):
     ],
 )
 def test_how_a_run_stands(history, summary, expected):
-    assert state(history, summary) == expected
+    assert run_of(history=history, summary=summary).state == expected
