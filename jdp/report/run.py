@@ -13,10 +13,11 @@ import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jdp.core.sharding.placement import Placement
-from jdp.foresight.forecast import Estimate
+if TYPE_CHECKING:
+    from jdp.core.sharding.placement import Placement
+    from jdp.foresight.forecast import Estimate
 
 Row = Mapping[str, float]
 History = Sequence[Mapping[str, Any]]
@@ -40,17 +41,18 @@ class Run:
     """One run as the page takes it."""
 
     name: str  # of the run, different from the others'
-    rows: Sequence[Row]  # of metrics, each with "step" and numbers
+    rows: Sequence[Row]  # of metrics, each with "step", "time" and numbers; NaN and infinities restored
     history: History = ()  # the events of its visits
     summary: Mapping[str, Any] | None = None  # of its last visit that came to the end
     toml: str = ""  # the experiment as run
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # its dotted keys, and their values as text
+    # its dotted keys, and their values as TOML; empty where it cannot be parsed
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
     checkpoints: Sequence[int] = ()  # steps of those that are there
     notes: Sequence[str] = ()  # what was damaged or missing, a sentence each
     step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
     no_step: str = "The step was not compiled."  # why there is none, as a sentence
     samples: Sequence[Mapping[str, Any]] = ()  # rows with "step", "prompt" and "text"
-    goodput: str | None = None  # the useful share of all its time, and where the rest went; None: not known
+    goodput: str | None = None  # the useful share of its time, and where the rest went; None without a flight recorder
 
     def values(self, metric: str) -> list[float]:
         return [row[metric] for row in self.rows if metric in row]
