@@ -43,7 +43,7 @@ FAST = (
     "guard/test_diagnosis.py",
     "guard/test_goodput.py",
     "report/test_plan_page.py::test_hostile_names_stay_text",
-    "report/test_plan_page.py::test_one_script_whose_digest_the_policy_names",
+    "report/test_pages.py::test_one_script_whose_digest_the_policy_names",
     "prove/test_prove.py::test_what_cannot_be_proven",
     "prove/test_prove.py::test_numbers_that_are_none_do_not_pass_for_equal",
     "experiment/test_experiment.py",

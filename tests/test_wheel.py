@@ -37,9 +37,9 @@ def names(folder, pattern):
 
 
 def test_its_content(unpacked):
-    """Every module and guide of jdp, and the experiments, and nothing else beside the metadata."""
+    """Every module, guide and template of jdp, and the experiments, and nothing else beside the metadata."""
     assert {path.name for path in unpacked.iterdir()} == {"jdp", f"jdp-{jdp.__version__}.dist-info"}
-    for pattern in ("**/*.py", "**/*.md", "py.typed"):
+    for pattern in ("**/*.py", "**/*.md", "**/*.html", "py.typed"):
         assert names(unpacked / "jdp", pattern) == names(ROOT / "jdp", pattern)
     shipped = unpacked / "jdp" / "experiment" / "shipped_files"
     assert names(shipped, "*") == names(ROOT / "experiments", "*.toml")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from jdp.base.formatting import align_columns
 from jdp.report.charts import SETTINGS, chart, inline, write
-from jdp.report.page import Section, element, joined, page, table
+from jdp.report.page import page
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
@@ -117,8 +117,7 @@ def keep(figure: Figure, path: Path, described: str) -> None:
 
 def write_page(path: Path, title: str, figure: Figure, described: str, tables: Sequence[Table]) -> None:
     """Write a self-contained page of a picture and tables: (title, headers, rows), all text."""
-    blocks = [element("figure", inline(figure, described), class_="picture")]
-    blocks += [table(headers, rows, caption=caption) for caption, headers, rows in tables]
+    values = {"lead": described, "picture": inline(figure, described), "tables": tables}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(title, [Section("lesson", "Counted", joined(blocks))], lead=described), "utf-8")
+    path.write_text(page("picture.html", title=title, **values), "utf-8")
     print(f"\nwrote {path}")

@@ -1,8 +1,8 @@
 """`jdp report`: one page of one or several runs."""
 
 import json as as_json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +14,7 @@ from jdp.cli.options import UsageError, check_writable, choose_target_platform, 
 
 if TYPE_CHECKING:
     from jdp.foresight.targets.resolve import Target
-    from jdp.report.run_page import CompiledStep, Run
-    from jdp.run.read_folder import Recorded
+    from jdp.report.run import CompiledStep, Run
 
 PAGE = "report.html"
 
@@ -62,8 +61,8 @@ def run(arguments: list[str]) -> int:
         path = options.output or (Path(PAGE) if len(folders) > 1 else folders[0] / PAGE)
         check_writable(path)
         names = _names(folders)
-        recorded = dict(zip(names, map(read_run, folders), strict=True))
-        write_file(path, run_page(_with_steps(recorded, options)))
+        recorded = [*map(read_run, folders, names)]
+        write_file(path, run_page(_with_steps(recorded, folders, options)))
     if options.json:
         print(as_json.dumps({"path": str(path), "runs": [*names]}))
     else:
@@ -97,43 +96,35 @@ def _names(folders: Sequence[Path]) -> list[str]:
 # The steps.
 
 
-def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"]:
+def _with_steps(recorded: Sequence["Run"], folders: Sequence[Path], options: Options) -> list["Run"]:
     """Return each run as recorded, with its compiled step or the reason why there is none."""
     from jdp.cli.terminal import Progress
-    from jdp.report.run_page import Run
 
-    targets = {name: options.target or target_of_run(each) for name, each in recorded.items()}
-    steps: dict[str, CompiledStep] = {}
-    missing = dict.fromkeys(recorded, "The step was not compiled (--no-compile): memory and timeline are left out.")
-    if not options.no_compile:
-        choose_target_platform([name for name in targets.values() if name])
-        if options.target is not None:
-            _resolved(options.target)  # a mistake of the command line ends it here
-        with Progress() as progress:
-            for done, (name, each) in enumerate(recorded.items()):
-                progress.compiling(done, len(recorded), f"the step of {name}")
-                try:
-                    steps[name] = _compiled(each, _resolved(targets[name]), options)
-                except Exception as error:  # whatever it is, the page has all the rest
-                    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                    missing[name] = f"The step was not compiled: {kind}{cut(' '.join(str(error).split()), 600)}"
-    return [
-        Run(
-            name,
-            **{field.name: getattr(each, field.name) for field in fields(each) if field.name != "folder"},
-            step=steps.get(name),
-            no_step=missing[name],
-        )
-        for name, each in recorded.items()
-    ]
+    if options.no_compile:
+        why = "The step was not compiled (--no-compile): memory and timeline are left out."
+        return [replace(run, no_step=why) for run in recorded]
+    targets = [options.target or target_of_run(run) for run in recorded]
+    choose_target_platform([name for name in targets if name])
+    if options.target is not None:
+        _resolved(options.target)  # a mistake of the command line ends it here
+    runs = list["Run"]()
+    with Progress() as progress:
+        for run, folder, target in zip(recorded, folders, targets, strict=True):
+            progress.compiling(len(runs), len(recorded), f"the step of {run.name}")
+            try:
+                runs.append(replace(run, step=_compiled(run, folder, _resolved(target), options)))
+            except Exception as error:  # whatever it is, the page has all the rest
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                why = f"The step was not compiled: {kind}{cut(' '.join(str(error).split()), 600)}"
+                runs.append(replace(run, no_step=why))
+    return runs
 
 
-def target_of_run(recorded: "Recorded") -> str | None:
+def target_of_run(recorded: "Run") -> str | None:
     """Return the target that describes the devices of a run's last visit, such as "cpu:8"; None if not known."""
     from jdp.base.chips import GPUS
 
-    begun = [event for event in recorded.history if "devices" in event]
-    last: dict[str, Any] = begun[-1] if begun else {}
+    last: Mapping[str, Any] = next((event for event in reversed(recorded.history) if "devices" in event), {})
     devices = last.get("devices") or recorded.settings.get("devices")
     if last.get("platform", "cpu") == "cpu":
         return f"cpu:{devices}" if str(devices).isdecimal() else None
@@ -142,18 +133,18 @@ def target_of_run(recorded: "Recorded") -> str | None:
     return None if kind is None or not isinstance(devices, int) else f"{kind}:{hosts}x{devices // hosts}"
 
 
-def _compiled(recorded: "Recorded", target: "Target", options: Options) -> "CompiledStep":
+def _compiled(recorded: "Run", folder: Path, target: "Target", options: Options) -> "CompiledStep":
     """Compile the step of a run's experiment for a target, as `jdp plan` does, with the same errors."""
     from jdp.experiment.file import load
     from jdp.experiment.plan import candidates_of
     from jdp.experiment.schema.fields import NONE
     from jdp.foresight.foresee import make_plan_report
-    from jdp.report.run_page import CompiledStep
+    from jdp.report.run import CompiledStep
     from jdp.run.folder import FILE
 
     has_plugin = recorded.settings.get("plugin") not in (None, toml_value(NONE))
     plugin = {"plugin": options.plugin} if has_plugin and options.plugin else {}
-    experiment = load(recorded.folder / FILE, plugin)
+    experiment = load(folder / FILE, plugin)
     candidates = candidates_of(
         experiment, target, strategies=[experiment.strategy], accumulate=[experiment.train.accumulate]
     )

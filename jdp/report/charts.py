@@ -15,12 +15,13 @@ from typing import Any
 
 import matplotlib as mpl
 from cycler import cycler
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter, LogFormatter
 
-from jdp.report.page import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Markup, element
+from jdp.report.page import COLOURS, visible
 
 # Stand-ins that matplotlib knows as colours, for what only the page knows.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
@@ -30,7 +31,7 @@ _FILE_STYLE = (
     "@media (prefers-color-scheme: dark) { svg { --ink: #e4e8ec; --faint: #9aa5b1; --paper: #14171b; } }"
 )
 
-SERIES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY)
+SERIES = tuple(COLOURS[name] for name in ("blue", "vermilion", "green", "orange", "purple", "sky", "grey"))
 """The colours of a chart's series, in order."""
 
 SETTINGS: dict[Any, Any] = {
@@ -111,7 +112,7 @@ def inline(figure: Figure, described: str) -> Markup:
     text = re.sub(r"\s*\n\s*", " ", text)
     digest = hashlib.sha256(text.encode()).hexdigest()[:6]
     text = re.sub(r'(?<=id=")\w+|(?<=url\(#)\w+|(?<=href="#)\w+', rf"\g<0>-{digest}", text)
-    title = element("title", described)
+    title = Markup("<title>{}</title>").format(visible(described))
     return Markup(re.sub(r"<svg [^>]*>", lambda head: f'{head[0][:-1]} role="img">{title}', text, count=1).strip())
 
 

@@ -1,32 +1,41 @@
-"""Curves over a run's steps, for a page: thinned without losing what stands out, smoothed, drawn in the one look.
+"""The charts of runs: which metrics are drawn together, thinned without losing what stands out, smoothed.
 
 A chart is small, and its font is not: side by side on a wide window, one below the other on a phone, readable on both.
+Metrics that this file does not know get a chart of their own.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
 from jdp.base.formatting import format_rate
 from jdp.report.charts import FAINT, INK, SERIES, SETTINGS, chart, inline
-from jdp.report.page import Markup, element
+from jdp.report.run import Run
 
 MOST_POINTS = 2000
 """Of one curve."""
-FEWEST_TO_SMOOTH = 30
+_FEWEST_TO_SMOOTH = 30
 _MOST_SMOOTHED = 100.0  # rows: a longer mean would lag behind a loss that falls
 _LOG = 100.0  # times the smallest: a curve that spans more is drawn on a logarithmic axis
 _DENSE = 500  # values of a chart's width: more are a band
-Numbers = Sequence[float] | np.ndarray
-_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
+_DASHES = ((), (5.0, 2.0), (1.5, 1.5))
+_ELSEWHERE = {  # metrics that other charts and tables show, or that nobody looks at
+    *("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", "tokens_per_second"),
+    *("examples_per_second", "step_seconds", "data_wait_seconds", "step", "time", "weight", "skipped"),
+    "eval_bits_per_token",
+}
+_MOST_OTHERS = 24
+_UP: dict[str, Any] = {"from_zero": True, "may_be_log": False}
 
 
 @dataclass(frozen=True)
@@ -54,21 +63,133 @@ class Chart:
     large: bool = False  # twice as wide and high as the others, where there is room
     note: str = ""  # text below it
 
+    @property
+    def finite(self) -> list[float]:
+        return [value for curve in self.curves for value in curve.values if math.isfinite(value)]
 
-def colour(run: int) -> str:
-    """Return the colour of a run's curves; the eighth run has the first's, dashed."""
+    @property
+    def picture(self) -> Markup:
+        """The chart as an `<svg>` element."""
+        with mpl.rc_context(SETTINGS):
+            figure, [axes] = chart(width=5.2, height=3.1)
+            most = max(200, MOST_POINTS * 8 // max(8, len(self.curves)))
+            for curve in self.curves:
+                _draw_curve(axes, curve, most)
+            alone = len({curve.run for curve in self.curves}) == 1
+            for run, step in self.moments:
+                hue = FAINT if alone else _colour(run)
+                axes.axvline(step, color=hue, linewidth=1.0, linestyle=(0, (1, 2)), zorder=0)
+            _label_steps(axes, self)
+            _label_values(axes, self)
+        return inline(figure, f"{self.title} over {self.x_label}s; the tables have numbers.")
+
+
+# Which charts there are.
+
+
+def learning(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of losses, the learning rate, the gradients' norm and accuracies."""
+    counts = [_units_per_step(run) for run in runs]
+    same = counts[0] if counts and all(count == counts[0] for count in counts) else None
+    moments = [(number, step) for number, run in enumerate(runs) for step in run.resumes]
+    losses = ("loss", "smoothed"), ("eval_loss", "points")
+    accuracies = ("accuracy", "smoothed"), ("eval_accuracy", "points")
+    loss = _chart(runs, "Loss", *losses, large=True, per_step=same, moments=moments, note=_about_loss(runs))
+    charts = [
+        loss,
+        _chart(runs, "Learning rate", ("lr", "line"), **_UP),
+        _chart(runs, "Norm of the gradients", ("grad_norm", "smoothed")),
+        _chart(runs, "Accuracy", *accuracies, unit="percent", may_be_log=False),
+    ]
+    if same is None and all(counts):
+        charts.append(_over_units(loss, counts))
+    return [each for each in charts if each.curves]
+
+
+def speed(runs: Sequence[Run]) -> list[Chart]:
+    """Return the charts of throughput, the share of time that steps waited for data, and MFU."""
+    waiting = ("data_wait_seconds", "smoothed")
+    charts = [
+        _chart(runs, "Tokens a second", ("tokens_per_second", "smoothed"), unit="per second", **_UP),
+        _chart(runs, "Examples a second", ("examples_per_second", "smoothed"), unit="per second", **_UP),
+        _chart(runs, "Share of a step spent waiting for data", waiting, per="step_seconds", unit="percent", **_UP),
+        _chart(runs, "MFU", ("mfu", "smoothed"), unit="percent", **_UP),
+    ]
+    return [each for each in charts if each.curves]
+
+
+def others(runs: Sequence[Run]) -> list[Chart]:
+    """Return a chart for each metric that the other sections do not have."""
+    names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    named = [name for name in names if name not in _ELSEWHERE][:_MOST_OTHERS]
+    return [_chart(runs, name, (name, "points" if name.startswith("eval_") else "smoothed")) for name in named]
+
+
+def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str = "", **options: Any) -> Chart:
+    """Return a chart of metrics, each with its kind of curve; `per`: of their ratio to this metric."""
+    curves = list[Curve]()
+    for number, run in enumerate(runs):
+        for name, kind in metrics:
+            rows = [row for row in run.rows if name in row and (not per or row.get(per))]
+            values = [row[name] / (row[per] if per else 1.0) for row in rows]
+            curves += [Curve(number, [row["step"] for row in rows], values, kind)] if rows else []
+    return Chart(title, curves, **options)
+
+
+def _units_per_step(run: Run) -> tuple[float, str] | None:
+    """Return the tokens, or examples, of a step, and which; None where no speed was logged."""
+    if run.speed is None:
+        return None
+    rows = [row for row in run.rows if run.speed in row and "step_seconds" in row]
+    counts = [row[run.speed] * row["step_seconds"] for row in rows]
+    counts = [count for count in counts if math.isfinite(count) and count >= 0.5]
+    return (float(round(statistics.median(counts))), run.speed.removesuffix("_per_second")) if counts else None
+
+
+def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
+    """Return the losses over tokens or examples, for runs whose steps do not have as many."""
+    moved = [
+        replace(curve, steps=[step * count[0] for step in curve.steps])
+        for curve in loss.curves
+        if (count := counts[curve.run]) is not None
+    ]
+    units = {count[1] for count in counts if count is not None}
+    unit = units.pop() if len(units) == 1 else "sample"
+    return Chart(f"Loss over {unit}", moved, x_label=unit.removesuffix("s"))
+
+
+def _about_loss(runs: Sequence[Run]) -> str:
+    rows = max((len(run.values("loss")) for run in runs), default=0)
+    parts = list[str]()
+    if rows >= _FEWEST_TO_SMOOTH:
+        parts.append(f"Pale: as logged; line: its running mean over about {_smoothing(rows):.0f} rows.")
+    if any(run.values("eval_loss") for run in runs):
+        parts.append("Points: on held-out data.")
+    if any(run.resumes for run in runs):
+        parts.append("Dotted: resumed.")
+    return " ".join(parts)
+
+
+# Drawing.
+
+
+def legend(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return each run's entry in a legend: its name, its colour, and its dashes from the eighth run on."""
+    dashes = (" ".join(f"{3 * length:g}" for length in _dashes(run)) for run in range(len(names)))
+    return [(name, _colour(run), pattern) for run, (name, pattern) in enumerate(zip(names, dashes, strict=True))]
+
+
+def _colour(run: int) -> str:
     return SERIES[run % len(SERIES)]
 
 
-def swatch(run: int, name: str) -> Markup:
-    """Return the entry of a run in a legend."""
-    dashes = _DASHES[run // len(SERIES) % len(_DASHES)]
-    pattern = None if isinstance(dashes, str) else " ".join(f"{3 * length:g}" for length in dashes[1])
-    line = element("line", x1=0, y1=5, x2=28, y2=5, stroke=colour(run), stroke_width=3, stroke_dasharray=pattern)
-    return element("span", element("svg", line, viewBox="0 0 28 10", aria_hidden="true"), name, class_="key run")
+def _dashes(run: int) -> tuple[float, ...]:
+    return _DASHES[run // len(SERIES) % len(_DASHES)]
 
 
-def thinned(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
+def thinned(
+    steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MOST_POINTS
+) -> tuple[np.ndarray, np.ndarray]:
     """Return about `most` points of a curve: its ends, and the least and greatest of every stretch; gaps stay."""
     x, y = np.asarray(steps, float), np.asarray(values, float)
     if len(x) <= most:
@@ -81,7 +202,7 @@ def thinned(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[n
     return x[chosen], y[chosen]
 
 
-def smoothed(values: Sequence[float], over: float) -> np.ndarray:
+def _smoothed(values: Sequence[float], over: float) -> np.ndarray:
     """Return the exponentially weighted mean of the values so far, without bias at the beginning."""
     keep, total, weight = 1 - 1 / max(over, 1.0), 0.0, 0.0
     means = np.full(len(values), np.nan)
@@ -92,73 +213,59 @@ def smoothed(values: Sequence[float], over: float) -> np.ndarray:
     return means
 
 
-def smoothing(rows: int) -> float:
+def _smoothing(rows: int) -> float:
     """Return over how many rows of a run its loss is smoothed; 1: as it is."""
-    return min(rows / 40, _MOST_SMOOTHED) if rows >= FEWEST_TO_SMOOTH else 1.0
-
-
-def draw(drawn: Chart) -> Markup:
-    """Return a chart as a figure of a page."""
-    with mpl.rc_context(SETTINGS):
-        figure = _draw(drawn)
-    picture = inline(figure, f"{drawn.title} over {drawn.x_label}s; the tables have numbers.")
-    title = element("figcaption", element("strong", drawn.title))
-    note = [element("figcaption", drawn.note)] if drawn.note else []
-    return element("figure", title, picture, *note, class_="large" if drawn.large else None)
-
-
-def _draw(drawn: Chart) -> Figure:
-    figure, [axes] = chart(width=5.2, height=3.1)
-    most = max(200, MOST_POINTS * 8 // max(8, len(drawn.curves)))
-    for curve in drawn.curves:
-        _draw_curve(axes, curve, most)
-    alone = len({curve.run for curve in drawn.curves}) == 1
-    for run, step in drawn.moments:
-        axes.axvline(step, color=FAINT if alone else colour(run), linewidth=1.0, linestyle=(0, (1, 2)), zorder=0)
-    finite = [value for curve in drawn.curves for value in curve.values if math.isfinite(value)]
-    _dress(axes, drawn, finite)
-    return figure
+    return min(rows / 40, _MOST_SMOOTHED) if rows >= _FEWEST_TO_SMOOTH else 1.0
 
 
 def _draw_curve(axes: Axes, curve: Curve, most: int) -> None:
-    hue, dashes = colour(curve.run), _DASHES[curve.run // len(SERIES) % len(_DASHES)]
-    values = np.where(np.isfinite(np.asarray(curve.values, float)), np.asarray(curve.values, float), np.nan)
+    hue, dashes = _colour(curve.run), (0, pattern) if (pattern := _dashes(curve.run)) else "-"
+    values = np.asarray(curve.values, float)
+    values = np.where(np.isfinite(values), values, np.nan)
     if curve.kind == "points":
         axes.plot(*thinned(curve.steps, values, most), color=hue, linewidth=0.8, linestyle=dashes, alpha=0.7)
         axes.plot(*thinned(curve.steps, values, most // 4), color=hue, linestyle="none", marker="o", markersize=4.5)
         return
-    over = smoothing(len(values)) if curve.kind == "smoothed" else 1.0
+    over = _smoothing(len(values)) if curve.kind == "smoothed" else 1.0
     if over > 1:
-        axes.plot(
-            *thinned(curve.steps, values, most), color=hue, linewidth=0.6, alpha=0.45 if len(values) < _DENSE else 0.22
-        )
-        values = smoothed(values.tolist(), over)
+        pale = 0.45 if len(values) < _DENSE else 0.22
+        axes.plot(*thinned(curve.steps, values, most), color=hue, linewidth=0.6, alpha=pale)
+        values = _smoothed(values.tolist(), over)
     marker = "o" if len(values) == 1 else None
     axes.plot(*thinned(curve.steps, values, most), color=hue, linewidth=1.6, linestyle=dashes, marker=marker)
 
 
-def _dress(axes: Axes, drawn: Chart, finite: Sequence[float]) -> None:
+def _label_steps(axes: Axes, drawn: Chart) -> None:
     axes.set_xlabel(drawn.x_label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.grid(visible=True, axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
     if drawn.per_step is not None:
         count, name = drawn.per_step
         above = axes.secondary_xaxis("top", functions=(lambda x: np.multiply(x, count), lambda x: np.divide(x, count)))
         above.set_xlabel(name)
-        above.xaxis.set_major_formatter(lambda value, _: format_rate(value) if value else "0")
+        above.xaxis.set_major_formatter(_rate_label)
+
+
+def _label_values(axes: Axes, drawn: Chart) -> None:
+    axes.grid(visible=True, axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
+    finite = drawn.finite
+    largest = max(map(abs, finite), default=0.0)
     if drawn.may_be_log and finite and min(finite) > 0 and max(finite) > _LOG * min(finite):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif drawn.unit == "percent":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
-    elif drawn.unit == "per second" or (finite and 1e4 <= max(map(abs, finite)) < 1e15):
-        axes.yaxis.set_major_formatter(lambda value, _: format_rate(value) if value else "0")
-    elif finite and max(map(abs, finite)) >= 1e15:
+    elif drawn.unit == "per second" or 1e4 <= largest < 1e15:
+        axes.yaxis.set_major_formatter(_rate_label)
+    elif largest >= 1e15:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
     if drawn.from_zero and axes.get_yscale() == "linear":
         axes.set_ylim(bottom=0, top=1.08 * max(finite, default=1.0) or 1.0)
     if not finite:
         axes.text(0.5, 0.5, "no finite value", color=INK, ha="center", transform=axes.transAxes)
         axes.set_yticks([])
+
+
+def _rate_label(value: float, _: float) -> str:
+    return format_rate(value) if value else "0"

@@ -1,20 +1,29 @@
-"""The report of `jdp plan` as one self-contained page, for those who decide what to launch.
+"""The report of `jdp plan` as one self-contained page, for those who decide what to launch; `plan.html` lays it out.
 
 Large numbers come first, then the answer with its reasons; then the candidates in a table, and what each of them holds
-(`memory.py`), waits for (`times.py`) and sends (`traffic.py`). Every picture has its numbers beside it as text.
+(`memory.py`), waits for (`timeline.py`) and sends. Every picture has its numbers beside it as text.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
+from markupsafe import Markup
+
+from jdp.base.formatting import format_bytes
+from jdp.core.sharding.axes import factors
 from jdp.foresight.forecast import PlanReport
-from jdp.report.memory import memory_bars
-from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
-from jdp.report.times import times
-from jdp.report.traffic import traffic
+from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row
+from jdp.foresight.verify import Report
+from jdp.report.memory import memory_section
+from jdp.report.page import page, without_roots
+from jdp.report.timeline import times_section
+
+MOST_ROWS = 600
+"""Rows of collectives on a page; of a candidate with more than its share, those that send most."""
+
+_KEPT, _BROKEN = Markup('<span class="tag good">kept</span>'), Markup('<span class="tag bad">broken</span>')
 
 
 def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
@@ -24,109 +33,97 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     of many collectives those that send most are listed.
     """
     estimates = [(estimate.name, estimate) for estimate in forecast.estimates]
-    chosen = None if forecast.choice is None else forecast.choice.name
+    choice = None if forecast.choice is None else forecast.choice.name
     reports = [(name, estimate.report) for name, estimate in estimates if estimate.report is not None]
-    lead = f"{forecast.devices} devices, {forecast.target}. Compiled, not run; numbers are for one device and one step."
-    sections = [
-        Section("answer", "What to launch", answer(forecast)),
-        Section("candidates", "The candidates compared", tables(forecast)),
-        Section("memory", "What a device holds", memory_bars(estimates)),
-        Section("time", "Where a step’s time goes", times(estimates, chosen)),
-        Section("sent", "What a device sends", traffic(reports, chosen)),
-    ]
-    return page(title, sections, lead=f"{described} {lead}".strip())
-
-
-# The answer.
-
-
-def answer(forecast: PlanReport) -> Markup:
-    """Return the large numbers, and which candidate to take and why."""
-    box = element(
-        "div",
-        element("p", element("strong", forecast.verdict)),
-        paragraphs(forecast.why),
-        class_="answer" if forecast.choice is not None else "answer none",
-    )
-    shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
-    notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
-    return joined([numbers(headline(forecast)), box, paragraphs(notes, "note")])
-
-
-# The table.
-
-
-def tables(forecast: PlanReport) -> Markup:
-    """Return the candidates in two tables, of times and of memory."""
-    unkept = [o.report is not None and o.report.kept is False for o in forecast.estimates]
-    failed = [o.error is not None for o in forecast.estimates]
-    either = zip(unkept, failed, strict=True)
-    errors = [
-        details(f"Why {estimate.name} did not compile", element("p", estimate.error[:4000]), is_open=True)
-        for estimate in forecast.estimates
-        if estimate.error is not None
-    ]
-    return joined(
-        [
-            _marked_table(forecast, forecast.speed_table(), failed=[*map(any, either)]),
-            _marked_table(forecast, forecast.memory_table(), failed=failed),
-            element("p", _GLOSSARY, class_="note"),
-            *errors,
-        ]
-    )
-
-
-def _marked_table(forecast: PlanReport, rows: Sequence[Sequence[str]], *, failed: Sequence[bool]) -> Markup:
-    """Return a table with a row for each candidate, in which the chosen one and those that failed are marked."""
-    headers, *rows = rows
-    chosen = [estimate is forecast.choice for estimate in forecast.estimates]
-    named = [[tagged(row[0], CHOSEN if marked else None), *row[1:]] for row, marked in zip(rows, chosen, strict=True)]
-    kinds = ["chosen" if is_choice else "bad" if bad else None for is_choice, bad in zip(chosen, failed, strict=True)]
-    return table(headers, named, words=("partitioning",), classes=kinds)
-
-
-_GLOSSARY = (
-    "“of theory”: bytes sent over what the strategy promises. “hidden”: the share of communication during which the "
-    "device computes. MFU: model FLOPs / (step time × devices × peak FLOP/s) (Chowdhery et al. 2022, appendix B); "
-    "rematerialised work does not count. Tokens a second are those of all devices. T(1)/T(N): a step without its "
-    "communication over the step with it."
-)
-
-
-Number = tuple[str, str, str]
-"""Its name, the number, and the text below it."""
-
-
-def numbers(shown: Sequence[Number]) -> Markup:
-    """Return large numbers side by side, as many in a row as there is room for."""
-    tiles = [
-        element("div", element("dt", name), element("dd", value), element("dd", below, class_="note"), class_="number")
-        for name, value, below in shown
-    ]
-    return element("dl", *tiles, class_="numbers")
-
-
-def headline(forecast: PlanReport) -> list[Number]:
-    """Return whether it fits, a step, tokens a second, what is hidden."""
+    judged = [(each, None if each.report is None else each.report.kept) for each in forecast.estimates]
+    errors = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     compiled = [estimate for estimate in forecast.estimates if estimate.memory is not None]
-    if not compiled:
-        return [("fits", "?", "no candidate compiled")]
-    shown = forecast.choice or min(compiled, key=lambda estimate: estimate.bytes_per_device or 0)
-    held, available = shown.bytes_per_device or 0, shown.available_bytes
-    below = f"{format_bytes(held)}; what a device has is not known"
-    if available is not None:
-        below = f"{format_bytes(held)} of {format_bytes(available)}, {format_percent(held / (available or math.inf))}"
-    found = [("fits", shown.fits_in_words if available is not None else "?", below)]
-    if (timeline := shown.timeline) is not None:
-        hidden = format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–"
-        speed = shown.tokens_per_second
-        each = "" if speed is None else f", {format_rate(speed / forecast.devices)} each"
-        waits = f"of communication; a device waits {format_seconds(timeline.exposed_seconds)} a step"
-        span = shown.step_range
-        off = "how far off is not known" if span is None else " to ".join(map(format_seconds, span))
-        found += [
-            ("step", format_seconds(timeline.step_seconds), off),
-            (f"{forecast.unit} a second", format_rate(speed or 0), f"of {forecast.devices:,} devices{each}"),
-            ("hidden", hidden, waits if timeline.communication_seconds else "nothing is sent"),
+    lead = f"{forecast.devices} devices, {forecast.target}. Compiled, not run; numbers are for one device and one step."
+    kinds = [(name, row, verdict) for name, report in reports for row, verdict in _verdicts(report)]
+    return page(
+        "plan.html",
+        title=title,
+        lead=f"{described} {lead}".strip(),
+        forecast=forecast,
+        shown=forecast.choice or min(compiled, key=lambda each: each.bytes_per_device or 0, default=None),
+        candidates=[
+            _candidates(forecast, forecast.speed_table(), [each.error or kept is False for each, kept in judged]),
+            _candidates(forecast, forecast.memory_table(), [each.error for each, _ in judged]),
+        ],
+        notes=[note for note in forecast.notes if not any(error in note for error in errors)],
+        choice=choice,
+        memory=memory_section(estimates),
+        timed=times_section(estimates, choice),
+        tolerance=f"{TOLERANCE:g}",
+        slack=f"{SLACK:.0%}",
+        kinds=[
+            [name, *row.cells(), format_bytes(row.theory_wire_bytes) if row.expected_bytes else "–", verdict]
+            for name, row, verdict in kinds
+        ],
+        broken=["bad" if verdict == _BROKEN else "" for _, _, verdict in kinds],
+        reports=[
+            (
+                name,
+                report,
+                factors(report.mesh),
+                _collective_rows(report.collectives, max(10, MOST_ROWS // len(reports))),
+            )
+            for name, report in reports
+        ],
+    )
+
+
+def _candidates(forecast: PlanReport, table: Sequence[Sequence[str]], bad: Sequence[object]) -> dict[str, Any]:
+    """Return a table with a row for each candidate, in which the one to take and those that are bad are marked."""
+    headers, *rows = table
+    chosen = [estimate is forecast.choice for estimate in forecast.estimates]
+    tagged = Markup('{} <span class="tag good">chosen</span>')
+    names = [tagged.format(row[0]) if marked else row[0] for row, marked in zip(rows, chosen, strict=True)]
+    return {
+        "headers": headers,
+        "rows": [[name, *cells] for name, (_, *cells) in zip(names, rows, strict=True)],
+        "kinds": ["chosen" if marked else "bad" if wrong else "" for marked, wrong in zip(chosen, bad, strict=True)],
+    }
+
+
+# What a device sends.
+
+
+def _verdicts(report: Report) -> Iterable[tuple[Row, str]]:
+    """Yield each kind with the verdict on it. One kind may send more than promised where others send less."""
+    for row in report.rows:
+        if report.kept is None:
+            yield row, "not judged"
+        else:
+            yield row, _KEPT if row.kept else "more, but all kinds together less" if report.kept else _BROKEN
+    yield from ((row, "the model’s own axes") for row in report.model_axes)
+    if report.statistics is not None:
+        yield report.statistics, "batch statistics or metrics"
+
+
+def _collective_rows(collectives: Sequence[MeshCollective], most: int) -> list[list[str]]:
+    """Return a row for collectives that are equal in everything shown, those that send most first."""
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for each in collectives:
+        c = each.collective
+        times = f"≥ {c.count:,}" if c.caveats else f"{c.count:,}"
+        looped, asynchronous = "in" if each.in_accumulation_loop else "out", "yes" if c.is_async else "no"
+        source = without_roots(c.source or "–")
+        shown = (c.kind, c.dtype, format_bytes(c.payload_bytes), times, looped, ", ".join(each.axes), c.group_size)
+        groups.setdefault((*shown, asynchronous, source, c.payload_bytes), []).append(c.wire_bytes)
+    ordered = sorted(groups.items(), key=lambda group: -sum(group[1]))
+    rows = [
+        [
+            kind,
+            dtype,
+            payload,
+            times if len(wires) == 1 else f"{len(wires)} × {times}",
+            *others,
+            format_bytes(sum(wires)),
+            source,
         ]
-    return found
+        for (kind, dtype, payload, times, *others, source, _), wires in ordered[:most]
+    ]
+    if left := [wires for _, wires in ordered[most:]]:
+        rows.append([f"{sum(map(len, left))} more", *[""] * 7, format_bytes(sum(map(sum, left))), ""])
+    return rows

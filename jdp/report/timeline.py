@@ -1,39 +1,45 @@
-"""A timeline as two lanes of rectangles, few enough for a page.
+"""Where a step's time goes: seconds, timelines as two lanes of rectangles, the longest operations.
 
-1. `blocks` makes a lane's events into blocks: neighbours too short to be distinguished become one, and rounds of a loop
-   that one event represents stay one block.
+1. `_blocks` makes the events of a step into blocks, few enough for a page. Neighbours too short to be distinguished
+   become one; rounds of a loop that one event represents stay one.
 2. `waits` finds when the compute lane is idle: in the model of `timing.timeline`, what is not computing there
    is exposed communication.
-3. `lanes` draws them: an SVG that is stretched to whatever width there is, and words laid over it, which are not.
+3. `_drawing` makes rectangles and words of them, which the template draws.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jdp.base.formatting import format_bytes, format_seconds
+from jdp.foresight.forecast import Estimate
 from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
-from jdp.report.page import Markup, element, joined
+from jdp.report.page import without_roots
 
-KIND_CLASSES = {"all-gather": "all-gather", "reduce-scatter": "reduce-scatter", "all-reduce": "all-reduce"}
-"""Kind of collective -> CSS class; the others share "other"."""
+MOST_RECTANGLES = 2400
+"""Of all timelines together: what keeps the page small, however long the programs are."""
 
-_WIDTH = 10_000  # units of the drawing across the axis
+_LISTED = 12  # stretches of a timeline
+_DRAWN_KINDS = ("all-gather", "reduce-scatter", "all-reduce")  # of collectives; the others share "other"
+_WIDTH = 10_000  # units of the drawing across the axis, as in the template
 _FINEST = 4000  # stretches of the axis that are distinguished where there are rectangles enough
 _TOP = {COMPUTE: 2, COMMUNICATION: 28}
 _HEIGHT = 22
 _LABELLED = 0.03  # share of the axis from which a block has room for "× n"
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 @dataclass(frozen=True)
 class Block:
-    """One rectangle."""
+    """One rectangle of a lane."""
 
-    lane: str  # the one it is drawn on
-    start: float  # when it begins
+    lane: str
+    start: float
     seconds: float  # how wide it is drawn
     kind: str  # CSS class
     title: str  # what the reader sees who points at it
@@ -45,90 +51,97 @@ class Block:
         return self.start + self.seconds
 
 
-def lanes(timeline: Timeline, axis_seconds: float, most: int) -> Markup:
-    """Draw the two lanes of a step."""
-    waiting = waits(timeline)
-    drawn = [*_few_enough(timeline, axis_seconds, most, waiting), *_waiting_blocks(waiting, most // 4)]
-    picture = element(
-        "svg",
-        *(_rectangles(block, axis_seconds) for block in drawn),
-        viewBox=f"0 0 {_WIDTH} 52",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=f"Timeline of a step of {format_seconds(timeline.step_seconds)}",
-    )
-    over = [*_ticks(axis_seconds), *_labels(drawn, axis_seconds)]
-    names = element("div", element("span", "compute"), element("span", "communication"), class_="names")
-    strip = element("div", picture, *over, class_="strip")
-    return element("div", names, element("div", strip, class_="scroll", tabindex=0), class_="lanes")
+def times_section(estimates: Sequence[tuple[str, Estimate]], choice: str | None = None) -> dict[str, Any] | None:
+    """Return the values of the template's macro `times`; None where no step's time is known."""
+    timed = [(name, each, each.timeline) for name, each in estimates if each.timeline is not None]
+    if not timed:
+        return None
+    longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9
+    most = max(60, MOST_RECTANGLES // len(timed))
+    same_steps: list[tuple[list[str], Estimate, Timeline]] = []  # candidates with one timeline share a drawing
+    for name, estimate, timeline in timed:
+        names = next((names for names, _, other in same_steps if other == timeline), None)
+        if names is None:
+            same_steps.append(([name], estimate, timeline))
+        else:
+            names.insert(0 if name == choice else len(names), name)
+    return {
+        "candidates": timed,
+        "steps": [
+            (names, estimate, timeline, _drawing(timeline, longest, most), _stretches(timeline))
+            for names, estimate, timeline in same_steps
+        ],
+    }
+
+
+def _stretches(timeline: Timeline) -> list[tuple[tuple[str, str, str], list[float]]]:
+    """Return the longest events, those of one operation, lane and source together: their seconds."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
+    for event in timeline.events:
+        groups.setdefault((event.what, event.lane, event.source or "–"), []).append(event.seconds)
+    return sorted(groups.items(), key=lambda group: -sum(group[1]))[:_LISTED]
 
 
 # Blocks.
 
 
-def blocks(events: Iterable[Event], finest: float) -> list[Block]:
-    """Return a lane's events as blocks; those shorter than `finest` seconds that begin in the same `finest` are one."""
-    return [_merged(run) for run in _runs(sorted(events, key=_start), finest)]
-
-
-def _start(event: Event) -> float:
-    return event.start
-
-
-def _runs(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
-    runs, shared = list[list[Event]](), None
-    for event in ordered:
-        cell = math.floor(event.start / finest) if event.seconds < finest and event.times == 1 else None
-        if cell is not None and cell == shared:
-            runs[-1].append(event)
-        else:
-            runs.append([event])
-        shared = cell
-    return runs
-
-
-def _few_enough(
-    timeline: Timeline, axis_seconds: float, most: int, waiting: Sequence[tuple[float, float]]
-) -> list[Block]:
+def _blocks(timeline: Timeline, axis_seconds: float, most: int) -> list[Block]:
     """Return the blocks of both lanes, coarser until there are at most `most` (or a few of each lane)."""
-    ordered = sorted(timeline.events, key=_start)
-    lanes_of = [[e for e in ordered if e.lane == lane] for lane in (COMPUTE, COMMUNICATION)]
-    cells = _FINEST
-    while True:
-        runs = [run for events in lanes_of for run in _runs(events, axis_seconds / cells)]
-        if len(runs) <= most or cells <= 10:
-            merged = [_merged(run) for run in runs]
-            return [_spread(block, merged, waiting) for block in merged]
-        cells //= 2
+    ordered = sorted(timeline.events, key=lambda event: (event.lane != COMPUTE, event.start))
+    stretches: list[list[Event]] = []
+    for halvings in range(9):
+        stretches = _stretches_of(ordered, axis_seconds / (_FINEST >> halvings))
+        if len(stretches) <= most:
+            break
+    blocks, waiting = [*map(_merged, stretches)], waits(timeline)
+    longest = sorted(waiting, key=lambda gap: gap[0] - gap[1])[: most // 4]
+    idle = [
+        Block(COMPUTE, start, end - start, "waiting", f"waiting for communication, {format_seconds(end - start)}")
+        for start, end in sorted(longest)
+    ]
+    return [*(_spread(block, blocks, waiting) for block in blocks), *idle]
 
 
-def _block(event: Event) -> Block:
-    title = [tail(event.what.removeprefix("jit(train_step)/"), 90)]
-    title[:0] = [] if event.name in title[0] else [tail(event.name, 60)]
-    title.append(format_seconds(event.seconds))
-    if event.lane == COMMUNICATION and event.bytes and event.times == 1:
-        title.append(format_bytes(event.bytes))
-    title += [tail(event.source, 60)] if event.source else []
-    return Block(event.lane, event.start, event.seconds, _class_of(event), ", ".join(title), event.times)
+def _stretches_of(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
+    """Return the events in order; neighbours below `finest` seconds that begin in the same `finest` are together."""
+    numbers = itertools.count()
+
+    def cell(event: Event) -> tuple[str, int | None, int]:
+        is_short = event.seconds < finest and event.times == 1
+        return (event.lane, math.floor(event.start / finest), -1) if is_short else (event.lane, None, next(numbers))
+
+    return [list(events) for _, events in itertools.groupby(ordered, cell)]
 
 
-def _merged(run: Sequence[Event]) -> Block:
-    """Short events as one block, from the first's start to the last's end."""
-    if len(run) == 1:
-        return _block(run[0])
-    end, longest = max(e.start + e.seconds for e in run), max(run, key=lambda e: e.seconds)
-    busy = sum(e.seconds for e in run)
-    title = f"{len(run)} short ones, {format_seconds(busy)} in all; the longest: {_block(longest).title}"
-    kinds = {_class_of(e) for e in run}
+def _merged(events: Sequence[Event]) -> Block:
+    """Return one event as a block, or short ones, from the first's start to the last's end."""
+    first, longest = events[0], max(events, key=lambda event: event.seconds)
+    kinds = {_kind(event) for event in events}
     kind = kinds.pop() if len(kinds) == 1 else "other"
-    return Block(run[0].lane, run[0].start, end - run[0].start, f"{kind} merged", title)
+    if len(events) == 1:
+        return Block(first.lane, first.start, first.seconds, kind, _title(first), first.times)
+    end, busy = max(event.start + event.seconds for event in events), sum(event.seconds for event in events)
+    title = f"{len(events)} short ones, {format_seconds(busy)} in all; the longest: {_title(longest)}"
+    return Block(first.lane, first.start, end - first.start, f"{kind} merged", title)
 
 
-def _class_of(event: Event) -> str:
+def _title(event: Event) -> str:
+    parts = [tail(event.what.removeprefix("jit(train_step)/"), 90)]
+    if event.name not in parts[0]:
+        parts.insert(0, tail(event.name, 60))
+    parts.append(format_seconds(event.seconds))
+    if event.lane == COMMUNICATION and event.bytes and event.times == 1:
+        parts.append(format_bytes(event.bytes))
+    if event.source:
+        parts.append(tail(without_roots(event.source), 60))
+    return ", ".join(parts)
+
+
+def _kind(event: Event) -> str:
     if event.lane == COMPUTE:
         return COMPUTE
-    kind = next((kind for kind in KINDS if kind in event.name or kind in event.what), None)
-    return "other" if kind is None else KIND_CLASSES.get(kind, "other")
+    kind = next((kind for kind in KINDS if kind in event.name or kind in event.what), "other")
+    return kind if kind in _DRAWN_KINDS else "other"
 
 
 def tail(text: str, most: int) -> str:
@@ -143,17 +156,13 @@ def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float
     """
     if block.lane == COMPUTE or block.times == 1:
         return block
-    partner = next(
-        (b for b in others if b.lane == COMPUTE and b.times == block.times and b.start <= block.start < b.end), None
-    )
+    computing = (each for each in others if each.lane == COMPUTE and each.times == block.times)
+    partner = next((each for each in computing if each.start <= block.start < each.end), None)
     if partner is None:
         return block
     end = next((stop for start, stop in waiting if math.isclose(start, partner.end)), partner.end)
     wide = max(end - block.start, block.seconds)
-    return Block(block.lane, block.start, wide, block.kind, block.title, block.times, block.seconds / wide)
-
-
-# Waiting.
+    return replace(block, seconds=wide, busy=block.seconds / wide)
 
 
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
@@ -177,61 +186,46 @@ def waits(timeline: Timeline) -> list[tuple[float, float]]:
     return sorted(waiting)
 
 
-def _waiting_blocks(waiting: Iterable[tuple[float, float]], most: int) -> list[Block]:
-    """Return the longest waits as blocks, in order."""
-    longest = sorted(waiting, key=lambda gap: gap[0] - gap[1])[:most]
-    return [
-        Block(COMPUTE, start, end - start, "waiting", f"waiting for communication, {format_seconds(end - start)}")
-        for start, end in sorted(longest)
-    ]
-
-
 # Drawing.
 
 
-def _rectangles(block: Block, axis_seconds: float) -> Markup:
-    scale = _WIDTH / axis_seconds
-    left = round(block.start * scale)
+def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, Any]:
+    """Return the values of the template's macro `lanes`."""
+    blocks = _blocks(timeline, axis_seconds, most)
+    return {
+        "rectangles": [each for block in blocks for each in _rectangles(block, _WIDTH / axis_seconds)],
+        "ticks": _ticks(axis_seconds),
+        "labels": [
+            (block.start / axis_seconds, _TOP[block.lane], block.times)
+            for block in blocks
+            if block.times > 1 and block.seconds >= _LABELLED * axis_seconds
+        ],
+    }
+
+
+def _rectangles(block: Block, scale: float) -> list[tuple[str, int, int, int, int, str]]:
+    """Return a block's rectangle, (kind, x, y, width, height, title); one that is filled in part has another below."""
+    left, filled, top = round(block.start * scale), max(round(block.busy * _HEIGHT), 1), _TOP[block.lane]
     width = max(round(block.end * scale) - left, 1)
-    title = element("title", block.title)
-    high = max(round(block.busy * _HEIGHT), 1)
-    top = _TOP[block.lane]
-    filled = element("rect", title, class_=block.kind, x=left, y=top + _HEIGHT - high, width=width, height=high)
-    if high == _HEIGHT:
-        return filled
-    return joined([element("rect", title, class_="rest", x=left, y=top, width=width, height=_HEIGHT), filled])
+    rest = [("rest", left, top, width, _HEIGHT, block.title)] if filled < _HEIGHT else []
+    return [*rest, (block.kind, left, top + _HEIGHT - filled, width, filled, block.title)]
 
 
-def _ticks(axis_seconds: float) -> Iterator[Markup]:
-    """Times below the lanes; finer ones for those who zoom in, and every second is left out on a phone."""
-    step = round_step(axis_seconds)
-    finer = round_step(axis_seconds / 8)
-    times = {round(number * finer, 12): "fine tick" for number in range(_steps_within(axis_seconds / finer) + 1)}
-    coarse = range(_steps_within(axis_seconds / step) + 1)
-    times |= {round(number * step, 12): "tick odd" if number % 2 else "tick" for number in coarse}
-    for at, kind in times.items():
-        place = f"left:{_percent(at / axis_seconds)}"
-        yield element("span", format_seconds(at) if at else "0", class_=kind, style=place)
+def _ticks(axis_seconds: float) -> list[tuple[str, float, str]]:
+    """Return (kind, place, time) of ticks below the lanes: finer ones for those who zoom in, fewer ones on a phone."""
+    unit, name = next((each for each in _UNITS if axis_seconds >= each[0]), _UNITS[-1])
+    step, finer = _round_step(axis_seconds), _round_step(axis_seconds / 8)
+    kinds = {round(number * finer, 12): "fine tick" for number in _within(axis_seconds / finer)}
+    kinds |= {round(number * step, 12): "tick odd" if number % 2 else "tick" for number in _within(axis_seconds / step)}
+    return [(kind, at / axis_seconds, f"{at / unit:.4g} {name}" if at else "0") for at, kind in kinds.items()]
 
 
-def _steps_within(times: float) -> int:
-    """Return how many steps end before the axis does: a time at its very end would be cut off."""
-    return math.ceil(times * (1 - 1e-9)) - 1
+def _within(steps: float) -> range:
+    """Return the numbers of the steps that begin before the axis ends: a time at its very end would be cut off."""
+    return range(math.ceil(steps * (1 - 1e-9)))
 
 
-def round_step(span: float) -> float:
+def _round_step(span: float) -> float:
     """Return 1, 2 or 5 times a power of ten, five to twelve of which make up `span`."""
     power = 10.0 ** math.floor(math.log10(span / 5))
     return max(power * factor for factor in (1, 2, 5) if power * factor <= span / 5 * (1 + 1e-9))
-
-
-def _labels(drawn: Iterable[Block], axis_seconds: float) -> Iterator[Markup]:
-    """ "× n" over the blocks that represent n rounds, if wide enough."""
-    for block in drawn:
-        if block.times > 1 and block.seconds >= _LABELLED * axis_seconds:
-            place = f"left:{_percent(block.start / axis_seconds)};top:{_TOP[block.lane]}px"
-            yield element("span", f"× {block.times}", class_="times", style=place)
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.3f}%"

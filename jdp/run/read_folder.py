@@ -7,8 +7,6 @@ in a sentence: a run that went wrong must stay readable.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +17,11 @@ from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT
 from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
+from jdp.report.run import Run
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
 from jdp.run.outputs.history import HISTORY, read_history
 from jdp.run.outputs.metrics import JSONL, read
 from jdp.run.outputs.samples import read_samples
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The contents of a run's folder.
-
-    Attributes:
-        folder: the run's.
-        rows: of metrics: "step", "time", and numbers; NaN and infinities restored.
-        history: events of its visits, in order.
-        summary: of its last visit that finished; None if none did.
-        toml: the experiment as resolved.
-        settings: the experiment's dotted keys and their values as TOML; empty if it cannot be parsed.
-        checkpoints: steps of those that are there.
-        notes: what was damaged or missing, a sentence each.
-        goodput: the useful share of all its time and where the rest went, in words; None without a flight recorder.
-        samples: rows of the text that was written: "step", "prompt", "text".
-    """
-
-    folder: Path
-    rows: list[dict[str, float]]
-    history: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    toml: str
-    settings: dict[str, str]
-    checkpoints: list[int]
-    notes: list[str]
-    goodput: str | None = None
-    samples: Sequence[dict[str, Any]] = ()
 
 
 def find_run(given: str, runs: Path) -> Path:
@@ -69,8 +39,8 @@ def find_run(given: str, runs: Path) -> Path:
     raise ExperimentError(f"a run is a folder with an {FILE}, or its name in {runs}; given {path}: {what}{hint}")
 
 
-def read_run(folder: Path) -> Recorded:
-    """Read a run's folder."""
+def read_run(folder: Path, name: str) -> Run:
+    """Read a run's folder as the report takes it, without its compiled step."""
     notes: list[str] = []
     try:
         toml = (folder / FILE).read_bytes().decode(errors="replace")
@@ -78,24 +48,24 @@ def read_run(folder: Path) -> Recorded:
         history = read_history(folder / HISTORY)
         summary = _summary(folder / SUMMARY, notes)
         spent = account(read_flight(folder / FLIGHT / "rank-00000.jsonl"))
-        names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
+        steps = [path.name for path in (folder / CHECKPOINTS).glob("*")]
         samples = read_samples(folder, notes)
     except OSError as error:
         file = error.filename or folder
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a run that you may read") from None
     if not history:
         notes.append(f"There is no {HISTORY}: when the run was resumed or stopped is not known.")
-    return Recorded(
-        folder,
+    return Run(
+        name,
         rows,
         history,
         summary,
         toml,
         _settings(toml, notes),
-        sorted(int(name) for name in names if name.isdecimal() and len(name) < 19),
+        sorted(int(step) for step in steps if step.isdecimal() and len(step) < 19),
         notes,
-        spent.words() if spent.visits else None,
-        samples,
+        samples=samples,
+        goodput=spent.words() if spent.visits else None,
     )
 
 

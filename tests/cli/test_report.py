@@ -139,7 +139,7 @@ def test_devices_that_no_target_describes_are_a_reason_on_the_page(runs):
 
 
 def test_the_devices_of_the_last_visit_are_those_that_are_compiled_for(runs):
-    recorded = read_run(runs / "points")
+    recorded = read_run(runs / "points", "points")
     gpus = {"event": "resumed", "platform": "gpu", "devices": 16, "hosts": 2}
     for kind, chip in GPUS.items():
         later = dataclasses.replace(recorded, history=[*recorded.history, {**gpus, "device": chip.name}])
