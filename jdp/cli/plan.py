@@ -50,7 +50,7 @@ class Options:
     theory. It has the step time and the share of hidden communication (simulated), and says what fits, what to choose,
     and why.
 
-    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
+    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2.
 
     A program of yours, my_train.py:make_step, is compiled as it is: jdp verify --help says what the function returns.
 

@@ -32,7 +32,7 @@ class Options:
     line, and the fix. What is sent besides is listed even if the contract is kept, and so is a zero3 that keeps its
     weights gathered, like zero2. On CPU devices nothing is judged, as XLA:CPU sends what XLA:GPU does not: exit 0.
 
-    Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
+    Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4.
 
     A program of yours is given as my_train.py:make_step, or package.module:make_step. The function returns a jitted
     step and a tuple of its arguments, real or abstract; if it takes `devices`, it gets those of --target. --save writes

@@ -27,7 +27,7 @@ from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_ke
 from jdp.experiment.problems import problems
 from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.made import Made
-from jdp.experiment.schema.model import model_table, take_tokenizer
+from jdp.experiment.schema.model import MadeModel, model_table, take_tokenizer
 from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
 
@@ -140,11 +140,13 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
 
 
 def describe() -> list[tuple[str, list[Key]]]:
-    """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them."""
+    """Return every key of an experiment file, in groups with a heading, as `jdp train --help-all` shows them."""
     groups = [("top level", table_keys(Experiment))]
     for path, table in Schemas(Experiment, {}).tables():
         groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
         if table is Model:
+            learns = [key for key in table_keys(MadeModel) if key.name == "learns"]
+            groups.append(("[model] with make", _prefixed("model", learns)))
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
                 groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))

@@ -62,7 +62,7 @@ class Schemas:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the file as `--help` shows it."""
+    """A key of the file as `--help-all` shows it."""
 
     name: str
     type: str
@@ -136,7 +136,7 @@ def named_table(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _type_text(annotation: Any) -> str:
-    """Return a type in the words of `--help`: int, float, text, true|false, the words allowed, "none"."""
+    """Return a type in the words of `--help-all`: int, float, text, true|false, the words allowed, "none"."""
     names = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "none"}
     arguments, origin = typing.get_args(annotation), typing.get_origin(annotation)
     if origin is typing.Annotated:

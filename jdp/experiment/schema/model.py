@@ -91,6 +91,7 @@ class MadeModel(Model):
 
     name: str = ""
     learns: Learns | None = None
+    """The kind of jdp's data and loss that a model of `make` learns; none = data.make and loss.make are given."""
 
     _shared: ClassVar[tuple[str, ...]] = ("learns",)
 
