@@ -51,7 +51,8 @@ class Options:
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
     """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """Where the tokenizer of a run is now. Default: where it was when the run began."""
+    """The tokenizer, in place of the run's or the export's: "bytes", or a folder with tokenizer.json. Name that of a
+    run on rows of ids."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs."""
     plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
