@@ -66,7 +66,10 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
     kind, limits = detail["type"], detail.get("ctx", {})
     key, given = f"{dashes}{_dotted(path)}", f"given {brief(detail['input'])}"
     if kind == "missing":
-        return f"{key} is missing: {_how_to_add(path, schemas)}"
+        if table := schemas.at(path):
+            needed = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
+            return f"{key} is missing: add the table [{_dotted(path)}] with {' and '.join(needed)}"
+        return f"{key} is missing: add {path[-1]} = … {f'to [{_dotted(path[:-1])}]' if path[1:] else 'at the top'}"
     if kind == "extra_forbidden":
         return _unknown_key(dashes, path, schemas)
     if kind == "value_error":
@@ -87,15 +90,6 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
     if kind in _KINDS:
         return f"{key} must be {_KINDS[kind]}; {given}{_fix(kind, str(path[-1]), detail['input'])}"
     return f"{key}: {detail['msg'].replace('Input should', 'it should')}; {given}"
-
-
-def _how_to_add(path: Path, schemas: Schemas) -> str:
-    """Return what to write for a key that is required and missing."""
-    table = schemas.at(path)
-    if table:
-        needed = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
-        return f"add the table [{_dotted(path)}] with {' and '.join(needed)}"
-    return f"add {path[-1]} = … {f'to [{_dotted(path[:-1])}]' if path[1:] else 'at the top'}"
 
 
 def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
