@@ -42,8 +42,7 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
             try:
                 paths[field.name] = user_path(value)
             except ValueError as error:
-                flag = "FILE" if field.name == "file" else flag_of(field.name)
-                raise UsageError(f"{flag}: {error}") from None
+                raise UsageError(f"{flag_of(field.name)}: {error}") from None
     return dataclasses.replace(parsed, **paths)
 
 
@@ -63,8 +62,8 @@ def flags_of(options: type[Any]) -> list[str]:
 
 
 def flag_of(name: str) -> str:
-    """Return an option's field as it is written: "--run-dir"."""
-    return f"--{name.replace('_', '-')}"
+    """Return an option's field as it is written: "--run-dir", or "FILE"."""
+    return "FILE" if name == "file" else f"--{name.replace('_', '-')}"
 
 
 def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -75,8 +75,8 @@ def find_model(
     Raises:
         ExperimentError: there is no such folder, model, step or tokenizer.
     """
-    folder = _export(given)
-    if folder is None:
+    folder = user_path(given)
+    if not (folder / CONFIG).is_file() or (folder / FILE).exists():
         return _of_run(given, runs, step, {} if plugin is None else {"plugin": plugin}, tokenizer)
     if step is not None:
         raise ExperimentError(f"an export has one model; given {folder} and step {step}: name the run, or no step")
@@ -88,12 +88,6 @@ def find_model(
     config = _on_any_device(gpt_config_from_hf(folder))
     opened = open_tokenizer(tokenizer or str(folder))
     return TextModel(config, opened, str(folder), lambda device: _imported(folder, config, device))
-
-
-def _export(given: str) -> Path | None:
-    """Return the folder of an export; None if it is a run, or nothing."""
-    folder = user_path(given)
-    return folder if (folder / CONFIG).is_file() and not (folder / FILE).exists() else None
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:

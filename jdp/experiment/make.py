@@ -16,7 +16,6 @@ from typing import Any
 
 from jdp.base.errors import UserError
 from jdp.base.machine import jax_has_started
-from jdp.base.public import is_users
 from jdp.base.toml import cut
 from jdp.base.words import nearest
 
@@ -119,6 +118,8 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
 
 def users_traceback(error: BaseException) -> str:
     """Return the user's own last lines of a traceback, without those of jdp, Python and installed packages."""
+    from jdp.base.public import is_users  # late: it imports JAX
+
     walked = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame)]
     frames = traceback.StackSummary.extract(iter(walked[-_MOST_FRAMES:])).format()
     lines = "".join([*frames, *traceback.format_exception_only(error)]).splitlines()
