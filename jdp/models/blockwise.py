@@ -120,11 +120,7 @@ def _backward(sight: Sight, kept: tuple[Any, ...], cotangent: jax.Array) -> tupl
     return *(x.astype(like.dtype) for x, like in zip(sums, (query, key, value), strict=True)), None
 
 
-def _attend(*given: Any) -> jax.Array:
-    return _forward(*given)[0]
-
-
-_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(4,))
+_differentiable = jax.custom_vjp(lambda *operands: _forward(*operands)[0], nondiff_argnums=(4,))
 _differentiable.defvjp(_forward, _backward)
 
 

@@ -88,16 +88,11 @@ def _eval_metrics_problems(experiment: Any) -> Iterator[str]:
             yield f'train.eval_metrics has "{metric}", and the model tells {outputs} apart: lower the number'
     if kind == "text" and known and not isinstance(config, GPTConfig):
         yield f"train.eval_metrics has accuracies, and {name} gives no logits: remove them"
-    if kind == "text" and BITS_PER_BYTE in metrics and not _all_text(experiment):
+    words = [word for table in experiment.eval.values() for word in words_of(table.source)]
+    are_tokens = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
+    if kind == "text" and BITS_PER_BYTE in metrics and (are_tokens or not experiment.data.knows_text):
         yield f'train.eval_metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
 
 
 def _named_sets(experiment: Any) -> tuple[str, ...]:
     return (*experiment.data.mixture, *experiment.eval)
-
-
-def _all_text(experiment: Any) -> bool:
-    """Return True if the tokens of all data sets are those of the tokenizer, so that their text is known."""
-    words = [word for table in experiment.eval.values() for word in words_of(table.source)]
-    has_arrays = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
-    return experiment.data.knows_text and not has_arrays
