@@ -175,15 +175,15 @@ class _Examination:
         finally:
             timer.cancel()
 
-    def _without_a_way(self, found: str) -> tuple[str, str]:
+    def _without_a_way(self, problem: str) -> tuple[str, str]:
         """Try the all-reduce in other processes, without NCCL's ways of sending; return what was found and the fix."""
         from jdp.launch.doctor import devices
 
         if variables := devices.nccl_cure(self.options.timeout):
             line = devices.in_shell(variables)
             why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
-            return f"{found}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
-        return f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
+            return f"{problem}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
+        return f"{problem}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""

@@ -66,18 +66,18 @@ def flag_of(name: str) -> str:
     return "FILE" if name == "file" else f"--{name.replace('_', '-')}"
 
 
-def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def split_overrides(arguments: Sequence[str], flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Split `--a.b value` and `--a.b=value` from a command's own arguments."""
     kept: list[str] = []
     overrides: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
-        if not flag.startswith("--") or flag.replace("_", "-") in own:
+        if not flag.startswith("--") or flag.replace("_", "-") in flags:
             kept.append(word)
             continue
         key = flag.removeprefix("--")
-        if "." not in key and (hint := nearest(flag, own, cutoff=0.8)):
+        if "." not in key and (hint := nearest(flag, flags, cutoff=0.8)):
             raise UsageError(f"there is no option {flag}{hint}")
         value = value if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):

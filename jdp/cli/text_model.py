@@ -61,12 +61,12 @@ class TextModel:
 
 
 def find_model(
-    given: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
+    place: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
 ) -> TextModel:
     """Return the model of a run, or of an export, without its weights.
 
     Args:
-        given: the folder of a run or of an export; or the name of a run in `runs`.
+        place: the folder of a run or of an export; or the name of a run in `runs`.
         runs: the folder of runs.
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
         plugin: the plug-in of a run that has one.
@@ -75,9 +75,9 @@ def find_model(
     Raises:
         ExperimentError: there is no such folder, model, step or tokenizer.
     """
-    folder = user_path(given)
+    folder = user_path(place)
     if not (folder / CONFIG).is_file() or (folder / FILE).exists():
-        return _of_run(given, runs, step, {} if plugin is None else {"plugin": plugin}, tokenizer)
+        return _of_run(place, runs, step, {} if plugin is None else {"plugin": plugin}, tokenizer)
     if step is not None:
         raise ExperimentError(f"an export has one model; given {folder} and step {step}: name the run, or no step")
     if tokenizer is None and not (folder / TOKENIZER).is_file():
@@ -105,8 +105,8 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 # A run.
 
 
-def _of_run(given: str, runs: Path, step: str | None, plugin: Mapping[str, str], tokenizer: str | None) -> TextModel:
-    folder = find_run(given, runs)
+def _of_run(place: str, runs: Path, step: str | None, plugin: Mapping[str, str], tokenizer: str | None) -> TextModel:
+    folder = find_run(place, runs)
     experiment = _experiment(folder, plugin)
     if tokenizer is None and not experiment.data.knows_text:
         raise ExperimentError(

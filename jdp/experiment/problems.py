@@ -109,20 +109,20 @@ def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
     return f"{dashes}{_dotted(path)} is not a key of {f'[{_dotted(table)}]' if table else 'the top level'}{hint}"
 
 
-def _fix(kind: str, last: str, given: Any) -> str:
+def _fix(kind: str, key: str, value: Any) -> str:
     """Return what to write instead, if the given value shows it; else nothing."""
-    if isinstance(given, str):
-        plain = given.lower() if kind == "bool_type" else given
-        unquoted = kind in _PLAIN and len(given) <= LONGEST and _is(kind, plain)
-        return ", which is text" + (f": write {last} = {plain}, without quotes" if unquoted else "")
-    if kind == "int_type" and isinstance(given, float) and given.is_integer():
-        return f": write {last} = {int(given)}"
-    if kind == "string_type" and not isinstance(given, Mapping | list | tuple):
-        return f': write {last} = "{brief(given)}", in quotes'
+    if isinstance(value, str):
+        plain = value.lower() if kind == "bool_type" else value
+        unquoted = kind in _PLAIN and len(value) <= LONGEST and _is(kind, plain)
+        return ", which is text" + (f": write {key} = {plain}, without quotes" if unquoted else "")
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f": write {key} = {int(value)}"
+    if kind == "string_type" and not isinstance(value, Mapping | list | tuple):
+        return f': write {key} = "{brief(value)}", in quotes'
     if kind == "tuple_type":
-        return f": write {last} = [{brief(given)}]"
+        return f": write {key} = [{brief(value)}]"
     if kind == "model_type":
-        return f": write [{last}], and its keys below it"
+        return f": write [{key}], and its keys below it"
     return ""
 
 

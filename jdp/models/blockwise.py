@@ -96,8 +96,8 @@ def _forward(
     return out, (query, key, value, run, out, checkpoint_name(most + jnp.log(total), ATTENTION))
 
 
-def _backward(sight: Sight, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    (query, key, value, run, out, logs), size = kept, sight.size
+def _backward(sight: Sight, residuals: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    (query, key, value, run, out, logs), size = residuals, sight.size
     scale = 1 / math.sqrt(query.shape[-1])
     inner = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 

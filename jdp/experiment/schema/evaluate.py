@@ -22,8 +22,8 @@ _TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")
 _RULE = 'must be an array of "perplexity", "bits_per_byte", "accuracy", "top5_accuracy" (or another number)'
 
 
-def _metrics(given: Any) -> Any:
-    names = [given] if isinstance(given, str) else given
+def _metrics(metrics: Any) -> Any:
+    names = [metrics] if isinstance(metrics, str) else metrics
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise UserError(_RULE)
     known = (PERPLEXITY, BITS_PER_BYTE, ACCURACY, "top5_accuracy")
