@@ -187,7 +187,7 @@ def check_jdp(words):
         after = arguments[arguments.index("--") + 1 :]
         arguments = arguments[: arguments.index("--")]
         check_command(["jdp", "train", *after] if after[0].endswith(".toml") else ["python", *after])
-    if "--help" in arguments:
+    if {"--help", "--help-all"} & {*arguments}:
         return
     options = importlib.import_module(f"jdp.cli.{name}").Options
     takes_keys = "file" in {field.name for field in dataclasses.fields(options)}

@@ -63,7 +63,7 @@ def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None
     row: list[TracebackType] = []  # the frames since then
     frame = first
     while frame is not None:
-        if _is_users(frame.tb_frame):
+        if is_users(frame.tb_frame):
             if entry is not None:
                 chain = [entry, *(other for other in row if not _is_jdps(other.tb_frame)), frame]
                 for above, below in pairwise(chain):
@@ -85,7 +85,7 @@ def _is_jdps(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_JDP)
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
     """Return whether a frame is neither jdp's, nor Python's, nor an installed package's."""
     name = frame.f_code.co_filename
     if name == "<string>":  # `python -c`, or what a dataclass generates

@@ -56,9 +56,14 @@ class Mirror:
         import fsspec  # late: it is for mirrors alone
 
         final = FileNotFoundError, PermissionError, ImportError, ValueError
+        credentials = "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"
+
+        def passes(error: Exception) -> bool:
+            return not (self._known or isinstance(error, final) or type(error).__name__ in credentials)
+
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self._address, use_listings_cache=False)
-            retried(self._fetch, passes=lambda error: not self._known and not isinstance(error, final), say=self._say)
+            retried(self._fetch, passes=passes, say=self._say)
         except Exception as error:
             if not self._known or not hasattr(self, "_fs"):
                 fix = "fix that (pip install 'jdp[s3]' or 'jdp[gcs]'?), or leave the mirror out"

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -179,11 +179,10 @@ _Pair = tuple[SentFrom | None, SentFrom | None]
 
 def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
     """Return each line before with the same line now, most bytes first; None where there is no other."""
-    left, pairs = [*before], list[_Pair]()
-    unpaired = [*now]
-    for rule in range(4):
+    left, unpaired, pairs = [*before], [*now], list[_Pair]()
+    for identity in _IDENTITIES:
         for new in [*unpaired]:
-            old = next((each for each in left if each.kind == new.kind and _same(rule, each, new)), None)
+            old = next((each for each in left if identity(each) == identity(new)), None)
             if old is not None:
                 pairs.append((old, new))
                 left.remove(old)
@@ -192,20 +191,13 @@ def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
     return sorted(pairs, key=lambda pair: -max(each.wire_bytes for each in pair if each is not None))
 
 
-def _same(rule: int, old: SentFrom, new: SentFrom) -> bool:
-    """Return True if two lines are the same by one of the rules, the surest first."""
-    if rule == 0:
-        return old.source == new.source and old.text == new.text
-    if rule == 1:
-        return _file(old) == _file(new) and old.text == new.text
-    if rule == 2:
-        return old.wire_bytes > 0 and abs(old.wire_bytes - new.wire_bytes) <= _EQUAL * old.wire_bytes
-    return old.source == new.source
-
-
-def _file(line: SentFrom) -> str:
-    return (line.source or "").rpartition(":")[0]
-
+_IDENTITIES: tuple[Callable[[SentFrom], Any], ...] = (
+    lambda line: (line.kind, line.source, line.text),
+    lambda line: (line.kind, (line.source or "").rpartition(":")[0], line.text),
+    lambda line: (line.kind, f"{line.wire_bytes:.9g}"),
+    lambda line: (line.kind, line.source),
+)
+"""What is equal of two lines that are the same, the surest first."""
 
 # Tables.
 

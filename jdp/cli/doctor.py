@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,6 @@ from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
     from jdp.launch.doctor.findings import Finding
-
-import threading
-from collections.abc import Callable
-from contextlib import contextmanager
-from typing import Any
 
 UNHEALTHY = 1
 _BEFORE_OTHERS = 5.0  # seconds by which process 0 reports a wait in vain before the others end
@@ -171,18 +167,23 @@ class _Examination:
             self._report()
             os._exit(UNHEALTHY)
 
-        with call_after(seconds, give_up):
+        timer = threading.Timer(seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
             yield
+        finally:
+            timer.cancel()
 
-    def _without_a_way(self, found: str) -> tuple[str, str]:
+    def _without_a_way(self, problem: str) -> tuple[str, str]:
         """Try the all-reduce in other processes, without NCCL's ways of sending; return what was found and the fix."""
         from jdp.launch.doctor import devices
 
         if variables := devices.nccl_cure(self.options.timeout):
             line = devices.in_shell(variables)
             why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
-            return f"{found}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
-        return f"{found}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
+            return f"{problem}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
+        return f"{problem}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
 
     def _report(self) -> int:
         """Print the findings, of all processes that sent them, and return the exit code."""
@@ -227,15 +228,3 @@ def _verified(folder: Path) -> "list[Finding]":
     if not checkpoints:
         return [Finding("checkpoints", "note", f"there are none in {folder}")]
     return [*findings, examine_room(folder, checkpoints[-1].folder)]
-
-
-@contextmanager
-def call_after(seconds: float, function: Callable[..., Any], *arguments: Any) -> Generator[None]:
-    """Call the function in a thread after some seconds, unless the code in `with` has ended by then."""
-    timer = threading.Timer(seconds, function, arguments)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -51,7 +51,8 @@ class Options:
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
     """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """Where the tokenizer of a run is now. Default: where it was when the run began."""
+    """The tokenizer, in place of the run's or the export's: "bytes", or a folder with tokenizer.json. Name that of a
+    run on rows of ids."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs."""
     plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
@@ -105,11 +106,11 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _prompts(given: Sequence[str]) -> list[str]:
+def _prompts(texts: Sequence[str]) -> list[str]:
     """Return the prompts, the one of stdin read. Raises UsageError for one that is no text."""
-    if given.count(STDIN) > 1:
+    if texts.count(STDIN) > 1:
         raise UsageError("--prompt - reads stdin, which can be read once; given twice: remove one")
-    prompts = [_stdin() if prompt == STDIN else prompt for prompt in given]
+    prompts = [_stdin() if prompt == STDIN else prompt for prompt in texts]
     for prompt in prompts:
         if not prompt or prompt.encode(errors="replace").decode() != prompt:
             raise UsageError(f"--prompt is text in UTF-8, one character at least; given {brief(prompt)}: write some")
@@ -123,16 +124,16 @@ def _stdin() -> str:
         raise UsageError("--prompt - reads text in UTF-8; stdin has other bytes: convert it (iconv)") from None
 
 
-def _length(wanted: int | None, prompts: Sequence[Sequence[int]], found: "TextModel") -> int:
+def _length(wanted: int | None, prompts: Sequence[Sequence[int]], model: "TextModel") -> int:
     """Return how many tokens to add. Raises UsageError if prompt and text do not fit into the context."""
-    context, vocabulary, longest = found.config.context, found.config.vocab_size, max(map(len, prompts))
+    context, vocabulary, longest = model.config.context, model.config.vocab_size, max(map(len, prompts))
     if not all(prompts):
-        raise UsageError(f"--prompt has 1 token at least; {found.tokenizer.name} makes none of one: write other text")
+        raise UsageError(f"--prompt has 1 token at least; {model.tokenizer.name} makes none of one: write other text")
     if wanted is not None and wanted < 1:
         raise UsageError(f"--length is 1 token or more; given {wanted}: raise it")
     if (largest := max(map(max, prompts))) >= vocabulary:
         raise UsageError(
-            f"tokens are below the model's vocab_size = {vocabulary}; its tokenizer, {found.tokenizer.name}, makes "
+            f"tokens are below the model's vocab_size = {vocabulary}; its tokenizer, {model.tokenizer.name}, makes "
             f"{largest} of a prompt: put the tokenizer that it was trained with in its place"
         )
     room = context - longest
@@ -156,7 +157,7 @@ def _written(
             print(escaped(part) if sys.stdout.isatty() else part, end="", flush=True)
         return part
 
-    def known() -> Iterator[int]:
+    def decodable() -> Iterator[int]:
         nonlocal ended, began
         for token in drawn:
             if ended := token == tokenizer.separator:
@@ -168,7 +169,7 @@ def _written(
                 yield token
 
     show(prompt)
-    for part in tokenizer.decode_stream(known(), after=before):
+    for part in tokenizer.decode_stream(decodable(), after=before):
         text += show(part)
     speed = f", {(len(tokens) - 2) / (time.perf_counter() - began):.3g} a second" if len(tokens) > 2 else ""
     if not quiet:

@@ -169,15 +169,21 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
+        frames, here = traceback.extract_tb(error.__traceback__), f"{Path.cwd()}/"
         # A TypeError of jdp's call of a user's function is the user's: it may not take what it was given.
         is_call = isinstance(error, TypeError) and "function(*" in (frames[-1].line or "")
         if _is_own(frames[-1]) and not is_call:
             raise
         own = [frame for frame in frames if not _INSTALLED.search(frame.filename) and not _is_own(frame)]
-        lines = [f"  {_near(frame.filename)}:{frame.lineno}, in {frame.name}: {frame.line}" for frame in own[-_SHOWN:]]
+        lines = [
+            f"  {frame.filename.removeprefix(here)}:{frame.lineno}, in {frame.name}: {frame.line}"
+            for frame in own[-_SHOWN:]
+        ]
         hint = [of_library] if of_library and own and own[-1] is not frames[-1] else []
-        message = "\n".join([f"{what}: {type(error).__name__}: {_first_lines(error)}", *lines, *hint])
+        said = "\n".join(cut(line, 400) for line in str(error).strip().splitlines()[:6]) or "(no message)"
+        if isinstance(error, SystemExit):
+            said = f'{error.code}; what a script runs belongs under if __name__ == "__main__"'
+        message = "\n".join([f"{what}: {type(error).__name__}: {said}", *lines, *hint])
     else:
         return
     raise ProgramError(message)
@@ -185,17 +191,3 @@ def users_errors(what: str, of_library: str = "") -> Generator[None]:
 
 def _is_own(frame: traceback.FrameSummary) -> bool:
     return is_own_line(f"{frame.filename}:")
-
-
-def _near(filename: str) -> str:
-    """Return a file's name from the working directory where it is below that."""
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
-
-
-def _first_lines(error: BaseException) -> str:
-    """Return an error's message, shortened; what to do about a program that exits."""
-    if isinstance(error, SystemExit):
-        return f'{error.code}; what a script runs belongs under if __name__ == "__main__"'
-    lines = str(error).strip().splitlines() or ["(no message)"]
-    return "\n".join(cut(line, 400) for line in lines[:6])

@@ -71,7 +71,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code (see the table above); a failure in a cluster ends the process."""
     _open_closed_streams()
-    _print_everything()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks, such as é in ASCII, is escaped
+            stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     trains = given[:1] in (["train"], ["launch"])
     with lasting("stderr"), lasting("stdout") if trains else contextlib.nullcontext():
@@ -104,7 +106,8 @@ def _in_words(arguments: list[str]) -> int:
             file = error.filename or "the output"
             print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
             return _leave(USER_ERROR)
-        is_mistake, is_device = isinstance(error, UserError), _is_wrong_device(error)
+        is_mistake, replicas = isinstance(error, UserError), sys.modules.get("jdp.guard.replicas")
+        is_device = replicas is not None and isinstance(error, replicas.CorruptState)  # a traceback would add nothing
         in_words = is_mistake or is_device or hasattr(error, "exit_code")
         message = f"error: {_printable(error)}" if in_words else traceback.format_exc()
         print(f"{_prefix()}{message}", file=sys.stderr)
@@ -122,13 +125,6 @@ def _open_closed_streams() -> None:
             opened = os.open(os.devnull, os.O_WRONLY)
             os.dup2(opened, number)
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
-
-
-def _print_everything() -> None:
-    """Have stdout and stderr write what their encoding lacks, such as é in ASCII, as Python escapes it."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_stdout() -> None:
@@ -172,12 +168,6 @@ def _is_lost_peer(error: Exception) -> bool:
     return distributed is not None and distributed.is_lost_peer(error)
 
 
-def _is_wrong_device(error: Exception) -> bool:
-    """Return True if a device computed wrong results: a traceback would add nothing."""
-    replicas = sys.modules.get("jdp.guard.replicas")
-    return replicas is not None and isinstance(error, replicas.CorruptState)
-
-
 def _leave(code: int, *, lost_peer: bool = False) -> int:
     """Return the code; after a failure in a cluster, end the process with it at once."""
     if code and (distributed := sys.modules.get("jdp.core.cluster.initialize")):
@@ -195,15 +185,8 @@ def _prefix() -> str:
 def _help() -> str:
     lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
     lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            wrapped(
-                "jdp COMMAND --help shows more; jdp --version shows versions, those of JAX and of CUDA's libraries too."
-            ),
-        ]
-    )
+    more = "jdp COMMAND --help shows more; jdp --version shows versions, those of JAX and of CUDA's libraries too."
+    return "\n".join([*lines, "", wrapped(more)])
 
 
 def _versions() -> str:

@@ -15,6 +15,16 @@ from jdp.base.toml import brief
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 
+ALL_KEYS = "--help-all"
+USUAL_KEYS = (
+    *("name", "strategy", "precision", "devices", "mesh.AXIS"),
+    *("model.name", "data.source", "data.tokenizer", "data.length"),
+    *("optimizer.name", "optimizer.lr", "optimizer.warmup_steps", "optimizer.schedule", "optimizer.weight_decay"),
+    *("train.steps", "train.batch_size", "train.accumulate"),
+    *("train.eval_every", "train.checkpoint_every", "train.init_from"),
+)
+"""The keys that people change most, a line each in `--help`."""
+
 
 class UsageError(UserError):
     """A mistake on the command line itself."""
@@ -32,15 +42,14 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
             try:
                 paths[field.name] = user_path(value)
             except ValueError as error:
-                flag = "FILE" if field.name == "file" else flag_of(field.name)
-                raise UsageError(f"{flag}: {error}") from None
+                raise UsageError(f"{flag_of(field.name)}: {error}") from None
     return dataclasses.replace(parsed, **paths)
 
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
-    if {"-h", "--help"} & set(arguments):
-        _help_with_keys(options, name)
+    if asked := {"-h", "--help", ALL_KEYS}.intersection(arguments):
+        _help_with_keys(options, name, every=ALL_KEYS in asked)
         raise SystemExit(0)
     flags = flags_of(options)
     own, overrides = split_overrides(arguments, flags)
@@ -49,26 +58,26 @@ def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) ->
 
 def flags_of(options: type[Any]) -> list[str]:
     """Return a command's own flags, such as "--run-dir"."""
-    return ["--help", *(flag_of(field.name) for field in dataclasses.fields(options))]
+    return ["--help", ALL_KEYS, *(flag_of(field.name) for field in dataclasses.fields(options))]
 
 
 def flag_of(name: str) -> str:
-    """Return an option's field as it is written: "--run-dir"."""
-    return f"--{name.replace('_', '-')}"
+    """Return an option's field as it is written: "--run-dir", or "FILE"."""
+    return "FILE" if name == "file" else f"--{name.replace('_', '-')}"
 
 
-def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def split_overrides(arguments: Sequence[str], flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Split `--a.b value` and `--a.b=value` from a command's own arguments."""
     kept: list[str] = []
     overrides: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
-        if not flag.startswith("--") or flag.replace("_", "-") in own:
+        if not flag.startswith("--") or flag.replace("_", "-") in flags:
             kept.append(word)
             continue
         key = flag.removeprefix("--")
-        if "." not in key and (hint := nearest(flag, own, cutoff=0.8)):
+        if "." not in key and (hint := nearest(flag, flags, cutoff=0.8)):
             raise UsageError(f"there is no option {flag}{hint}")
         value = value if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
@@ -97,12 +106,19 @@ def stdout_to_stderr(wanted: bool = True) -> Generator[None]:
         os.close(kept)
 
 
-def _help_with_keys(options: type[Any], name: str) -> None:
-    """Print tyro's help of the options, then every key of an experiment."""
+def _help_with_keys(options: type[Any], name: str, *, every: bool) -> None:
+    """Print tyro's help of the options, then the keys of an experiment: a line for each usual one, or all in full."""
     from jdp.experiment.file import describe
 
     with contextlib.suppress(SystemExit):
         parse(options, name, ["--help"])
+    if not every:
+        keys = {key.name: key for _, table in describe() for key in table}
+        print(f"\nThe usual keys of an experiment (jdp {name} {ALL_KEYS} has every key, with its values and default)")
+        for key in map(keys.__getitem__, USUAL_KEYS):
+            text = textwrap.shorten(f"{key.type}: {key.description}", _width() - 28, placeholder=" …")
+            print(f"  --{key.name:<24}{text}")
+        return
     for heading, keys in describe():
         print(f"\n{heading}")
         for key in keys:
@@ -113,8 +129,11 @@ def _help_with_keys(options: type[Any], name: str) -> None:
 
 def wrapped(text: str, first: str = "", later: str = "") -> str:
     """Return text in lines as wide as the terminal, at most 120; `first` and `later` begin the lines."""
-    width = min(shutil.get_terminal_size().columns, 120)
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=later)
+    return textwrap.fill(text, _width(), initial_indent=first, subsequent_indent=later)
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, 120)
 
 
 def words(text: str, flag: str) -> list[str]:

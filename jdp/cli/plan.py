@@ -3,42 +3,31 @@
 import dataclasses
 import json as as_json
 import re
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import tyro
+
+from jdp.base.formatting import format_bytes, format_percent, format_seconds
 from jdp.base.toml import brief
 from jdp.cli.options import (
     UsageError,
     check_writable,
+    choose_target_platform,
     counts,
-    flag_of,
     parse_with_overrides,
     stdout_to_stderr,
     words,
     write_file,
 )
-from jdp.cli.programs import is_program
+from jdp.cli.programs import check_only, check_program, forecast_on, is_program
 
 if TYPE_CHECKING:
     from jdp.foresight.forecast import PlanReport
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
-
-from jdp.cli.options import choose_target_platform
-
-if TYPE_CHECKING:
-    from jdp.foresight.forecast import PlanReport
-
-import subprocess
-import sys
-from typing import Any
-
-from jdp.base.formatting import format_bytes, format_percent, format_seconds
-from jdp.cli.programs import check_only, forecast_on
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class Options:
     theory. It has the step time and the share of hidden communication (simulated), and says what fits, what to choose,
     and why.
 
-    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
+    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2.
 
     A program of yours, my_train.py:make_step, is compiled as it is: jdp verify --help says what the function returns.
 
@@ -89,41 +78,36 @@ def run(arguments: list[str]) -> int:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
     targets = [None] if options.target is None else words(options.target, "--target")
     if is_program(options.file):
-        check_only(options, overrides, TAKEN)
+        check_program(options, overrides, TAKEN)
         return _one(options, targets[0]) if len(targets) == 1 else _several(options, targets)
     if len(targets) > 1 and options.html is not None:
         raise UsageError(f"--html writes a page on one target; given {len(targets)}: name one --target, or remove it")
     check_writable(options.html)
     with stdout_to_stderr(options.json):
-        plans = compile_plans(options, overrides, targets)
+        name, reports, described = _compiled(options, overrides, targets)
         if not options.json:
-            _show(plans)
+            _show(reports, name, described[0], options.file.stem)
     if options.json:
-        found = [report.to_json() for report in plans.reports]
+        found = [report.to_json() for report in reports]
         print(as_json.dumps(found[0] if len(found) == 1 else {"targets": found}, allow_nan=False), flush=True)
     with stdout_to_stderr(options.json):
         if options.html is not None:
             from jdp.report.plan_page import plan_page
 
-            report = plans.reports[0]
-            title = f"{options.file.stem} on {report.target}"
-            write_file(options.html, plan_page(report, title=title, described=plans.described[0]))
+            title = f"{options.file.stem} on {reports[0].target}"
+            write_file(options.html, plan_page(reports[0], title=title, described=described[0]))
             print(f"wrote {options.html}")
     return 0
 
 
-@dataclass(frozen=True)
-class Plans:
-    """An experiment's plan for each target."""
+def _compiled(
+    options: Options, overrides: dict[str, str], targets: Sequence[str | None]
+) -> "tuple[str, list[PlanReport], list[str]]":
+    """Compile every candidate for every target.
 
-    name: str  # the experiment's
-    stem: str  # of its file
-    reports: tuple["PlanReport", ...]  # one a target
-    described: tuple[str, ...]  # the experiment in a sentence, for each target
-
-
-def compile_plans(options: Options, overrides: dict[str, str], targets: Sequence[str | None]) -> Plans:
-    """Compile every candidate for every target."""
+    Returns:
+        The experiment's name; for each target the report, and the experiment in a sentence.
+    """
     from jdp.experiment.file import load
 
     assert options.file is not None
@@ -150,21 +134,20 @@ def compile_plans(options: Options, overrides: dict[str, str], targets: Sequence
     if all(estimate.error is not None for report in reports for estimate in report.estimates):
         raise UsageError("\n".join(dict.fromkeys(note for report in reports for note in report.notes)))
     model = f"{experiment.model.name or experiment.model.make}, {experiment.precision}"
-    described = tuple(f"{model}, batches of {described_batch(tried[0].batch)}" for tried in candidates)
-    return Plans(experiment.name, options.file.stem, tuple(reports), described)
+    described = [f"{model}, batches of {described_batch(tried[0].batch)}" for tried in candidates]
+    return experiment.name, reports, described
 
 
-def _show(plans: Plans) -> None:
+def _show(reports: "Sequence[PlanReport]", name: str, described: str, stem: str) -> None:
     """Print one plan with everything in it, or several as a table of one row each."""
     from jdp.cli.terminal import show_plan, show_table
 
-    reports = plans.reports
     if len(reports) == 1:
-        show_plan(reports[0], plans.name, plans.described[0])
+        show_plan(reports[0], name, described)
         return
     unit = reports[0].unit
     headings = ("target", "devices", "take", "fits", f"{unit} a step", "hidden", "waits", "step", "MFU", f"{unit}/s")
-    title = f"{plans.name} on {len(reports)} targets (simulated)"
+    title = f"{name} on {len(reports)} targets (simulated)"
     show_table(title, headings, [_target_row(report) for report in reports])
     on = dict[str, list[str]]()
     for report in reports:
@@ -173,7 +156,7 @@ def _show(plans: Plans) -> None:
     print()
     for note, names in on.items():
         print(f"Note: {note}" if len(names) == len(reports) else f"Note: {', '.join(names)}: {note}")
-    print(f"Why, and every candidate: jdp plan {plans.stem}.toml with one --target.")
+    print(f"Why, and every candidate: jdp plan {stem}.toml with one --target.")
 
 
 def _target_row(report: "PlanReport") -> tuple[str, ...]:
@@ -191,11 +174,13 @@ def _target_row(report: "PlanReport") -> tuple[str, ...]:
 
 def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     """Print what each device keeps and sends by the closed form. Raises UsageError."""
-    _check_alone(options, overrides)
+    rule = "--table needs no experiment and compiles nothing; given {} too: remove it"
+    check_only(options, overrides, ("table", "strategy", "accumulate", "json"), rule)
     parameters, devices = _size(options.table or "")
     names, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate") or [1]
     if len(accumulate) > 1:
         raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
+    from jdp.cli.terminal import show_table
     from jdp.foresight.zero_formula import jdp_bytes, sent_bytes, zero_bytes
 
     k = accumulate[0]
@@ -212,7 +197,10 @@ def _closed_form(options: Options, overrides: dict[str, str]) -> int:
     print(
         f"{parameters:,} parameters on {devices:,} devices, accumulate = {k}; {unit} that a device keeps, and sends\n"
     )
-    _show_closed_form(rows, size)
+    for key, (title, headers) in _ZERO_TABLES.items():
+        print(title)
+        show_table("", headers, [[name, *(_number(x / size) for x in row.values())] for name, row in rows[key].items()])
+        print()
     totals = {name: zero_bytes(parameters, devices, name, optimizer=8).total / size for name in names}
     short = ", ".join(f"{name} {_number(total)}" for name, total in totals.items())
     print(f"Tables of 2 + 2 + 8 bytes a parameter leave out the fp32 master weights; their totals: {short} {unit}.")
@@ -234,28 +222,6 @@ _ZERO_TABLES = {
     ),
 }
 """key in the JSON -> title and headers."""
-
-
-def _show_closed_form(rows: dict[str, dict[str, dict[str, int]]], unit: int) -> None:
-    from jdp.cli.terminal import show_table
-
-    for key, (title, headers) in _ZERO_TABLES.items():
-        print(title)
-        cells = [[name, *(_number(count / unit) for count in row.values())] for name, row in rows[key].items()]
-        show_table("", headers, cells)
-        print()
-
-
-def _check_alone(options: Options, overrides: dict[str, str]) -> None:
-    """Check that nothing is given beside --table that it does not use. Raises UsageError."""
-    used = ("table", "strategy", "accumulate", "json")
-    given = [
-        "FILE" if field.name == "file" else flag_of(field.name)
-        for field in dataclasses.fields(options)
-        if field.name not in used and getattr(options, field.name) != field.default
-    ]
-    if given := [*given, *(f"--{key}" for key in overrides)]:
-        raise UsageError(f"--table needs no experiment and compiles nothing; given {given[0]} too: remove it")
 
 
 def _size(text: str) -> tuple[int, int]:

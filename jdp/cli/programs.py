@@ -22,25 +22,19 @@ def is_program(file: Path) -> bool:
     return named and not (file.suffix != ".py" and file.exists())
 
 
-def check_only(options: Any, overrides: Mapping[str, str], taken: Sequence[str]) -> None:
-    """Check that nothing is given that belongs to experiments. Raises UsageError."""
+def check_only(options: Any, overrides: Mapping[str, str], taken: Sequence[str], rule: str) -> None:
+    """Check that nothing is given but the options `taken`. Raises UsageError: the rule, with another option as {}."""
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
     others = [*(flag_of(name) for name in given if name not in taken), *(f"--{key}" for key in overrides)]
     if others:
-        raise UsageError(
-            f"{others[0]} is for an experiment; given the program {options.file}: remove it. A program takes "
-            f"{', '.join(flag_of(name) for name in taken if name != 'file')}"
-        )
+        raise UsageError(rule.replace("{}", others[0], 1))
 
 
-def check_experiment(options: Any, names: Sequence[str]) -> None:
-    """Check that nothing is given that belongs to programs. Raises UsageError."""
-    defaults = {each.name: each.default for each in fields(options)}
-    given = [flag_of(name) for name in names if getattr(options, name) != defaults[name]]
-    if given:
-        raise UsageError(
-            f"{given[0]} is for a program, FILE.py:FUNCTION; given the experiment {options.file}: remove it"
-        )
+def check_program(options: Any, overrides: Mapping[str, str], taken: Sequence[str]) -> None:
+    """Check that a program is given no option of an experiment. Raises UsageError."""
+    known = ", ".join(flag_of(name) for name in taken if name != "file")
+    rule = f"{{}} is for an experiment; given the program {options.file}: remove it. A program takes {known}"
+    check_only(options, overrides, taken, rule)
 
 
 def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[Program, StepReport]":

@@ -28,8 +28,7 @@ class Options:
     experiment's, else 8). Losses, parameters and optimizer state are compared leaf by leaf and step by step; a
     difference that rounding cannot explain is named: run, step, leaf, size.
 
-    jdp makes nothing smaller by itself. For a large experiment: --model.layers 2 --train.batch_size 16. The keys are
-    listed below.
+    jdp makes nothing smaller by itself. For a large experiment: --model.layers 2 --train.batch_size 16.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]

@@ -61,39 +61,33 @@ class TextModel:
 
 
 def find_model(
-    given: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
+    place: str, runs: Path, *, step: str | None = None, plugin: str | None = None, tokenizer: str | None = None
 ) -> TextModel:
     """Return the model of a run, or of an export, without its weights.
 
     Args:
-        given: the folder of a run or of an export; or the name of a run in `runs`.
+        place: the folder of a run or of an export; or the name of a run in `runs`.
         runs: the folder of runs.
         step: of a run, the checkpoint: a number, or "best"; None: the newest.
         plugin: the plug-in of a run that has one.
-        tokenizer: of a run, where its tokenizer is now; None: where it was.
+        tokenizer: in place of the tokenizer in the folder, or that of the run.
 
     Raises:
         ExperimentError: there is no such folder, model, step or tokenizer.
     """
-    folder = _export(given)
-    if folder is None:
-        changed = {"plugin": plugin, "data.tokenizer": tokenizer}
-        return _of_run(given, runs, step, {key: value for key, value in changed.items() if value is not None})
+    folder = user_path(place)
+    if not (folder / CONFIG).is_file() or (folder / FILE).exists():
+        return _of_run(place, runs, step, {} if plugin is None else {"plugin": plugin}, tokenizer)
     if step is not None:
         raise ExperimentError(f"an export has one model; given {folder} and step {step}: name the run, or no step")
-    if not (folder / TOKENIZER).is_file():
+    if tokenizer is None and not (folder / TOKENIZER).is_file():
         raise ExperimentError(
-            f"text needs the model's tokenizer; {folder} has no {TOKENIZER}: copy it there from the original model"
+            f"text needs the model's tokenizer; {folder} has no {TOKENIZER}: copy it there from the original model, or "
+            "give its folder (--tokenizer FOLDER)"
         )
     config = _on_any_device(gpt_config_from_hf(folder))
-    name, opened = str(folder), open_tokenizer(str(folder))
-    return TextModel(config, opened, name, lambda device: _imported(folder, config, device))
-
-
-def _export(given: str) -> Path | None:
-    """Return the folder of an export; None if it is a run, or nothing."""
-    folder = user_path(given)
-    return folder if (folder / CONFIG).is_file() and not (folder / FILE).exists() else None
+    opened = open_tokenizer(tokenizer or str(folder))
+    return TextModel(config, opened, str(folder), lambda device: _imported(folder, config, device))
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
@@ -111,9 +105,14 @@ def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
 # A run.
 
 
-def _of_run(given: str, runs: Path, step: str | None, changed: Mapping[str, str]) -> TextModel:
-    folder = find_run(given, runs)
-    experiment = _experiment(folder, changed)
+def _of_run(place: str, runs: Path, step: str | None, plugin: Mapping[str, str], tokenizer: str | None) -> TextModel:
+    folder = find_run(place, runs)
+    experiment = _experiment(folder, plugin)
+    if tokenizer is None and not experiment.data.knows_text:
+        raise ExperimentError(
+            f"text needs the model's tokenizer; {folder} learned token ids, and names none: give the folder of the "
+            f"{TOKENIZER} that made them (--tokenizer FOLDER)"
+        )
     config = _on_any_device(experiment.model.config)
     saved = sorted(int(path.name) for path in (folder / CHECKPOINTS).glob("*") if path.name.isdecimal())
     there = ", ".join(map(str, saved))
@@ -124,18 +123,14 @@ def _of_run(given: str, runs: Path, step: str | None, changed: Mapping[str, str]
         raise ExperimentError(f'--step must be a checkpoint of {folder}, {there}, or "{BEST}"; given {chosen}')
     path = folder if chosen is None else folder / CHECKPOINTS / chosen
     name = f"{folder}, step {chosen or saved[-1]}"
-    tokenizer = _opened(experiment.data.tokenizer)
-    return TextModel(config, tokenizer, name, lambda device: _restored(path, experiment, config, device))
-
-
-def _opened(name: str) -> Tokenizer:
     try:
-        return open_tokenizer(name)
+        opened = open_tokenizer(tokenizer or experiment.data.tokenizer)
     except ValueError as error:
         raise ExperimentError(f"{error}; if it was moved, give its folder (--tokenizer FOLDER)") from error
+    return TextModel(config, opened, name, lambda device: _restored(path, experiment, config, device))
 
 
-def _experiment(folder: Path, changed: Mapping[str, str]) -> Experiment:
+def _experiment(folder: Path, plugin: Mapping[str, str]) -> Experiment:
     """Return a run's experiment. Raises ExperimentError unless a GPT of jdp's learns text in it."""
     rule = f"text is written by a GPT that learned text; {folder} has"
     try:
@@ -145,17 +140,11 @@ def _experiment(folder: Path, changed: Mapping[str, str]) -> Experiment:
         made = NONE  # `load` reports what is wrong
     if made != NONE:
         raise ExperimentError(f"{rule} model.make = {made!r}: name another run")
-    experiment = load(folder / FILE, changed)
-    data = experiment.data
+    experiment = load(folder / FILE, plugin)
     if not isinstance(experiment.model.config, GPTConfig):
         raise ExperimentError(f"{rule} {experiment.model.chosen}: name another run")
     if experiment.kind != "text":
-        raise ExperimentError(f"{rule} data.make = {data.make!r}, whose tokens only it knows: export it")
-    if not data.knows_text:
-        raise ExperimentError(
-            f'{rule} token ids, and no tokenizer: export it (train.export = "hf"), and put the {TOKENIZER} that made '
-            "them beside the weights"
-        )
+        raise ExperimentError(f"{rule} data.make = {experiment.data.make!r}, whose tokens only it knows: export it")
     return experiment
 
 

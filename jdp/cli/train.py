@@ -21,7 +21,7 @@ class Options:
     saves before it leaves.
 
     Any key of the experiment can be changed: --train.steps 50 --strategy zero3 --mesh.data 4. So --devices 8 computes
-    on eight virtual CPU devices. The value "none" clears a key that may be none. The keys are listed below.
+    on eight virtual CPU devices. The value "none" clears a key that may be none.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]

@@ -3,24 +3,26 @@
 A program, FILE.py:FUNCTION, has only the latter."""
 
 import json as as_json
-from typing import TYPE_CHECKING
-
-from jdp.cli.options import choose_target_platform, parse_with_overrides, stdout_to_stderr
-from jdp.cli.programs import check_experiment, is_program
-
-if TYPE_CHECKING:
-    from jdp.foresight.verify import Report
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from jdp.base.toml import brief
-from jdp.cli.options import UsageError, check_writable, write_file
-from jdp.cli.programs import check_only, forecast_on
+from jdp.cli.options import (
+    UsageError,
+    check_writable,
+    choose_target_platform,
+    parse_with_overrides,
+    stdout_to_stderr,
+    write_file,
+)
+from jdp.cli.programs import check_only, check_program, forecast_on, is_program
+
+if TYPE_CHECKING:
+    from jdp.foresight.verify import Report
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Options:
     line, and the fix. What is sent besides is listed even if the contract is kept, and so is a zero3 that keeps its
     weights gathered, like zero2. On CPU devices nothing is judged, as XLA:CPU sends what XLA:GPU does not: exit 0.
 
-    Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
+    Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4.
 
     A program of yours is given as my_train.py:make_step, or package.module:make_step. The function returns a jitted
     step and a tuple of its arguments, real or abstract; if it takes `devices`, it gets those of --target. --save writes
@@ -67,7 +69,8 @@ def run(arguments: list[str]) -> int:
     options, overrides = parse_with_overrides(Options, "verify", arguments)
     if is_program(options.file):
         return _run_program(options, overrides)
-    check_experiment(options, ("save", "against", "tolerance", "markdown"))
+    rule = f"{{}} is for a program, FILE.py:FUNCTION; given the experiment {options.file}: remove it"
+    check_only(options, {}, ("file", "target", "no_cache", "json"), rule)
     with stdout_to_stderr(options.json):
         report = _verify(options, overrides)
     print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
@@ -99,7 +102,7 @@ TAKEN = ("file", "target", "save", "against", "tolerance", "markdown", "no_cache
 
 def _run_program(options: Options, overrides: dict[str, str]) -> int:
     """Compile a program's step and print what it sends, or how that differs from the baseline; return the exit code."""
-    check_only(options, overrides, TAKEN)
+    check_program(options, overrides, TAKEN)
     tolerance = _tolerance(options)
     with stdout_to_stderr():  # the user's file may print
         from jdp.cli.baseline import baseline_of, read_baseline

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -146,59 +146,28 @@ class Assembly:
         """The data sets that are evaluated, by the prefix of their metrics: "eval", "eval_NAME"."""
         return open_eval_sets(self.experiment, self.data)
 
-    def train_batches(
-        self, start: int, rows: Sequence[int] | None = None, *, samples: int | None = None
-    ) -> Iterable[NumpyBatch]:
-        """Return these rows of the batches to train on, from the one of step `start` on; None: all rows.
-
-        `samples` is the number of samples consumed before, if earlier batches had another size.
-        """
-        given = self.experiment
-        return global_batches(
-            self.data.train,
-            batch_size=given.train.batch_size,
-            seed=given.seed,
-            rows=rows,
-            start=start,
-            samples=samples,
-            shuffle=given.data.shuffle,
-            threads=self._threads,
-        )
+    def train_batches(self, start: int) -> Iterable[NumpyBatch]:
+        """Return the batches to train on, all rows of each, from the one of step `start` on."""
+        return self._batches(self.data.train, start=start, **self._train_order)
 
     def train_feed(self, start: int, samples: int) -> Feed:
         """Return the batches to train on, after `start` steps and `samples` samples, on the devices, read ahead."""
-        rows = process_rows(self.plan, self.experiment.train.batch_size)
-        return shard_batches(self.train_batches(start, rows, samples=samples), self.plan)
+        return self.feed(self.data.train, start=start, samples=samples, **self._train_order)
 
-    def feed(
-        self,
-        source: Source,
-        *,
-        seed: int,
-        shuffle: bool,
-        start: int = 0,
-        epochs: int | None = None,
-        most: int | None = None,
-    ) -> Feed:
-        """Return global batches of `source` on the devices, read ahead."""
-        size = self.experiment.train.batch_size
-        rows = process_rows(self.plan, size)
-        batches = global_batches(
-            source,
-            batch_size=size,
-            seed=seed,
-            rows=rows,
-            start=start,
-            shuffle=shuffle,
-            epochs=epochs,
-            threads=self._threads,
-        )
-        return shard_batches(itertools.islice(batches, most), self.plan)
+    def feed(self, source: Source, *, most: int | None = None, **order: Any) -> Feed:
+        """Return global batches of `source` on the devices, read ahead: at most `most`, in the order that the keywords
+        of `global_batches` say (seed, shuffle, start, samples, epochs)."""
+        rows = process_rows(self.plan, self.experiment.train.batch_size)
+        return shard_batches(itertools.islice(self._batches(source, rows=rows, **order), most), self.plan)
+
+    def _batches(self, source: Source, **order: Any) -> Iterable[NumpyBatch]:
+        # Images and samples of data.make take a millisecond each, others microseconds.
+        threads = min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
+        return global_batches(source, batch_size=self.experiment.train.batch_size, threads=threads, **order)
 
     @property
-    def _threads(self) -> int:
-        """Reading threads: images and samples of data.make take a millisecond each, others microseconds."""
-        return min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
+    def _train_order(self) -> dict[str, Any]:
+        return {"seed": self.experiment.seed, "shuffle": self.experiment.data.shuffle}
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
@@ -262,10 +231,10 @@ class Assembly:
 
     def abstract_state(self) -> TrainState:
         """Return the state's shapes, dtypes and shardings; traced once."""
-        return self._abstract_state
+        return self._state
 
     @cached_property
-    def _abstract_state(self) -> TrainState:
+    def _state(self) -> TrainState:
         return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def check_memory(self) -> None:
@@ -327,17 +296,12 @@ class Assembly:
         return make_eval_step(self.eval_loss, self.plan, **self._step_options)
 
     @property
-    def precision(self) -> Precision:
-        """The dtypes of both steps."""
-        return replace(Precision.of(self.experiment.precision), reduce=self.experiment.reduce)
-
-    @property
     def _step_options(self) -> dict[str, Any]:
         """The options of both steps."""
-        given = self.experiment
+        experiment = self.experiment
         return {
-            "accumulate": given.train.accumulate,
-            "precision": self.precision,
-            "partitioning": given.partitioning,
-            "compiler": given.compiler,
+            "accumulate": experiment.train.accumulate,
+            "precision": replace(Precision.of(experiment.precision), reduce=experiment.reduce),
+            "partitioning": experiment.partitioning,
+            "compiler": experiment.compiler,
         }

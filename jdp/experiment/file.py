@@ -27,7 +27,7 @@ from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_ke
 from jdp.experiment.problems import problems
 from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.made import Made
-from jdp.experiment.schema.model import model_table, take_tokenizer
+from jdp.experiment.schema.model import MadeModel, model_table, take_tokenizer
 from jdp.experiment.shipped import beside_clone, missing, shipped_file
 from jdp.models.configs.sizes import SIZES
 
@@ -35,8 +35,11 @@ KeyPath = tuple[str, ...]
 HUB = "hf:"
 MOST_BYTES = 2**20
 """Of an experiment file: more is another file, named by mistake, and a million wrong keys take a minute to report."""
-NO_PATHS = ("stdlib", "digits", NONE)
-"""Sources of data that are words, not paths."""
+PATHS = (
+    *("data.source", "data.tokenizer", "data.heldout", "data.mixture.NAME.source"),
+    *("eval.NAME.source", "train.init_from", "model.name"),
+)
+"""The keys that are paths, or words."""
 UNSET = (NONE, "default")
 """Words in place of a table that has nothing in it."""
 
@@ -67,13 +70,10 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     table = beside_clone(_read(by_name)) if by_name else _read(file)
     _anchor_paths(table, Path.cwd() if by_name else file.parent)
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
-    changed: dict[str, Any] = {}
     for key, text in texts.items():
-        _check_outer(table, key, where=str(file))
-        _put(changed, key, _value(text), where=str(file))
-    _check_limits(changed, "the command line")
-    _anchor_paths(changed, Path.cwd())
-    return _validated(_merged(table, changed), texts, where=str(file), plugin=changed.get("plugin"))
+        _check_limits({key[-1]: _value(text)}, "the command line")
+        _put(table, key, _value(text), where=str(file))
+    return _validated(table, texts, where=str(file), plugin=(overrides or {}).get("plugin"))
 
 
 def from_table(table: Mapping[str, Any], *, where: str = "experiment", plugin: str | None = None) -> Experiment:
@@ -140,11 +140,13 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
 
 
 def describe() -> list[tuple[str, list[Key]]]:
-    """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them."""
+    """Return every key of an experiment file, in groups with a heading, as `jdp train --help-all` shows them."""
     groups = [("top level", table_keys(Experiment))]
     for path, table in Schemas(Experiment, {}).tables():
         groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
         if table is Model:
+            learns = [key for key in table_keys(MadeModel) if key.name == "learns"]
+            groups.append(("[model] with make", _prefixed("model", learns)))
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
                 groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
@@ -188,26 +190,10 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make relative paths in the table start at `folder`: those of data, tokenizer, model and weights."""
-    data = _table(table, "data")
-    texts, sets = _table(data, "mixture"), _table(table, "eval")
-    for named in (data, *texts.values(), *sets.values()):
-        if isinstance(named, dict):
-            _anchor(named, "source", folder, but=NO_PATHS)
-    _anchor(data, "tokenizer", folder, but=("bytes",))
-    _anchor(data, "heldout", folder, but=NO_PATHS)
-    _anchor(_table(table, "train"), "init_from", folder, but=(NONE,))
-    model = _table(table, "model")
-    name = model.get("name")
-    if isinstance(name, str) and name.startswith(HUB):  # always a folder here, never a name on the hub
-        anchored = {"folder": name.removeprefix(HUB)}
-        _anchor(anchored, "folder", folder, but=())
-        model["name"] = HUB + anchored["folder"]
+    """Make relative paths in the table start at `folder`."""
 
-
-def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ...]) -> None:
-    def anchored(path: Any) -> Any:
-        if not isinstance(path, str) or path in ("", *but):
+    def anchored(path: Any, words: tuple[str, ...] = ()) -> Any:
+        if not isinstance(path, str) or path in ("", *words):
             return path
         if hub := HubSource.of(path):
             return hub.at(anchored) if hub.is_path else path
@@ -216,20 +202,28 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
         except PathError:  # the schema reports it, with its key
             return path
 
-    if key in table:
-        value = table[key]
-        table[key] = [anchored(item) for item in value] if isinstance(value, list) else anchored(value)
-
-
-def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the table at `key`, or an empty one if there is none."""
-    inner = table.get(key)
-    return inner if isinstance(inner, dict) else {}
+    for *outer, last in (path.split(".") for path in PATHS):
+        holders: list[Any] = [table]
+        for name in outer:
+            holders = [each for one in holders for each in (one.values() if name == "NAME" else [one.get(name)])]
+            holders = [each for each in holders if isinstance(each, dict)]
+        for holder in holders:
+            value, words = holder.get(last), ("bytes", NONE) if last == "tokenizer" else ("stdlib", "digits", NONE)
+            if last == "name":  # of a model: hf: leads to a folder here, never to a name on the hub
+                if isinstance(value, str) and value.startswith(HUB):
+                    holder[last] = HUB + anchored(value.removeprefix(HUB))
+            elif last in holder:
+                holder[last] = (
+                    [anchored(x, words) for x in value] if isinstance(value, list) else anchored(value, words)
+                )
 
 
 def _value(text: str) -> Any:
     """Parse `text` as a TOML value, numbers also as Python writes them (.001, 1.); else return the text itself."""
-    for each in (text, _with_digits(text)):
+    digits = text
+    if re.fullmatch(r"[\d\s.,eE+\-\[\]]+", text):  # TOML needs a digit on both sides of a point
+        digits = re.sub(r"(?<=\d)\.(?!\d)", ".0", re.sub(r"(?<!\d)\.(?=\d)", "0.", text))
+    for each in (text, digits):
         try:
             table = tomllib.loads(f"value = {each}")
         except (ValueError, RecursionError):
@@ -238,44 +232,30 @@ def _value(text: str) -> Any:
     return text
 
 
-def _with_digits(text: str) -> str:
-    """Return numbers, or arrays of them, with a digit on both sides of each point, as TOML needs."""
-    if not re.fullmatch(r"[\d\s.,eE+\-\[\]]+", text):
-        return text
-    return re.sub(r"(?<=\d)\.(?!\d)", ".0", re.sub(r"(?<!\d)\.(?=\d)", "0.", text))
-
-
 def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None:
-    """Set a dotted key, making the tables that it needs. Raises ExperimentError."""
-    _check_outer(table, key, where=where, but=())
+    """Set a dotted key, making the tables that it needs; relative paths in it start at the working directory.
+
+    Raises:
+        ExperimentError: an outer key has a value that is no table.
+    """
+    changed = value
+    for part in reversed(key):
+        changed = {part: changed}
+    _anchor_paths(changed, Path.cwd())
     *outer, last = key
-    for part in outer:
-        table = table.setdefault(part, {})
-    table[last] = value
-
-
-def _check_outer(table: dict[str, Any], key: KeyPath, *, where: str, but: tuple[Any, ...] = UNSET) -> None:
-    """Raise ExperimentError if a dotted key's outer key has a value that is no table, other than one of `but`."""
-    for depth in range(1, len(key)):
-        inner = table.get(key[depth - 1], {})
+    for depth, part in enumerate(outer, 1):
+        if table.get(part) in UNSET:
+            table[part] = {}
+        inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
-            if inner in but:
-                return
-            outer = cut(".".join(key[:depth]))
+            replaced = f"{cut('.'.join(key[:depth]))} = {brief(inner)}"
             raise ExperimentError(
-                f"{where}: --{cut('.'.join(key))} is a key of a table; given {outer} = {brief(inner)}, which it would "
-                "replace: remove one of the two"
+                f"{where}: --{cut('.'.join(key))} is a key of a table; given {replaced}, which it would replace: "
+                "remove one of the two"
             )
-        table = inner
-
-
-def _merged(table: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """Return `table` with the values of `changed`, table by table."""
-    merged = dict(table)
-    for key, value in changed.items():
-        old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
+        table, changed = inner, changed[part]
+    old, new = table.get(last), changed[last]
+    table[last] = {**old, **new} if isinstance(old, dict) and isinstance(new, dict) else new
 
 
 def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: str, plugin: Any) -> Experiment:
@@ -289,7 +269,6 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
         if isinstance(error, ValidationError) and _blamed(error, key):
             as_text = copy.deepcopy(table)
             _put(as_text, key, text, where=where)
-            _anchor_paths(as_text, Path.cwd())
             second = _error(as_text, plugin)
             if second is None or not _blamed(second, key):
                 table, error = as_text, second

@@ -35,15 +35,10 @@ class Schemas:
         """Return the schema of the table at `path`; None where there is no table, or its keys are free as in [mesh]."""
         if not path:
             return self.root
-        outer, last = self.at(path[:-1]), str(path[-1])
-        if outer is self.root and last in self.chosen:
-            return self.chosen[last]
-        if outer is not None:
-            field = outer.model_fields.get(last)
-            return table_class(field) if field else None
-        named = self.at(path[:-2]) if path[1:] else None  # [eval.NAME]: a table of tables
-        field = named.model_fields.get(str(path[-2])) if named else None
-        return named_table(field) if field else None
+        names, tables = tuple(map(str, path)), dict(self.tables())
+        if len(names) == 1 and names[0] in self.chosen:
+            return self.chosen[names[0]]
+        return tables.get(names) or tables.get((*names[:-1], "NAME"))
 
     def tables(self) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
         """Return the tables below the root with their paths, in file order; [eval.NAME] is ("eval", "NAME")."""
@@ -62,7 +57,7 @@ class Schemas:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the file as `--help` shows it."""
+    """A key of the file as `--help-all` shows it."""
 
     name: str
     type: str
@@ -136,7 +131,7 @@ def named_table(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _type_text(annotation: Any) -> str:
-    """Return a type in the words of `--help`: int, float, text, true|false, the words allowed, "none"."""
+    """Return a type in the words of `--help-all`: int, float, text, true|false, the words allowed, "none"."""
     names = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "none"}
     arguments, origin = typing.get_args(annotation), typing.get_origin(annotation)
     if origin is typing.Annotated:

@@ -44,14 +44,14 @@ class MadeSamples:
     def _row(self, index: int) -> int:
         return index if self.rows is None else int(self.rows[index])
 
-    def _sample(self, given: Any) -> NumpyBatch:
+    def _sample(self, raw: Any) -> NumpyBatch:
         """Return a sample's arrays, and "weights" 1 if it has none. Raises ExperimentError for what is no sample."""
-        if not isinstance(given, Mapping) or not given:
+        if not isinstance(raw, Mapping) or not raw:
             raise ExperimentError(
-                f"a sample of {self.name} is a dict of arrays; given {cut(repr(given))}: return such as "
+                f"a sample of {self.name} is a dict of arrays; given {cut(repr(raw))}: return such as "
                 '{"features": array, "labels": array}'
             )
-        arrays = {str(key): np.asarray(value) for key, value in given.items()}
+        arrays = {str(key): np.asarray(value) for key, value in raw.items()}
         if wrong := next((key for key, array in arrays.items() if array.dtype.kind not in "biuf"), None):
             raise ExperimentError(
                 f"a sample of {self.name} holds numbers; given {wrong}: {arrays[wrong].dtype}: leave it out, or encode "

@@ -43,7 +43,7 @@ def function_of(make: str) -> Callable[..., Any]:
                 f"make names a package that Python finds; given {make}, and there is no {error.name}. Install it "
                 "(pip install -e FOLDER), or name the folder that holds it in PYTHONPATH"
             ) from None
-        raise MakeError(f"{name} does not import; its own error:\n{_own_traceback(error)}") from None
+        raise MakeError(f"{name} does not import; its own error:\n{users_traceback(error)}") from None
     if jax_has_started() and not started:
         raise MakeError(
             f"{name} starts JAX when it is imported, before processes and devices are chosen. Move that into its "
@@ -116,13 +116,11 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
     return {name: each for name, each in every.items() if name not in positional[: len(arguments)]}
 
 
-def _own_traceback(error: BaseException) -> str:
-    """Return the last lines of a traceback, without the frames of this file and of Python's import system."""
-    own = error.__traceback__
-    while own is not None:
-        file = own.tb_frame.f_code.co_filename
-        if not file.startswith("<frozen importlib") and file not in (importlib.__file__, __file__):
-            break
-        own = own.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, own, limit=-_MOST_FRAMES)).splitlines()
+def users_traceback(error: BaseException) -> str:
+    """Return the user's own last lines of a traceback, without those of jdp, Python and installed packages."""
+    from jdp.base.public import is_users  # late: it imports JAX
+
+    walked = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame)]
+    frames = traceback.StackSummary.extract(iter(walked[-_MOST_FRAMES:])).format()
+    lines = "".join([*frames, *traceback.format_exception_only(error)]).splitlines()
     return "\n".join(f"  {line}" for line in lines[-_MOST_LINES:])

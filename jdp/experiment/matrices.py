@@ -120,7 +120,7 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])
 
 
-def matrix_sizes(shape: tuple[int, ...], found: MuonDimensionNumbers) -> tuple[int, int, int]:
+def matrix_sizes(shape: tuple[int, ...], dimensions: MuonDimensionNumbers) -> tuple[int, int, int]:
     """Return how many matrices a leaf is, and their rows and columns."""
-    rows, columns = (prod(shape[dim] for dim in np.atleast_1d(dims)) for dims in found)
+    rows, columns = (prod(shape[dim] for dim in np.atleast_1d(dims)) for dims in dimensions)
     return prod(shape) // (rows * columns), rows, columns

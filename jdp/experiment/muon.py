@@ -37,7 +37,7 @@ def muon(
     parameters by path, which tell stacked layers even where norms are frozen.
     """
 
-    def made(params: Any) -> optax.GradientTransformation:
+    def rule(params: Any) -> optax.GradientTransformation:
         dims = matrix_dimensions(params, shapes)
         masked = jax.tree.map(lambda _, dim: optax.MaskedNode() if dim is None else dim, params, dims)
         step = scale_by_muon(weight_dimension_numbers=masked, **settings)
@@ -47,10 +47,10 @@ def muon(
 
     def init(params: Any) -> Any:
         _report(params, matrix_dimensions(params, shapes))
-        return made(params).init(params)
+        return rule(params).init(params)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return made(updates if params is None else params).update(updates, state, params)
+        return rule(updates if params is None else params).update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
 

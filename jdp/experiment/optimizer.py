@@ -19,7 +19,7 @@ from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.matrices import VECTORS
 from jdp.experiment.muon import muon
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.experiment import USED_BY, Experiment
 from jdp.models import GPTConfig, ViTConfig
 
 
@@ -72,12 +72,11 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
     stacked = isinstance(config, GPTConfig | ViTConfig) and bool(config.scan)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
     match chosen.name:
-        case "adamw":
-            return optax.adamw(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
-        case "adam":
-            return optax.adam(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps)
-        case "lion":
-            return optax.lion(rate, b1=chosen.b1, b2=chosen.b2, **decay)
+        case "adamw" | "adam" | "lion" | "adagrad":
+            settings = {key: getattr(chosen, key) for key in USED_BY[chosen.name]}
+            return getattr(optax, chosen.name)(
+                rate, **settings, **({"mask": decay_mask} if "weight_decay" in settings else {})
+            )
         case "sgd":
             step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
             return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
@@ -101,8 +100,6 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
             )
         case "rmsprop":
             return optax.rmsprop(rate, decay=chosen.b2, eps=chosen.eps, momentum=chosen.momentum or None)
-        case "adagrad":
-            return optax.adagrad(rate, eps=chosen.eps)
         case "muon":
             share = 1.0 if chosen.adam_lr is None else chosen.adam_lr / chosen.lr
             adamw = optax.adamw(lambda count: share * rate(count), b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)

@@ -66,7 +66,10 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
     kind, limits = detail["type"], detail.get("ctx", {})
     key, given = f"{dashes}{_dotted(path)}", f"given {brief(detail['input'])}"
     if kind == "missing":
-        return f"{key} is missing: {_how_to_add(path, schemas)}"
+        if table := schemas.at(path):
+            needed = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
+            return f"{key} is missing: add the table [{_dotted(path)}] with {' and '.join(needed)}"
+        return f"{key} is missing: add {path[-1]} = … {f'to [{_dotted(path[:-1])}]' if path[1:] else 'at the top'}"
     if kind == "extra_forbidden":
         return _unknown_key(dashes, path, schemas)
     if kind == "value_error":
@@ -89,15 +92,6 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
     return f"{key}: {detail['msg'].replace('Input should', 'it should')}; {given}"
 
 
-def _how_to_add(path: Path, schemas: Schemas) -> str:
-    """Return what to write for a key that is required and missing."""
-    table = schemas.at(path)
-    if table:
-        needed = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
-        return f"add the table [{_dotted(path)}] with {' and '.join(needed)}"
-    return f"add {path[-1]} = … {f'to [{_dotted(path[:-1])}]' if path[1:] else 'at the top'}"
-
-
 def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
     """Return the line of an unknown key: with the nearest key of its table, else the same key in another table."""
     table, last = path[:-1], str(path[-1])
@@ -115,20 +109,20 @@ def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
     return f"{dashes}{_dotted(path)} is not a key of {f'[{_dotted(table)}]' if table else 'the top level'}{hint}"
 
 
-def _fix(kind: str, last: str, given: Any) -> str:
+def _fix(kind: str, key: str, value: Any) -> str:
     """Return what to write instead, if the given value shows it; else nothing."""
-    if isinstance(given, str):
-        plain = given.lower() if kind == "bool_type" else given
-        unquoted = kind in _PLAIN and len(given) <= LONGEST and _is(kind, plain)
-        return ", which is text" + (f": write {last} = {plain}, without quotes" if unquoted else "")
-    if kind == "int_type" and isinstance(given, float) and given.is_integer():
-        return f": write {last} = {int(given)}"
-    if kind == "string_type" and not isinstance(given, Mapping | list | tuple):
-        return f': write {last} = "{brief(given)}", in quotes'
+    if isinstance(value, str):
+        plain = value.lower() if kind == "bool_type" else value
+        unquoted = kind in _PLAIN and len(value) <= LONGEST and _is(kind, plain)
+        return ", which is text" + (f": write {key} = {plain}, without quotes" if unquoted else "")
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f": write {key} = {int(value)}"
+    if kind == "string_type" and not isinstance(value, Mapping | list | tuple):
+        return f': write {key} = "{brief(value)}", in quotes'
     if kind == "tuple_type":
-        return f": write {last} = [{brief(given)}]"
+        return f": write {key} = [{brief(value)}]"
     if kind == "model_type":
-        return f": write [{last}], and its keys below it"
+        return f": write [{key}], and its keys below it"
     return ""
 
 

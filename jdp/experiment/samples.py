@@ -63,9 +63,9 @@ class Writer:
         replicated = assembly.plan.replicated
 
         @functools.partial(jax.jit, out_shardings=replicated)
-        def cached(state: TrainState, tokens: jax.Array, last: jax.Array) -> jax.Array:
+        def cached(state: TrainState, tokens: jax.Array, end: jax.Array) -> jax.Array:
             with tracing_on(assembly.mesh):
-                return continued(state.model, tokens, last, rng, length=table.length, draw=Draw())
+                return continued(state.model, tokens, end, rng, length=table.length, draw=Draw())
 
         @functools.partial(jax.jit, out_shardings=replicated)
         def windowed(state: TrainState, tokens: jax.Array) -> jax.Array:

@@ -34,7 +34,13 @@ def beside_clone(table: dict[str, Any]) -> dict[str, Any]:
 
     They then start at the working directory, as they do in the clone's folder.
     """
-    return {key: _beside(value) for key, value in table.items()}
+    beside = dict(table)
+    for key, value in table.items():
+        if isinstance(value, dict):
+            beside[key] = beside_clone(cast("dict[str, Any]", value))
+        elif isinstance(value, str):
+            beside[key] = _UP.sub(r"\1", value)
+    return beside
 
 
 def copied(start: str, name: str) -> str:
@@ -42,12 +48,6 @@ def copied(start: str, name: str) -> str:
     text = shipped()[start].read_text(encoding="utf-8").replace(f"experiments/{start}.toml", f"{name}.toml")
     text = re.sub(r'(?<=")[^"\n]*(?=")', lambda quoted: _UP.sub(r"\1", quoted[0]), text)
     return re.sub(r'^name = ".*"$', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
-
-
-def _beside(value: Any) -> Any:
-    if isinstance(value, dict):
-        return beside_clone(cast("dict[str, Any]", value))
-    return _UP.sub(r"\1", value) if isinstance(value, str) else value
 
 
 def missing(path: Path) -> str:

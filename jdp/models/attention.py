@@ -66,8 +66,8 @@ def attend(
         size = block_size(batch // shards, length, heads // head_shards)
         if size < length:
             return attend_in_documents(query, key, value, run, Sight(causal, window, size))
-    blocks = _blocks(length) if on_cpu and causal and not packed else 1
-    if by == "auto" and blocks > 1:
+    blocks = min(_MOST_BLOCKS, length // _SHORTEST_BLOCK)  # each is compiled, and a short one gains little
+    if by == "auto" and on_cpu and causal and not packed and blocks > 1 and length % blocks == 0:
         mixed = _causal_in_blocks(query, key, value, blocks, window)
     else:
         mask = _mask(length, window, run)
@@ -99,12 +99,6 @@ def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, 
         heads = PartitionSpec(None, None, MODEL, None)
         run = jax.shard_map(run, in_specs=heads, out_specs=heads, axis_names={MODEL}, check_vma=False)
     return run(query, key, value)
-
-
-def _blocks(length: int) -> int:
-    """Return into how many blocks of queries a row is split: every block is compiled, and a short one gains little."""
-    blocks = min(_MOST_BLOCKS, length // _SHORTEST_BLOCK)
-    return blocks if blocks and length % blocks == 0 else 1
 
 
 def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks: int, window: int | None) -> jax.Array:

@@ -96,8 +96,8 @@ def _forward(
     return out, (query, key, value, run, out, checkpoint_name(most + jnp.log(total), ATTENTION))
 
 
-def _backward(sight: Sight, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    (query, key, value, run, out, logs), size = kept, sight.size
+def _backward(sight: Sight, residuals: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    (query, key, value, run, out, logs), size = residuals, sight.size
     scale = 1 / math.sqrt(query.shape[-1])
     inner = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
@@ -120,11 +120,7 @@ def _backward(sight: Sight, kept: tuple[Any, ...], cotangent: jax.Array) -> tupl
     return *(x.astype(like.dtype) for x, like in zip(sums, (query, key, value), strict=True)), None
 
 
-def _attend(*given: Any) -> jax.Array:
-    return _forward(*given)[0]
-
-
-_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(4,))
+_differentiable = jax.custom_vjp(lambda *operands: _forward(*operands)[0], nondiff_argnums=(4,))
 _differentiable.defvjp(_forward, _backward)
 
 

@@ -69,12 +69,12 @@ def step(model: GPT, tokens: jax.Array, at: jax.Array, cache: Cache) -> tuple[ja
     """
     position = jnp.broadcast_to(at, (tokens.shape[0], 1))
 
-    def block(layer: Layer, x: jax.Array, kept: KeyValues | None) -> tuple[jax.Array, KeyValues]:
-        assert kept is not None
+    def block(layer: Layer, x: jax.Array, cached: KeyValues | None) -> tuple[jax.Array, KeyValues]:
+        assert cached is not None
         query, key, value = layer.attention.heads(layer.attention_norm(x), position)
         places = (0, at, 0, 0)
-        key = jax.lax.dynamic_update_slice(kept.key, key.astype(kept.key.dtype), places)
-        value = jax.lax.dynamic_update_slice(kept.value, value.astype(kept.value.dtype), places)
+        key = jax.lax.dynamic_update_slice(cached.key, key.astype(cached.key.dtype), places)
+        value = jax.lax.dynamic_update_slice(cached.value, value.astype(cached.value.dtype), places)
         mixed = _attend_to_cache(layer.attention, query, key, value, at)
         return layer.after_attention(x, mixed, None), KeyValues(key, value)
 

@@ -90,7 +90,10 @@ class GPT(nnx.Module):
         """
         config = self.config
         _check_tokens(tokens, config)
-        _check_segments(segments, tokens)
+        if segments is not None:
+            given, rule = f"{segments.dtype}{list(segments.shape)}", "segments are integers {}, as the tokens"
+            fits = segments.shape == tokens.shape and jnp.issubdtype(segments.dtype, jnp.integer)
+            require(fits, rule.format(list(tokens.shape)), given, "Number each row's documents")
         packed = None if segments is None else Segments.of(segments)
         x, keys = self.embed(tokens, None if packed is None else packed.position), None
         if rng is not None and config.dropout > 0:
@@ -140,6 +143,9 @@ class GPT(nnx.Module):
 
 def _layer(config: GPTConfig) -> LayerConfig:
     """Return the configuration of one layer."""
+    low, high, scaling = config.rope_low_freq_factor, config.rope_high_freq_factor, None
+    if config.rope_factor is not None:
+        scaling = RopeScaling(config.rope_factor, low, high, config.rope_original_context)
     return LayerConfig(
         width=config.width,
         heads=config.heads,
@@ -157,19 +163,11 @@ def _layer(config: GPTConfig) -> LayerConfig:
         attention=config.attention,
         causal=True,
         rope_theta=config.rope_theta if config.positions == "rotary" else None,
-        rope_scaling=_rope_scaling(config),
+        rope_scaling=scaling,
         std=INIT_STD,
         residual_std=INIT_STD / math.sqrt(2 * config.layers),  # two kernels a layer write to the residual stream
         lora=None if config.lora_rank is None else LoRA(config.lora_rank, config.lora_alpha, config.lora_targets),
     )
-
-
-def _rope_scaling(config: GPTConfig) -> RopeScaling | None:
-    """Return `rope_factor` and the fields after it; None without `rope_factor`."""
-    if config.rope_factor is None:
-        return None
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    return RopeScaling(config.rope_factor, low, high, config.rope_original_context)
 
 
 class Embedding(nnx.Module):
@@ -201,11 +199,3 @@ def _check_tokens(tokens: jax.Array, config: GPTConfig) -> None:
     require(is_tokens, "tokens are integers [batch, length]", given, "Pass token numbers, with a batch dim")
     fits = tokens.ndim == 2 and tokens.shape[1] <= config.context
     require(fits, f"a sequence has at most context({config.context}) tokens", given, "Shorten it, or raise context")
-
-
-def _check_segments(segments: jax.Array | None, tokens: jax.Array) -> None:
-    if segments is None:
-        return
-    given = f"{segments.dtype}{list(segments.shape)}"
-    fits = segments.shape == tokens.shape and jnp.issubdtype(segments.dtype, jnp.integer)
-    require(fits, f"segments are integers {list(tokens.shape)}, as the tokens", given, "Number each row's documents")

@@ -18,7 +18,11 @@ def parameter_lower_bound(config: ModelConfig) -> int:
     """Return a number of parameters that the model has at least, without tracing it."""
     match config:
         case GPTConfig():
-            return _gpt(config)
+            width, heads = config.width, (config.heads + config.key_value_heads) * config.head_width
+            layer = 2 * width * heads + (3 if config.gated else 2) * width * config.hidden_width
+            positions = config.context if config.positions == "learned" else 0
+            ends = config.vocab_size * (1 if config.tied else 2) + positions
+            return config.layers * layer + ends * width
         case MLPConfig():
             sizes = (config.features_in, *config.hidden, config.features_out)
             return sum(before * after for before, after in itertools.pairwise(sizes))
@@ -39,13 +43,6 @@ def traced_layers(config: ModelConfig) -> int:
             return sum(config.blocks)
         case _:
             return 1 if config.scan else config.layers
-
-
-def _gpt(config: GPTConfig) -> int:
-    width, heads = config.width, (config.heads + config.key_value_heads) * config.head_width
-    layer = 2 * width * heads + (3 if config.gated else 2) * width * config.hidden_width
-    ends = config.vocab_size * (1 if config.tied else 2) + (config.context if config.positions == "learned" else 0)
-    return config.layers * layer + ends * width
 
 
 def _resnet(config: ResNetConfig) -> int:

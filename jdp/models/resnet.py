@@ -170,7 +170,7 @@ class Basic(nnx.Module):
         self.conv1 = _conv(channels, width, 3, stride, rngs=rngs)
         self.norm1 = _norm(config, width, rngs=rngs)
         self.conv2 = _conv(width, width, 3, 1, rngs=rngs)
-        self.norm2 = _norm(config, width, last=True, rngs=rngs)
+        self.norm2 = _norm(config, width, is_last=True, rngs=rngs)
         self.shortcut = Shortcut.of(config, channels, width, stride, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -189,7 +189,7 @@ class Bottleneck(nnx.Module):
         self.conv2 = _conv(width, width, 3, stride, rngs=rngs)
         self.norm2 = _norm(config, width, rngs=rngs)
         self.conv3 = _conv(width, self.channels, 1, 1, rngs=rngs)
-        self.norm3 = _norm(config, self.channels, last=True, rngs=rngs)
+        self.norm3 = _norm(config, self.channels, is_last=True, rngs=rngs)
         self.shortcut = Shortcut.of(config, channels, self.channels, stride, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -202,24 +202,24 @@ class Bottleneck(nnx.Module):
 class Shortcut(nnx.Module):
     """A 1 x 1 convolution and a norm (option B of the paper, section 3.3), for a block that changes the shape."""
 
-    def __init__(self, config: ResNetConfig, channels: int, after: int, stride: int, *, rngs: nnx.Rngs) -> None:
-        self.conv = _conv(channels, after, 1, stride, rngs=rngs)
-        self.norm = _norm(config, after, rngs=rngs)
+    def __init__(self, config: ResNetConfig, channels: int, outputs: int, stride: int, *, rngs: nnx.Rngs) -> None:
+        self.conv = _conv(channels, outputs, 1, stride, rngs=rngs)
+        self.norm = _norm(config, outputs, rngs=rngs)
 
     @classmethod
-    def of(cls, config: ResNetConfig, channels: int, after: int, stride: int, *, rngs: nnx.Rngs) -> "Shortcut | None":
+    def of(cls, config: ResNetConfig, channels: int, outputs: int, stride: int, *, rngs: nnx.Rngs) -> "Shortcut | None":
         """Return None if the block keeps the shape: the shortcut is then the identity."""
-        return cls(config, channels, after, stride, rngs=rngs) if stride > 1 or channels != after else None
+        return cls(config, channels, outputs, stride, rngs=rngs) if stride > 1 or channels != outputs else None
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         return self.norm(self.conv(x), mask=mask)
 
 
-def _conv(before: int, after: int, size: int, stride: int, *, rngs: nnx.Rngs) -> nnx.Conv:
+def _conv(inputs: int, outputs: int, size: int, stride: int, *, rngs: nnx.Rngs) -> nnx.Conv:
     pad = size // 2
     return nnx.Conv(
-        before,
-        after,
+        inputs,
+        outputs,
         (size, size),
         strides=(stride, stride),
         padding=((pad, pad), (pad, pad)),
@@ -229,7 +229,7 @@ def _conv(before: int, after: int, size: int, stride: int, *, rngs: nnx.Rngs) ->
     )
 
 
-def _norm(config: ResNetConfig, channels: int, *, last: bool = False, rngs: nnx.Rngs) -> BatchNorm:
-    """Return a norm; with `last`, one whose output is added to the shortcut."""
-    start = nnx.initializers.zeros_init() if last and config.zero_init else nnx.initializers.ones_init()
+def _norm(config: ResNetConfig, channels: int, *, is_last: bool = False, rngs: nnx.Rngs) -> BatchNorm:
+    """Return a norm; with `is_last`, one whose output is added to the shortcut."""
+    start = nnx.initializers.zeros_init() if is_last and config.zero_init else nnx.initializers.ones_init()
     return BatchNorm(channels, momentum=config.norm_momentum, epsilon=config.norm_eps, scale_init=start, rngs=rngs)

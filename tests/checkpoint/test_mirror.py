@@ -194,6 +194,18 @@ def test_storage_that_stays_away_ends_no_run_and_starts_none_without_checkpoints
     assert train(tmp_path / "two", bucket, base, ()) == 4
 
 
+def test_storage_without_credentials_starts_no_run_at_once(tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kind = fsspec.get_filesystem_class("s3")
+    kind.clear_instance_cache()
+    with pytest.raises(jdp.CheckpointError, match="a mirror must be readable; s3://box/run is not: NoCredentialsError"):
+        jdp.Checkpoints(tmp_path / "one", mirror="s3://box/run")
+    kind.clear_instance_cache()
+
+
 def test_copies_that_are_newer_and_were_never_here_stay(bucket, base, tmp_path, outage):
     train(tmp_path / "one", bucket, base, (1, 8, 9))
     shutil.copytree(tmp_path / "one" / "1", tmp_path / "old" / "1")

@@ -21,7 +21,7 @@ from tiny_experiment import SMALL
 import jdp
 from jdp.base import machine
 from jdp.cli import main as cli
-from jdp.cli.options import UsageError, split_overrides, write_file
+from jdp.cli.options import USUAL_KEYS, UsageError, split_overrides, write_file
 from jdp.core.cluster.schedulers import find_cluster
 from jdp.experiment.file import Experiment, describe
 
@@ -101,8 +101,16 @@ def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.Cap
     assert "usage: jdp COMMAND" in shown.err and not shown.out
 
 
-def test_the_help_of_train_lists_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]):
+def test_the_help_of_train_lists_twenty_keys_on_a_line_each(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["train", "--help"]) == 0
+    heading, *keys = capsys.readouterr().out.rstrip().splitlines()[-21:]
+    assert "--help-all has every key" in heading
+    assert [line.split()[0] for line in keys] == [f"--{name}" for name in USUAL_KEYS]
+    assert "  --strategy                ddp|zero1|zero2|zero3: What is sharded" in keys[1]
+
+
+def test_help_all_lists_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", "--help-all"]) == 0
     text = capsys.readouterr().out
     for option in ("--run-dir DIR", "--json", "FILE", "--profile "):
         assert option in text

@@ -91,6 +91,10 @@ def test_a_tokenizer_that_was_moved_is_named(trained, capsys, tmp_path):
     assert f"given {tmp_path}/gone" in (said := refused(capsys, "generate", run, *given))
     assert said.endswith("if it was moved, give its folder (--tokenizer FOLDER)\n")
     assert written(capsys, run, *given, "--tokenizer", run / "export") == written(capsys, folder, *given)
+    (run / "export" / "tokenizer.json").unlink()
+    assert "has no tokenizer.json: copy it there" in refused(capsys, "generate", run / "export", *given)
+    exported = written(capsys, run / "export", *given, "--tokenizer", folder / "export")
+    assert exported == written(capsys, folder / "export", *given)
 
 
 def test_an_export_is_the_best_checkpoint_and_has_its_text(trained, capsys):
@@ -157,7 +161,7 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
             '[model]\nmake = "rings:wave"',
             f"{RULE}{tmp_path}/made has model.make = 'rings:wave'",
         ),
-        "ids": ('ids = "none"', 'ids = "input_ids"', "has token ids, and no tokenizer: export it"),
+        "ids": ('ids = "none"', 'ids = "input_ids"', "learned token ids, and names none: give the folder"),
         "fresh": ("", "", "has none yet"),
         "unkept": ("keep_best = true", "keep_best = false", "has none yet"),
     }
@@ -167,6 +171,7 @@ def test_what_writes_no_text_is_named(trained, capsys, tmp_path):
         kept = (sample[0] if name == "ids" else text).replace(old, new)
         (tmp_path / name / "experiment.toml").write_text(kept.replace('export = "hf"', 'export = "none"'))
         assert error in refused(capsys, "generate", tmp_path / name)
+    assert "has none yet" in refused(capsys, "generate", tmp_path / "ids", "--tokenizer", "bytes")
     (tmp_path / "unkept" / "checkpoints").mkdir()
     shutil.copytree(folder / "checkpoints" / "4", tmp_path / "unkept" / "checkpoints" / "4")
     assert "has no train.keep_best: name a step, 4" in refused(

@@ -392,7 +392,9 @@ def test_describe_lists_every_key_with_type_default_and_description():
     for table in ("data", "optimizer", "train", "sample"):
         kind = typing.cast("type[BaseModel]", type(getattr(experiment(sample={}), table)))
         assert {f"{table}.{field}" for field in kind.model_fields} - {"data.mixture"} <= set(keys)
-    assert {"eval.NAME.source", "eval.NAME.field", "data.mixture.NAME.weight", "rules.PATTERN"} <= set(keys)
+    assert {"eval.NAME.source", "eval.NAME.field", "data.mixture.NAME.weight", "rules.PATTERN", "model.learns"} <= set(
+        keys
+    )
     for size in SIZES.values():
         assert {f"model.{field.name}" for field in dataclasses.fields(size)} <= set(keys)
     assert all(key.description and key.type and key.default for key in keys.values())

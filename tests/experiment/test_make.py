@@ -167,6 +167,22 @@ def test_a_package_that_does_not_import_shows_its_own_error(lines, expected, tmp
     assert [line for line in expected if line not in said] == [], said
 
 
+def test_what_a_function_raises_is_shown_with_the_users_lines_alone(tmp_path, capsys):
+    mine(
+        tmp_path,
+        "from rings import *",
+        "def net(rng):",
+        "    from flax import nnx",
+        "    return nnx.Linear(2, 'three', rngs=nnx.Rngs(rng))",
+    )
+    names = {"model": "net", "data": "Points", "loss": "smoothed", "optimizer": "signum"}
+    file = write_made(tmp_path, **{table: {"make": f"mine:{name}"} for table, name in names.items()})
+    error = refused(capsys, "train", file, "--plugin=mine", f"--run-dir={tmp_path / 'runs'}")
+    assert "mine:net raises an error of its own:" in error and "return nnx.Linear(2, 'three'" in error
+    assert error.count('File "') == 1 and "TypeError" in error, error
+    assert not (tmp_path / "runs").exists()
+
+
 def write_made(folder, **changes):
     """Write the example's file with other tables; return its path."""
     table = tomllib.loads(Path(RINGS).read_text()) | changes

@@ -22,8 +22,8 @@ _TOP = re.compile(r"top([1-9][0-9]{0,8})_accuracy")
 _RULE = 'must be an array of "perplexity", "bits_per_byte", "accuracy", "top5_accuracy" (or another number)'
 
 
-def _metrics(given: Any) -> Any:
-    names = [given] if isinstance(given, str) else given
+def _metrics(metrics: Any) -> Any:
+    names = [metrics] if isinstance(metrics, str) else metrics
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise UserError(_RULE)
     known = (PERPLEXITY, BITS_PER_BYTE, ACCURACY, "top5_accuracy")
@@ -88,16 +88,11 @@ def _eval_metrics_problems(experiment: Any) -> Iterator[str]:
             yield f'train.eval_metrics has "{metric}", and the model tells {outputs} apart: lower the number'
     if kind == "text" and known and not isinstance(config, GPTConfig):
         yield f"train.eval_metrics has accuracies, and {name} gives no logits: remove them"
-    if kind == "text" and BITS_PER_BYTE in metrics and not _all_text(experiment):
+    words = [word for table in experiment.eval.values() for word in words_of(table.source)]
+    are_tokens = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
+    if kind == "text" and BITS_PER_BYTE in metrics and (are_tokens or not experiment.data.knows_text):
         yield f'train.eval_metrics has "{BITS_PER_BYTE}", which needs a tokenizer; given token ids: take "{PERPLEXITY}"'
 
 
 def _named_sets(experiment: Any) -> tuple[str, ...]:
     return (*experiment.data.mixture, *experiment.eval)
-
-
-def _all_text(experiment: Any) -> bool:
-    """Return True if the tokens of all data sets are those of the tokenizer, so that their text is known."""
-    words = [word for table in experiment.eval.values() for word in words_of(table.source)]
-    has_arrays = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
-    return experiment.data.knows_text and not has_arrays

@@ -1,4 +1,4 @@
-"""The keys of an experiment file: strict, frozen models, each field with the one line that `jdp train --help` shows.
+"""The keys of an experiment file: strict, frozen models, each field with its line of `jdp train --help-all`.
 
 fields.py     the kinds of value
 model.py      [model]

@@ -119,15 +119,15 @@ def _best(best: Any) -> Any:
     return best
 
 
-def _bool_or_auto(given: Any) -> Any:
-    if given != "auto" and not isinstance(given, bool):
+def _bool_or_auto(value: Any) -> Any:
+    if value != "auto" and not isinstance(value, bool):
         raise UserError('must be true, false, or "auto", which leaves it to jdp')
-    return given
+    return value
 
 
-def _compiler(given: Any) -> Any:
+def _compiler(value: Any) -> Any:
     """Return a preset's name, or option -> value. Raises ValueError."""
-    return Compiler.of(given).value
+    return Compiler.of(value).value
 
 
 def _rule(entries: Any) -> Any:

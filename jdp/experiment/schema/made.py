@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
 
 from jdp.base.errors import UserError
-from jdp.experiment.make import check_keywords, function_of
+from jdp.experiment.make import MakeError, check_keywords, function_of, users_traceback
 from jdp.experiment.schema.fields import NONE, Section, package_name
 
 
@@ -55,9 +55,17 @@ class Made(Section):
         return self._keywords
 
     def call(self, *arguments: Any) -> Any:
-        """Return what the function makes of these arguments and the keywords of the file."""
+        """Return what the function makes of these arguments and the keywords of the file.
+
+        Raises:
+            MakeError: the function raises an exception; the message has the user's own lines.
+        """
         assert self.make is not None
-        return function_of(self.make)(*arguments, **self.keywords)
+        function = function_of(self.make)
+        try:
+            return function(*arguments, **self.keywords)
+        except Exception as error:
+            raise MakeError(f"{self.make} raises an error of its own:\n{users_traceback(error)}") from None
 
     def written(self) -> dict[str, Any]:
         """Return the keys of a table with `make`, as they are in the file."""

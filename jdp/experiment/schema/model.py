@@ -1,5 +1,6 @@
 """The table [model]: a size by name, or the config.json in a folder of Hugging Face's, with any field of it changed."""
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -91,6 +92,7 @@ class MadeModel(Model):
 
     name: str = ""
     learns: Learns | None = None
+    """The kind of jdp's data and loss that a model of `make` learns; none = data.make and loss.make are given."""
 
     _shared: ClassVar[tuple[str, ...]] = ("learns",)
 
@@ -181,8 +183,10 @@ def take_tokenizer(table: dict[str, Any]) -> None:
         return
     if data.get("make", NONE) != NONE:
         return
-    folder = name.removeprefix(HF).rstrip("/")
-    if _has_tokenizer(folder):
+    folder, has_tokenizer = name.removeprefix(HF).rstrip("/"), False
+    with contextlib.suppress(ValueError, OSError):  # what is wrong with the folder is reported where the model is read
+        has_tokenizer = (user_path(folder) / TOKENIZER).is_file()
+    if has_tokenizer:
         table["data"] = {**data, "tokenizer": folder}
         notice_anywhere(f"data.tokenizer = {folder!r}, the model's own: its folder has a {TOKENIZER}")
     else:
@@ -190,10 +194,3 @@ def take_tokenizer(table: dict[str, Any]) -> None:
             f"model.name = {name!r}: its folder has no {TOKENIZER}, so text is read as bytes, which the weights of a "
             "trained model do not know; name a data.tokenizer"
         )
-
-
-def _has_tokenizer(folder: str) -> bool:
-    try:
-        return (user_path(folder) / TOKENIZER).is_file()
-    except (ValueError, OSError):  # what is wrong with the folder is reported where the model is read
-        return False
