@@ -35,7 +35,7 @@ from jdp.run.signals import Stopped, _Agreement
 
 jdp.initialize(timeout_seconds=60)
 rank, folder = jax.process_index(), Path(sys.argv[1])
-agreed, fault, started = threading.Event(), [], loop._start
+agreed, fault = threading.Event(), []
 
 
 class Visits(Counter):
@@ -87,15 +87,7 @@ hooked(Watch, "step", "step", lambda self, step: step)
 hooked(Watch, "batch", "batch", lambda self: self._step)
 hooked(Watch, "mark", "compile", lambda self, part: self._step if self._first and part == "data" else None)
 hooked(_Agreement, "agree", "", lambda *_: agreed.set())
-
-
-def start(*arguments):
-    result = started(*arguments)
-    inject("restore", 0)
-    return result
-
-
-loop._start = start
+hooked(loop, "resumed", "restore", lambda *_: 0)
 reported = {}
 fault[:] = ["compile", 0, "SIGHUP"]
 reported["compile"] = run("storm")
