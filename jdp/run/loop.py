@@ -31,7 +31,6 @@ from jdp.run.evaluation import Best
 from jdp.run.export import check_free
 from jdp.run.folder import CHECKPOINTS, Claim, changed, claimed, passing_trouble, writing
 from jdp.run.outputs import trackers
-from jdp.run.outputs.history import devices_of
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress, check_record
 from jdp.run.signals import StopRequest
@@ -86,11 +85,20 @@ def _visit(
     profile: range | None,
 ) -> dict[str, Any]:
     """Train in a claimed folder until the end or a stop, and return the summary. Raises as `run` does."""
-    guard, progress, folder = assembly.experiment.guard, Progress(), claim.folder
+    experiment, progress, folder = assembly.experiment, Progress(), claim.folder
+    guard, train = experiment.guard, experiment.train
+    kept: dict[str, Any] = {"keep": train.keep_checkpoints, "keep_in_memory": guard.keep_in_memory}
+    if train.keep_best:
+        kept |= {"best": train.best_metric, "mode": Best(train.best_metric).mode}
     limits = Deadline(guard.deadline_seconds, guard.first_deadline_seconds)
-    with watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch:
+
+    def at_end() -> dict[str, Any]:
+        signal = {"signal": stop.signal.name} if stop.signal else {}
+        return {"step": progress.done, "stopped_early": progress.stops_early(experiment)} | signal
+
+    with watching(folder, limits, at_end) as watch:
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
-        with _open_checkpoints(assembly.experiment, folder) as saved:
+        with Checkpoints(folder / CHECKPOINTS, mirror=train.mirror, **kept) as saved:
             with watch.during("restore"):
                 start = resumed(assembly, saved) or fresh(assembly, weights)
             progress = start.progress
@@ -101,7 +109,7 @@ def _visit(
                 checkpoints=saved,
                 stop=stop,
                 watch=watch,
-                display=Display(assembly.experiment.train.steps, done=progress.done, to_stderr=quiet),
+                display=Display(train.steps, done=progress.done, to_stderr=quiet),
             )
             visit.introduce(start.weights_read)
             with visit.recorded(profile):
@@ -109,14 +117,6 @@ def _visit(
                 if stop.signal:
                     raise visit.stopped(f"after step {progress.done}, saved")
             return visit.finish(state)
-
-
-def _open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
-    """Open the run's checkpoints; [train] sets which of them are kept."""
-    train, best = experiment.train, experiment.train.best_metric
-    by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if train.keep_best else {}
-    by |= {"keep": train.keep_checkpoints, "keep_in_memory": experiment.guard.keep_in_memory, "mirror": train.mirror}
-    return Checkpoints(folder / CHECKPOINTS, **by)
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,12 @@ from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
 from jdp.run.outputs import samples, trackers
-from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress
 from jdp.run.signals import Stopped, StopRequest
-from jdp.run.summary import ending, introduction, summary
+from jdp.run.summary import devices_of, ending, introduction, summary
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,12 @@ class Visit:
 
     @contextlib.contextmanager
     def recorded(self, profile: range | None) -> Generator[None]:
-        """Open the outputs while in `with`: metrics, trackers, progress bar, trace and history."""
+        """Open the outputs while in `with`: metrics, trackers, progress bar and trace."""
         experiment, folder, done, toml = self.experiment, self.folder, self.progress.done, self.assembly.toml
-        resumes = done > 0 and not self.ended
-        differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
+        facts = devices_of(self.assembly.mesh)
         if not self.ended:
+            if done and jax.process_index() == 0 and (differing := changed(folder, toml)):
+                facts["changed"] = differing
             record(toml, folder)
         wandb = None if self.ended else experiment.train.wandb
         tracked = trackers.start(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
@@ -102,8 +102,9 @@ class Visit:
             Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,
             self.display,
             Profile(profile, folder, self.display, done=done) as self.profile,
-            recorded(folder, experiment, self.progress, self.assembly.mesh, differing),
         ):
+            if not self.ended:
+                self.watch.resumed(done, **facts)
             yield
 
     @contextlib.contextmanager
@@ -114,7 +115,6 @@ class Visit:
             return
         start = time.perf_counter()
         with self.assembly.train_feed(self.progress.done, self.progress.samples) as self._feed:
-            self.watch.resumed(self.progress.done)
             self._clock = Clock(self.assembly, self.progress, self._feed)
             yield
         self.progress.seconds = time.perf_counter() - start
@@ -269,7 +269,7 @@ class Visit:
         self._patient(write)
 
     def _patient(self, action: Callable[[bool], None]) -> None:
-        retried(action, passes=is_passing, say=self.display.say, stops=lambda: self.stop.heard)
+        retried(action, passes=is_passing, say=self.display.say, stops=lambda: self.stop.heard is not None)
 
     def _restart(self) -> None:
         """Leave what was no step out of the steps' times."""
