@@ -16,9 +16,9 @@ from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 class Options:
     """Runs an experiment.
 
-    Writes RUN_DIR/NAME/: the experiment as resolved, metrics.jsonl, TensorBoard events, checkpoints, history.jsonl
-    (what happened, visit by visit), and at the end summary.json. Run again, it resumes from the last checkpoint. Ctrl-C
-    saves before it leaves.
+    Writes RUN_DIR/NAME/: the experiment as resolved, metrics.jsonl, TensorBoard events, checkpoints, flight/ (what
+    each process did), and at the end summary.json. Run again, it resumes from the last checkpoint. Ctrl-C saves before
+    it leaves.
 
     Any key of the experiment can be changed: --train.steps 50 --strategy zero3 --mesh.data 4. So --devices 8 computes
     on eight virtual CPU devices. The value "none" clears a key that may be none.

@@ -130,10 +130,6 @@ class Deadline:
         self._since, self._step, self._doing = now, step, doing
         self._is_once(False)
 
-    def compiles(self) -> None:
-        """Give `first_seconds` to the step that begins, as to the first: it compiles, for a batch of another shape."""
-        self._once, self._since = True, time.monotonic()
-
     def beat(self, doing: str) -> None:
         """Tell that a part ended that is not a step, such as a batch of an evaluation.
 
@@ -201,16 +197,12 @@ class Deadline:
             except BaseException:  # memory is exhausted: the last known limit still holds
                 time.sleep(_TICK_SECONDS)
             before = time.monotonic()
-            late = limit is not None and before - self._since > limit
-            if (late or self._is_lost(before)) and not self._done.is_set():
+            late, lost, peers = limit is not None and before - self._since > limit, False, self._peers
+            if peers is not None:  # another one's time is up, or one is silent while this one steps
+                silent = peers.silent or before - peers.heard > SILENT_SECONDS
+                lost = peers.expired or (silent and self._seconds > 0 and not self._once)
+            if (late or lost) and not self._done.is_set():
                 self._leave(limit if late else None)
-
-    def _is_lost(self, now: float) -> bool:
-        """Return True if another process' time is up, or one is silent while this one steps."""
-        if self._peers is None:
-            return False
-        in_a_step = self._seconds > 0 and not self._once
-        return self._peers.expired or (in_a_step and (self._peers.silent or now - self._peers.heard > SILENT_SECONDS))
 
     def _end_for_certain(self) -> None:
         """End this process, in a thread, some seconds after its time was up, whatever hangs by then."""

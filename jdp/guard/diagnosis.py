@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.formatting import format_seconds
-from jdp.guard.flight_recorder import FLIGHT, read, read_ranks
+from jdp.guard.flight_recorder import ENDS, FLIGHT, read, read_ranks
 from jdp.guard.time_account import Account, account
 from jdp.guard.watch import ALIVE_SECONDS, born
 from jdp.guard.where_time_goes import cause, pace
@@ -74,7 +74,12 @@ class Seen:
     @property
     def left(self) -> Mapping[str, Any] | None:
         """The event of its exit; None if there is none."""
-        return next((event for event in reversed(self.events) if event["event"] == "left"), None)
+        return next((event for event in reversed(self.events) if event["event"] in ENDS), None)
+
+    @property
+    def how(self) -> str | None:
+        """How it ended, one of `ENDS`; None if there is no event of that."""
+        return None if self.left is None else self.left["event"]
 
     @property
     def doing(self) -> str:
@@ -93,7 +98,7 @@ class Seen:
     @property
     def moved(self) -> float:
         """Unix seconds of the last event with progress."""
-        own = (event["time"] for event in self.events if event["event"] not in ("alive", "signal", "left"))
+        own = (event["time"] for event in self.events if event["event"] not in ("alive", "signal", *ENDS))
         return max(own, default=self.start["time"])
 
     @property
@@ -172,12 +177,12 @@ def _count(seen: Seen) -> int:
 
 
 def _failed(last: Sequence[Seen]) -> bool:
-    return any(seen.left is not None and seen.left.get("how") == "error" for seen in last)
+    return any(seen.how == "failed" for seen in last)
 
 
 def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | None, list[str]]:
     """Return state, cause and explanation of a visit that has ended; `now` is None for an earlier one."""
-    errors = [(seen.left["time"], seen) for seen in last if seen.left and seen.left.get("how") == "error"]
+    errors = [(seen.left["time"], seen) for seen in last if seen.left and seen.how == "failed"]
     own = sorted(((t, seen) for t, seen in errors if not (seen.left or {}).get("lost_peer")), key=lambda pair: pair[0])
     if own:
         seen = own[0][1]
@@ -199,7 +204,7 @@ def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | N
             None,
             ["Every process reports that another one exited, and none why. Look at the logs of all."],
         )
-    stopped = next((seen for seen in last if (seen.left or {}).get("how") == "stopped"), None)
+    stopped = next((seen for seen in last if seen.how == "stopped"), None)
     if stopped is not None:
         began, words = _stop(last, stopped)
         return "stopped", began, words
@@ -267,7 +272,7 @@ def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
     lines: list[str] = []
     for seen in reversed(visits[-_MOST_VISITS - 1 : -1]):
         state, began, words = _ended(seen)
-        if state == "finished" and (seen[0].left or {}).get("how") == "nothing to do":
+        if state == "finished" and seen[0].how == "nothing to do":
             continue
         who = "" if began is None or len(seen) == 1 else f", by process {began}"
         how = f"was {_SHORT.get(state, state)}{who}: {words[0]}"

@@ -2,22 +2,25 @@
 
 One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/rank-00000.jsonl` of the run's folder:
 
-| event    | when                                          | further keys                                             |
-|----------|-----------------------------------------------|----------------------------------------------------------|
-| start    | the process joined the run                    | rank, of, pid, host, began, versions, devices             |
-| begin    | something that takes long begins              | doing, step                                              |
-| end      | it ended                                      | doing, step, seconds                                     |
-| step     | a step of the loop ended                      | step, seconds, its parts data, dispatch, wait, host       |
-| resumed  | the loop begins                               | step                                                     |
-| returned | the loop begins again, after fewer steps      | step                                                     |
-| bad step | no finite gradient, or a loss that jumps      | step, words                                              |
-| corrupt  | a device's copy of the state has other bits   | step, words                                              |
-| late     | another host than before delays all           | step, words                                              |
-| alive    | nothing else happened for a while             | doing, step                                              |
-| signal   | a signal came                                 | signal                                                   |
-| deadline | something did not end in time                 | doing, step, words, behind, stack                        |
-| left     | the end: how, and the exit code               | how, step, and error, at, lost_peer for an error          |
-| before   | the first line of a file that follows another | what `account` found in those before                     |
+| event         | when                                          | further keys                                        |
+|---------------|-----------------------------------------------|-----------------------------------------------------|
+| start         | the process joined the run                    | rank, of, pid, host, began                          |
+| started       | its first step follows                        | step, devices and versions                          |
+| resumed       | the same, after some steps                    | the same; changed: key -> [before, now]             |
+| begin         | something that takes long begins              | doing, step                                         |
+| end           | it ended                                      | doing, step, seconds                                |
+| step          | a step of the loop ended                      | step, seconds, its parts data, dispatch, wait, host |
+| bad step      | no finite gradient                            | step, words                                         |
+| corrupt       | a device's copy of the state has other bits   | step, words                                         |
+| late          | another host than before delays all           | step, words                                         |
+| alive         | nothing else happened for a while             | doing, step                                         |
+| signal        | a signal came                                 | signal                                              |
+| deadline      | something did not end in time                 | doing, step, words, behind, stack                   |
+| finished      | all steps are done                            | step, stopped_early                                 |
+| stopped       | a signal, after saving                        | step, signal, code                                  |
+| failed        | an error                                      | step, error, at, lost_peer                          |
+| nothing to do | the run was finished before                   | step                                                |
+| before        | the first line of a file that follows another | the account and the history of those before         |
 
 Each line goes to the operating system at once, so it survives SIGKILL. A file that has grown to `LIMIT_BYTES` is
 renamed to `rank-00000.old.jsonl` and replaces the one before: a process keeps the last ten thousand steps or more.
@@ -30,6 +33,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,10 @@ from jdp.guard.time_account import account
 FLIGHT = "flight"
 """The folder of the recorders, in the folder of a run."""
 LIMIT_BYTES = 2**20
+_MOST_KEPT = 400
+"""Most events of visits that a file takes over from the one before."""
+BEGINNINGS, ENDS = ("started", "resumed"), ("finished", "stopped", "failed", "nothing to do")
+"""Events of a visit's first step, and of its end."""
 
 
 class Flight:
@@ -84,10 +92,11 @@ class Flight:
         assert self._descriptor is not None
         os.close(self._descriptor)
         self._descriptor = None
-        before = account(read(self.file))
+        events = read(self.file)
+        kept = {**account(events).as_record(), "history": history(events)[-_MOST_KEPT:]}
         self.file.replace(_old(self.file))
         self._open()
-        line = json.dumps({"time": round(time.time(), 4), "event": "before", **before.as_record()}) + "\n"
+        line = json.dumps({"time": round(time.time(), 4), "event": "before", **kept}) + "\n"
         self._size += os.write(self._descriptor, line.encode())  # pyright: ignore[reportArgumentType]
 
     @contextlib.contextmanager
@@ -113,6 +122,23 @@ def read(file: Path) -> list[dict[str, Any]]:
                 if isinstance(event, dict) and isinstance(event.get("event"), str) and _is_number(event.get("time")):
                     events.append(event)
     return events
+
+
+def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first and the last event of each visit that had steps to take; one that was killed has no last."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        match event:
+            case {"event": "before", "history": list(kept)}:
+                found += history([each for each in kept if isinstance(each, dict)])
+            case {"event": "started" | "resumed", "step": int()}:
+                found.append(event)
+            case {"event": "finished" | "stopped" | "failed", "step": int()} if found:
+                if found[-1]["event"] in BEGINNINGS:
+                    found.append(event)
+            case _:
+                pass
+    return found
 
 
 def read_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:

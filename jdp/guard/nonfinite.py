@@ -21,7 +21,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jdp.base.errors import UserError
 from jdp.base.formatting import listed
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients.loss_call import Sums
@@ -223,34 +222,6 @@ def _own_rows(leaf: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     blocks = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
     rows = [np.arange(start, start + blocks[start].shape[0]) for start in sorted(blocks)]
     return np.concatenate(rows), np.concatenate([np.asarray(blocks[start]) for start in sorted(blocks)])
-
-
-def read_batch(folder: Path, done: int) -> dict[str, NDArray[Any]]:
-    """Return the whole batch of a step that `save_batch` wrote, the rows of all processes in order: path -> array."""
-    files = _files(folder, done)
-    parts: list[dict[str, NDArray[Any]]] = []
-    for file in files:
-        with np.load(file) as stored:  # without pickle, its default
-            parts.append(dict(stored))
-    rows = np.concatenate([part.pop("rows") for part in parts]) if parts else np.empty(0)
-    if not len(rows) or len(np.unique(rows)) != rows.max() + 1:
-        raise UserError(
-            f"a batch is read whole; given step {done}, of which {folder} has {len(rows)} rows in {len(files)} files: "
-            "name a step with a batch-STEP file, or copy the files of all processes there"
-        )
-    first = np.unique(rows, return_index=True)[1]  # devices of two processes may hold the same rows
-    whole = {name: np.concatenate([part[name] for part in parts])[first] for name in parts[0]}
-    return dict(_named(name.removeprefix("batch/"), values) for name, values in whole.items())
-
-
-def _files(folder: Path, done: int) -> list[Path]:
-    """Return the files of a step's batch, in the order of the processes."""
-    return sorted([*folder.glob(f"batch-{done}.npz"), *folder.glob(f"batch-{done}-rank-*.npz")])
-
-
-def _named(name: str, values: NDArray[Any]) -> tuple[str, NDArray[Any]]:
-    path, _, dtype = name.rpartition(":")
-    return (path, values.view(jnp.dtype(dtype))) if path else (name, values)
 
 
 def _listed(things: Sequence[Any]) -> str:

@@ -103,16 +103,14 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
                     **{name: value for name, value in event.items() if type(value).__name__ == known.get(name)}
                 )
                 continue
-            case "left" if event.get("how") == "nothing to do":
+            case "nothing to do":
                 own = before
                 continue
             case "start":
                 before = replace(own)
                 _begin_visit(own, time, event)
-            case "resumed" if isinstance(step, int):
+            case "started" | "resumed" if isinstance(step, int):
                 own.start += max(time - own.began - own.aside, 0.0) if own.visits else 0.0
-                _give_up(own, step, durations)
-            case "returned" if isinstance(step, int):
                 _give_up(own, step, durations)
             case "step" if isinstance(step, int):
                 _count_step(own, step, seconds, min(_seconds(event, "data"), seconds), durations)

@@ -34,14 +34,14 @@ class Watch:
     """Reports to a flight recorder and a deadline what the loop does. Use it in `with`.
 
     Attributes:
-        stepped: whether a step ended.
+        begun: whether the visit has steps to take.
     """
 
     def __init__(self, flight: Flight, deadline: Deadline) -> None:
         self.flight, self.deadline = flight, deadline
         self._step = 0
         self._first = True
-        self.stepped = False
+        self.begun = False
         self._start = self._mark = time.perf_counter()
         self._parts: dict[str, float] = {}
         self._aside = 0.0
@@ -55,12 +55,12 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self.deadline.__exit__(*error)
 
-    def resumed(self, step: int) -> None:
-        """Report, to the supervisor too, that the loop begins after this step."""
+    def resumed(self, step: int, **facts: Any) -> None:
+        """Report, to the supervisor too, that the loop begins after this step, and facts about the visit."""
         note_progress(step)
-        self._step = step
+        self._step, self.begun = step, True
         self._restart()
-        self.flight.event("returned" if self.stepped else "resumed", step=step)
+        self.flight.event("resumed" if step else "started", step=step, **facts)
         self.deadline.says("waiting for data")
 
     def mark(self, part: str) -> None:
@@ -70,7 +70,7 @@ class Watch:
         self._mark = now
         if self._first and part == "data":
             self.flight.event("begin", doing="compile", step=self._step + 1)
-            self.deadline.says("compiling a step" if self.stepped else "compiling its first step")
+            self.deadline.says("compiling its first step")
         else:
             self.deadline.says(_NEXT[part])
 
@@ -80,7 +80,7 @@ class Watch:
         parts = {"seconds": seconds, **self._parts, "host": max(seconds - sum(self._parts.values()), 0.0)}
         self.flight.event("step", step=step, **{name: round(value, 6) for name, value in parts.items()})
         self.deadline.step(step, "waiting for data")
-        self._step, self._first, self.stepped = step, False, True
+        self._step, self._first = step, False
         self._restart()
         return parts
 
@@ -114,26 +114,22 @@ _DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait"
 
 
 @contextlib.contextmanager
-def watching(
-    folder: Path, deadline: Deadline, facts: Mapping[str, Any], *, done: Callable[[], int]
-) -> Generator[Watch]:
-    """Record a visit of a run while in `with`, and how it ends, under a deadline."""
+def watching(folder: Path, deadline: Deadline, at_end: Callable[[], Mapping[str, Any]]) -> Generator[Watch]:
+    """Record a visit of a run while in `with`, and how it ends, under a deadline; `at_end` returns facts for that."""
     rank, count = joined_as() or (0, 1)
     flight = Flight(folder / FLIGHT, rank)
-    own = {"rank": rank, "of": count, "pid": os.getpid(), "host": socket.gethostname(), "began": born()}
-    flight.event("start", **own, **facts)
+    flight.event("start", rank=rank, of=count, pid=os.getpid(), host=socket.gethostname(), began=born())
     try:
         with Watch(flight, deadline) as watch:
             yield watch
-        flight.event("left", how="finished" if watch.stepped else "nothing to do", step=done())
+        flight.event("finished" if watch.begun else "nothing to do", **at_end())
     except SystemExit as leaving:
-        flight.event("left", how="stopped", code=leaving.code, step=done())
+        flight.event("stopped", code=leaving.code, **at_end())
         raise
     except BaseException as error:
-        lost = is_lost_peer(error)
         at = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-        text = cut(f"{type(error).__name__}: {error}", _LONGEST_ERROR)
-        flight.event("left", how="error", error=text, at=at[-_MOST_FRAMES:], lost_peer=lost, step=done())
+        text = cut(f"{type(error).__name__}: {error}".removesuffix(": "), _LONGEST_ERROR)
+        flight.event("failed", error=text, at=at[-_MOST_FRAMES:], lost_peer=is_lost_peer(error), **at_end())
         raise
     finally:
         flight.close()

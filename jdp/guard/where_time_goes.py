@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jdp.base.formatting import format_percent, format_seconds
@@ -25,7 +27,8 @@ def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, d
     if not medians:
         return {}, []
     first = min(medians)
-    return medians, [_overview(medians[first], len(steps[first])), *_causes(medians), *_long_steps(steps[first])]
+    costs = [cost.sentence for cost in _step_costs(medians) if cost.share > cost.least]
+    return medians, [_overview(medians[first], len(steps[first])), *costs, *_long_steps(steps[first])]
 
 
 def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | None:
@@ -38,7 +41,7 @@ def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | N
     starts = total.start + total.restore + total.compile
     once = starts / max(total.visits, 1)
     steps = (total.steps + total.data) / total.total
-    costs = [(share * steps, words) for share, words in _step_costs(medians)]
+    costs = [(cost.share * steps, cost.cause) for cost in _step_costs(medians)] if medians else []
     for seconds, words in (
         (total.save, "saving: the loop waits {share} of the time for checkpoints"),
         (total.eval, "evaluations: they take {share} of the time"),
@@ -52,35 +55,65 @@ def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | N
     return f"starting: with compiling it takes {format_percent(share)} of the time" if share >= _ONCE_SHARE else None
 
 
-def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[tuple[float, str]]:
-    """Return shares of a step that are not its own work, each with words about it and the process with most of it."""
-    costs: list[tuple[float, str]] = []
-    for part, text in (
-        ("data", "input: the devices wait up to {share} of a step for batches"),
-        ("host", "python: the devices wait up to {share} of a step for Python between steps"),
+@dataclass(frozen=True)
+class _Cost:
+    """What the devices wait for in a step, and on which process most.
+
+    Attributes:
+        share: of a step.
+        least: the share from which it is reported.
+        cause: what it is, in a line.
+        sentence: what it is and what to do.
+    """
+
+    share: float
+    least: float
+    cause: str
+    sentence: str
+
+
+def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[_Cost]:
+    """Return what costs the steps of a run time that is not their own work."""
+    costs: list[_Cost] = []
+    for part, least, waits, does in (
+        (
+            "data",
+            _DATA_SHARE,
+            "input: the devices wait up to {share} of a step for batches",
+            "waits for data {share} of its time: reading or decoding is too slow for the devices",
+        ),
+        (
+            "host",
+            _HOST_SHARE,
+            "python: the devices wait up to {share} of a step for Python between steps",
+            "spends {share} of its time in Python between steps: log, evaluate or save more rarely",
+        ),
     ):
         shares = {rank: own[part] / (own["seconds"] or 1.0) for rank, own in medians.items()}
-        rank = max(shares, key=lambda one: shares[one], default=0)
-        who = f", most in process {rank}" if len(medians) > 1 else ""
-        costs.append((shares.get(rank, 0.0), text.format(share=format_percent(shares.get(rank, 0.0))) + who))
-    if (late := _holds_up(medians)) is not None:
-        rank, seconds, usual = late
-        own = medians[rank]
-        share = (seconds - usual - own["data"] - own["host"]) / (own["seconds"] or 1.0)  # those two are counted above
-        costs.append((share, f"process {rank}: the others wait {format_percent(share)} of a step for its host"))
-    return costs
+        rank = max(shares, key=shares.__getitem__)
+        share, most = format_percent(shares[rank]), f", most in process {rank}" if len(medians) > 1 else ""
+        who = f"Process {rank}" if len(medians) > 1 else "It"
+        costs.append(_Cost(shares[rank], least, waits.format(share=share) + most, f"{who} {does.format(share=share)}."))
+    return costs if (late := _holds_up(medians)) is None else [*costs, late]
 
 
-def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> tuple[int, float, float] | None:
-    """Return the process whose host works longest before its devices can begin, its seconds and the others' median."""
+def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> _Cost | None:
+    """Return the process whose host works much longer than the others' before its devices can begin."""
     own = {rank: one["data"] + one["dispatch"] + one["host"] for rank, one in medians.items()}
-    slowest = max(own, key=lambda rank: own[rank], default=0)
+    slowest = max(own, key=own.__getitem__)
     others = [seconds for rank, seconds in own.items() if rank != slowest]
-    if not others:
+    step = medians[slowest]
+    if not others or own[slowest] - statistics.median(others) <= _BEHIND_SHARE * (step["seconds"] or 1.0):
         return None
     usual = statistics.median(others)
-    late = own[slowest] - usual > _BEHIND_SHARE * (medians[slowest]["seconds"] or 1.0)
-    return (slowest, own[slowest], usual) if late else None
+    share = (own[slowest] - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # those are costs already
+    return _Cost(
+        share,
+        -math.inf,
+        f"process {slowest}: the others wait {format_percent(share)} of a step for its host",
+        f"Process {slowest} holds the others up: before its devices can begin it works {format_seconds(own[slowest])} "
+        f"a step, the others {format_seconds(usual)}.",
+    )
 
 
 def _medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -100,28 +133,6 @@ def _overview(own: Mapping[str, float], count: int) -> str:
         f"{format_percent(shares['dispatch'])} starting the step (on GPUs it also waits there when the devices have "
         f"enough to do), {format_percent(shares['host'])} in Python between steps."
     )
-
-
-def _causes(medians: Mapping[int, Mapping[str, float]]) -> list[str]:
-    """Return sentences about costly work of the hosts, and the process with most of it."""
-    words: list[str] = []
-    several = len(medians) > 1
-    for part, least, text in (
-        ("data", _DATA_SHARE, "waits for data {share} of its time: reading or decoding is too slow for the devices"),
-        ("host", _HOST_SHARE, "spends {share} of its time in Python between steps: log, evaluate or save more rarely"),
-    ):
-        shares = {rank: own[part] / (own["seconds"] or 1.0) for rank, own in medians.items()}
-        rank = max(shares, key=lambda one: shares[one])
-        if shares[rank] > least:
-            who = f"Process {rank}" if several else "It"
-            words.append(f"{who} {text.format(share=format_percent(shares[rank]))}.")
-    if (late := _holds_up(medians)) is not None:
-        rank, seconds, usual = late
-        words.append(
-            f"Process {rank} holds the others up: before its devices can begin it works {format_seconds(seconds)} a "
-            f"step, the others {format_seconds(usual)}."
-        )
-    return words
 
 
 def _long_steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:

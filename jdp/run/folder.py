@@ -38,7 +38,6 @@ from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
 from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight_recorder import FLIGHT
-from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
 from jdp.run.signals import TRY_AGAIN
 
@@ -135,7 +134,7 @@ def _claim(claim: Claim, toml: str, held: contextlib.ExitStack) -> bool:
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
                 f"({'; '.join(differing)}): it is taken over"
             )
-            (folder / HISTORY).unlink(missing_ok=True)
+            _forget_visits(folder)
         record(toml, folder)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -176,7 +175,7 @@ def _is_unused(folder: Path) -> bool:
 def _files(folder: Path) -> list[Path]:
     """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
-    return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
+    return [folder / NEW, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:
@@ -187,11 +186,17 @@ def _discard_unused(folder: Path) -> None:
         (folder / JSONL).unlink(missing_ok=True)
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
-        for file in [*(folder / FLIGHT).glob("rank-*.jsonl"), *_files(folder)]:
+        _forget_visits(folder)
+        for file in _files(folder):
             file.unlink(missing_ok=True)
         if (folder / FLIGHT).exists():
             (folder / FLIGHT).rmdir()
         folder.rmdir()
+
+
+def _forget_visits(folder: Path) -> None:
+    for file in (folder / FLIGHT).glob("rank-*.jsonl"):
+        file.unlink(missing_ok=True)
 
 
 def _holds_something(path: Path) -> bool:

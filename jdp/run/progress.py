@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
@@ -90,44 +93,32 @@ class Progress:
         return progress
 
 
-_NUMBER, _COUNT = (int, float), (int,)
-_KINDS = {
-    "done": _COUNT,
-    "samples": _COUNT,
-    "skipped": _COUNT,
-    "evaluated": _COUNT,
-    "loss": (*_NUMBER, type(None)),
-    "fingerprint": (str,),
-}
-_MEASURED = (*_NUMBER, type(None))
-_BEST = {"metric": (str,), "value": _MEASURED, "step": _COUNT, "waiting": _COUNT}
+@dataclass
+class _Record:
+    """The values of a record that are checked, and their types."""
+
+    done: int
+    samples: int
+    skipped: int
+    evaluated: int
+    loss: float | None
+    evals: dict[str, float | None]
+    fingerprint: str
+    watched: Best | None
+    kept: Best | None
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:
     """Check that a checkpoint's record is one that `Progress.record` makes at this step."""
-    evals, bests = record.get("evals"), {name: record.get(name) for name in ("watched", "kept")}
-    problem = _first_problem(record, _KINDS, "")
-    numbers = isinstance(evals, dict) and not _first_problem(evals, dict.fromkeys(evals, (*_NUMBER, type(None))), "")
-    if not problem and not numbers:
-        problem = f"evals is {evals!r}"
-    for name, best in bests.items():
-        if not problem and best is not None:
-            fits = isinstance(best, dict) and best.keys() <= _BEST.keys()
-            problem = _first_problem(best, _BEST, f"{name}.") if fits else f"{name} is {best!r}"
-    if not problem and record["done"] != int(folder.name):
-        problem = f"done is {record['done']}"
+    try:
+        TypeAdapter(_Record).validate_json(json.dumps(record), strict=True)
+        problem = "" if record["done"] == int(folder.name) else f"done is {record['done']}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        problem = f"{name} is missing" if first["type"] == "missing" else f"{name} is {first['input']!r}"
     if problem:
         raise CheckpointError(
             f"{folder / 'record'} is damaged, or not that of a run of jdp train: {problem}. Move {folder} away: the "
             "run then resumes from the checkpoint before, or starts afresh where there is none."
         )
-
-
-def _first_problem(table: dict[str, Any], kinds: dict[str, tuple[type, ...]], prefix: str) -> str:
-    """Return the first of these keys that is missing or of another type, in words; "" if there is none."""
-    for name, kind in kinds.items():
-        if name not in table:
-            return f"{prefix}{name} is missing"
-        if not isinstance(table[name], kind) or isinstance(table[name], bool):
-            return f"{prefix}{name} is {table[name]!r}"
-    return ""

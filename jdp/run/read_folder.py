@@ -14,12 +14,11 @@ from jdp.base.toml import parse, toml_key, toml_value
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
 from jdp.experiment.file import ExperimentError
-from jdp.guard.flight_recorder import FLIGHT
+from jdp.guard.flight_recorder import FLIGHT, history
 from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
 from jdp.report.run import Run
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
-from jdp.run.outputs.history import HISTORY, read_history
 from jdp.run.outputs.metrics import JSONL, read
 from jdp.run.outputs.samples import read_samples
 
@@ -45,24 +44,24 @@ def read_run(folder: Path, name: str) -> Run:
     try:
         toml = (folder / FILE).read_bytes().decode(errors="replace")
         rows = _rows(folder / JSONL, notes)
-        history = read_history(folder / HISTORY)
+        events = read_flight(folder / FLIGHT / "rank-00000.jsonl")
         summary = _summary(folder / SUMMARY, notes)
-        spent = account(read_flight(folder / FLIGHT / "rank-00000.jsonl"))
-        steps = [path.name for path in (folder / CHECKPOINTS).glob("*")]
+        names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
         samples = read_samples(folder, notes)
     except OSError as error:
         file = error.filename or folder
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a run that you may read") from None
-    if not history:
-        notes.append(f"There is no {HISTORY}: when the run was resumed or stopped is not known.")
+    visits, spent = history(events), account(events)
+    if not visits:
+        notes.append(f"There is no {FLIGHT}/rank-00000.jsonl: when the run was resumed or stopped is not known.")
     return Run(
         name,
         rows,
-        history,
+        visits,
         summary,
         toml,
         _settings(toml, notes),
-        sorted(int(step) for step in steps if step.isdecimal() and len(step) < 19),
+        sorted(int(step) for step in names if step.isdecimal() and len(step) < 19),
         notes,
         samples=samples,
         goodput=spent.words() if spent.visits else None,

@@ -27,14 +27,13 @@ from weakref import WeakSet
 
 import jax
 
-from jdp.core.cluster.barrier import THREAD_SECONDS, coordination_client
+from jdp.core.cluster.barrier import THREAD_SECONDS, Store, coordination_client
 from jdp.core.cluster.initialize import leave_after_failure
 
 TRY_AGAIN = 75
 """The exit code of a run that was stopped by another signal than Ctrl-C: run again."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_AGAIN, signal.SIGUSR1: TRY_AGAIN}
 """Signals that stop a run, with its exit code."""
-_SIGNALS = tuple(EXIT_CODES)
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
 _POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
 _LOOK_SECONDS = 0.05  # between two looks for the answers
@@ -64,33 +63,33 @@ class StopRequest:
 
     Attributes:
         signal: why the run stops; None while it goes on.
+        heard: the signal that this process has received, before the run stops for it.
+        began: whether the first step is dispatched.
         on_signal: called with a signal, in another thread, when it comes.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.heard: signal.Signals | None = None
+        self.began = False
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
-        self._heard: signal.Signals | None = None
-        self._leaving = self._raised = self._under_way = False
+        self._leaving = self._raised = False
         self._before: dict[signal.Signals, Any] = {}
-        self._wakeup = -1
         self._done = threading.Event()
-        self._looking: threading.Thread | None = None
-        several = jax.process_count() > 1
-        self._agreement = _Agreement(coordination_client()) if several else None
+        self._threads: list[threading.Thread] = []
+        self._agreement = _Agreement() if jax.process_count() > 1 else None
 
     def __enter__(self) -> Self:
         """Listen for the signals that the process does not ignore (`nohup` makes it ignore SIGHUP)."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in EXIT_CODES:
             if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:
                 self._before[number] = signal.signal(number, self._handle)
-        threading.Thread(target=self._listen, args=[self._pipe[0]], name="jdp signals", daemon=True).start()
-        if self._agreement:
-            self._looking = threading.Thread(target=self._look, args=[self._agreement], name="jdp stop", daemon=True)
-            self._looking.start()
+        for target in (self._listen, self._look):
+            self._threads.append(threading.Thread(target=target, name="jdp signals", daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,25 +100,13 @@ class StopRequest:
         with contextlib.suppress(BrokenPipeError):  # the thread has left, and closed its end
             os.write(self._pipe[1], b"\0")
         os.close(self._pipe[1])
-        if self._looking:  # a thread that comes back from JAX into a Python that is ending aborts the process
-            self._looking.join(THREAD_SECONDS)
+        for thread in self._threads:  # one that comes back from JAX into a Python that is ending aborts the process
+            thread.join(THREAD_SECONDS)
 
     def under_way(self) -> None:
         """Report that the first step is dispatched: from here on processes agree on a stop, and save."""
-        if self._agreement:
-            with self._agreement.lock:
-                self._under_way = True
-        self._under_way = True
-
-    @property
-    def began(self) -> bool:
-        """True once the first step is dispatched."""
-        return self._under_way
-
-    @property
-    def heard(self) -> bool:
-        """True once this process has received a signal, before the run stops for it."""
-        return self._heard is not None
+        with self._agreement.lock if self._agreement else contextlib.nullcontext():
+            self.began = True
 
     def at_step(self, step: int) -> bool:
         """Return True if the run saves and exits after `step`. Every process must call it at every step."""
@@ -127,11 +114,10 @@ class StopRequest:
 
     def poll(self) -> bool:
         """Return True if the run stops here. Every process must call it at the same points."""
-        if self._agreement:
-            if self._agreement.poll():
-                self.signal = self._agreement.signal
-        else:
-            self.signal = self._heard
+        if self._agreement is None:
+            self.signal = self.heard
+        elif self._agreement.poll():
+            self.signal = self._agreement.signal
         return self.signal is not None
 
     @property
@@ -146,31 +132,33 @@ class StopRequest:
             self._raised = True
             raise Stopped(self.exit_code, {"stopped": self.signal.name})
 
-    def _listen(self, pipe: int) -> None:
+    def _listen(self) -> None:
         """Receive signals, in a thread: Python writes their numbers into the pipe."""
-        first = 0.0
+        pipe, first = self._pipe[0], 0.0
         while not self._done.is_set() and (numbers := os.read(pipe, 1)):
             number = numbers[0]
             if number not in self._before or self._leaving:
                 continue
             now = time.monotonic()
-            if self._heard is not None and now - first > _SAME_SECONDS:
-                self._leave(self._heard, "a second signal came")
-            elif self._heard is None:
-                self._heard, first = signal.Signals(number), now
-                self.on_signal(self._heard)
+            if self.heard is not None and now - first > _SAME_SECONDS:
+                self._leave(self.heard, "a second signal came")
+            elif self.heard is None:
+                self.heard, first = signal.Signals(number), now
+                self.on_signal(self.heard)
                 if self._agreement:
-                    self._agreement.ask(self._heard)
-                elif not self._under_way:
-                    self._leave(self._heard, _NOTHING)
+                    self._agreement.store.put("asked", str(number))
+                elif not self.began:
+                    self._leave(self.heard, _NOTHING)
         os.close(pipe)
 
-    def _look(self, agreement: _Agreement) -> None:
-        """Look, in a thread, for a request of any process, and agree on where to stop."""
+    def _look(self) -> None:
+        """Look, in a thread, for a request of any process of a cluster, and agree on where to stop."""
+        if self._agreement is None:
+            return
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
             while not self._done.wait(_POLL_SECONDS):
-                if (heard := agreement.asked()) is not None:
-                    if why := agreement.agree(lambda: self._under_way, self._done):
+                if (heard := self._agreement.asked()) is not None:
+                    if why := self._agreement.agree(lambda: self.began, self._done):
                         self._leave(heard, why)
                     return
 
@@ -208,28 +196,25 @@ class _Agreement:
     """Where the processes of a cluster stop, in polls since the beginning.
 
     Attributes:
+        store: what the processes tell each other.
         lock: held during the agreement, so that no process continues meanwhile.
         signal: the one that was received.
     """
 
     _rounds = 0
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self) -> None:
         _Agreement._rounds += 1
-        self._client, self._prefix = client, f"jdp/stop/{_Agreement._rounds}"
+        members = tuple(range(jax.process_count()))
+        self.store = Store(coordination_client(), f"jdp/stop/{_Agreement._rounds}", members)
         self.lock = threading.Lock()
         self.signal: signal.Signals | None = None
         self._polls, self._stop_at = 0, -1
 
-    def ask(self, number: signal.Signals) -> None:
-        """Ask all processes to stop; the first request counts."""
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has asked
-            self._client.key_value_set(f"{self._prefix}/asked", str(int(number)))
-
     def asked(self) -> signal.Signals | None:
-        """Return the signal with which any process asked to stop; None if none did."""
-        found = self._client.key_value_dir_get(self._prefix)
-        return next((signal.Signals(int(text)) for key, text in found if key.endswith("/asked")), None)
+        """Return the signal with which a process asked to stop, that of the first process; None if none did."""
+        asked = self.store.all("asked")
+        return signal.Signals(int(asked[min(asked)])) if asked else None
 
     def poll(self) -> bool:
         """Count a poll; return True if it is the agreed one, or a later one."""
@@ -237,34 +222,26 @@ class _Agreement:
             self._polls += 1
             return 0 <= self._stop_at <= self._polls
 
-    def agree(self, under_way: Callable[[], bool], done: threading.Event) -> str | None:
+    def agree(self, began: Callable[[], bool], done: threading.Event) -> str | None:
         """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked.
 
-        A process that has taken all of its steps before does not answer. It is not waited for in JAX: a thread that is
+        Process 0 reads the answers of all, and the others read its decision: -1 if a process has nothing to save. A
+        process that has taken all of its steps before does not answer. It is not waited for in JAX: a thread that is
         still there when Python ends aborts the process.
         """
+        store = self.store
         with self.lock:
-            self.signal = self.asked()
-            answer = self._polls if under_way() else -1
-            self._client.key_value_set(f"{self._prefix}/polls/{jax.process_index()}", str(answer))
-            end = time.monotonic() + _ANSWER_SECONDS
-            while (stop_at := self._answer()) is None:
-                if done.wait(_LOOK_SECONDS):
+            store.put("polls", str(self._polls if began() else -1))
+            end, asked = time.monotonic() + _ANSWER_SECONDS, self.asked()
+            assert asked is not None
+            while not (decided := store.all("stop")):
+                answers = [int(text) for text in store.all("polls").values()] if store.me == 0 else []
+                if len(answers) == len(store.members):
+                    store.put("stop", f"{asked:d} {-1 if min(answers) < 0 else max(answers) + 1}")
+                elif done.wait(_LOOK_SECONDS):
                     return None
-                if time.monotonic() > end:
+                elif time.monotonic() > end:
                     return f"a process did not answer in {_ANSWER_SECONDS:.0f} seconds"
-            self._stop_at = stop_at
-            return _NOTHING if stop_at < 0 else None
-
-    def _answer(self) -> int | None:
-        """Return the poll to stop at, -1 where there is nothing to save; None as long as an answer is missing.
-
-        Process 0 reads the answers of all, and the others read one number.
-        """
-        if jax.process_index() == 0:
-            found = self._client.key_value_dir_get(f"{self._prefix}/polls")
-            if len(found) < jax.process_count():
-                return None
-            answers = [int(text) for _, text in found]
-            self._client.key_value_set(f"{self._prefix}/stop/at", str(-1 if min(answers) < 0 else max(answers) + 1))
-        return next((int(text) for _, text in self._client.key_value_dir_get(f"{self._prefix}/stop")), None)
+            number, self._stop_at = map(int, decided[0].split())
+            self.signal = signal.Signals(number)
+            return _NOTHING if self._stop_at < 0 else None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jdp.base.formatting import finite_or_none
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.make import folder_of
-from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
 from jdp.run.evaluation import coverage
@@ -27,16 +28,12 @@ def introduction(assembly: Assembly) -> list[str | None]:
     if experiment.train.wrt is not None:
         first += f"; {assembly.trained_count:,} are trained, the others frozen"
     kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
-    return [first, _plugin(experiment), str(assembly.data), coverage(assembly), kept]
-
-
-def _plugin(experiment: Experiment) -> str | None:
-    """Return the line about a run's plug-in: its folder, and the functions of it that the run uses."""
-    if experiment.plugin is None:
-        return None
-    tables = (experiment.model, experiment.data, experiment.loss, experiment.optimizer)
-    used = [table.make for table in tables if table.make is not None]
-    return f"plug-in {experiment.plugin} ({folder_of(experiment.plugin)}): {', '.join(used) or 'nothing of it is used'}"
+    plugin = None
+    if experiment.plugin is not None:
+        tables = (experiment.model, experiment.data, experiment.loss, experiment.optimizer)
+        used = ", ".join(table.make for table in tables if table.make is not None) or "nothing of it is used"
+        plugin = f"plug-in {experiment.plugin} ({folder_of(experiment.plugin)}): {used}"
+    return [first, plugin, str(assembly.data), coverage(assembly), kept]
 
 
 def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
@@ -48,6 +45,20 @@ def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
     lines = [f"{steps} run is in {place}", f"next: jdp report {place}"]
     writes = experiment.kind == "text" and experiment.model.make is None and experiment.data.knows_text
     return [*lines, f'or:   jdp generate {place} --prompt "…"{plugin}'] if writes else lines
+
+
+def devices_of(mesh: Mesh) -> dict[str, Any]:
+    """Return the devices and versions of a visit."""
+    devices = list(mesh.devices.flat)
+    return {
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "hosts": len({device.process_index for device in devices}),
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import time
 import tomllib
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,15 +29,25 @@ from jdp.run.evaluation import evaluate
 from jdp.run.export import export
 from jdp.run.folder import SUMMARY, Claim, changed, record, record_summary
 from jdp.run.outputs import samples, trackers
-from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress
 from jdp.run.signals import Stopped, StopRequest
-from jdp.run.summary import ending, introduction, summary
+from jdp.run.summary import devices_of, ending, introduction, summary
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A step that was dispatched: its number, the state and the metrics that it returns, and its batch."""
+
+    step: int
+    state: TrainState
+    values: Any
+    batch: Batch
+
+
+@dataclass(kw_only=True)
 class Visit:
     """A visit of a run from a restored state on: its folder, outputs, checkpoints, stop request, trace and watch.
 
@@ -46,30 +57,23 @@ class Visit:
         ended: whether the last step of the visit is done.
     """
 
-    metrics: Metrics
-    profile: Profile
+    assembly: Assembly
+    progress: Progress
+    claim: Claim
+    checkpoints: Checkpoints
+    stop: StopRequest
+    watch: Watch
+    display: Display
+    metrics: Metrics = field(init=False)
+    profile: Profile = field(init=False)
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        progress: Progress,
-        claim: Claim,
-        checkpoints: Checkpoints,
-        stop: StopRequest,
-        watch: Watch,
-        *,
-        quiet: bool,
-    ) -> None:
-        self.assembly, self.progress, self.folder, self._claim = assembly, progress, claim.folder, claim
-        self.checkpoints, self.stop, self.watch = checkpoints, stop, watch
-        self.experiment = assembly.experiment
-        self.ended = progress.finished(self.experiment)
-        self._writer = Writer(assembly)
-        self.display = Display(self.experiment.train.steps, done=progress.done, to_stderr=quiet)
-        self.health = Health(assembly, progress, watch, self.display.say)
-        self._clock = Clock(assembly)
+    def __post_init__(self) -> None:
+        self.experiment, self.folder = self.assembly.experiment, self.claim.folder
+        self.ended = self.progress.finished(self.experiment)
+        self.health = Health(self.assembly, self.progress, self.watch, self.display.say)
+        self._writer = Writer(self.assembly)
+        self._clock: Clock
         self._feed: Feed
-        self._started = 0.0
 
     # The beginning and the end.
 
@@ -85,11 +89,12 @@ class Visit:
 
     @contextlib.contextmanager
     def recorded(self, profile: range | None) -> Generator[None]:
-        """Open the outputs while in `with`: metrics, trackers, progress bar, trace and history."""
+        """Open the outputs while in `with`: metrics, trackers, progress bar and trace."""
         experiment, folder, done, toml = self.experiment, self.folder, self.progress.done, self.assembly.toml
-        resumes = done > 0 and not self.ended
-        differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
+        facts = devices_of(self.assembly.mesh)
         if not self.ended:
+            if done and jax.process_index() == 0 and (differing := changed(folder, toml)):
+                facts["changed"] = differing
             record(toml, folder)
         wandb = None if self.ended else experiment.train.wandb
         tracked = trackers.start(folder, tomllib.loads(toml), wandb=wandb, resumed_step=done)
@@ -97,9 +102,9 @@ class Visit:
             Metrics(folder, resumed_step=done, trackers=tracked, patiently=self._write) as self.metrics,
             self.display,
             Profile(profile, folder, self.display, done=done) as self.profile,
-            recorded(folder, experiment, self.progress, self.assembly.mesh, differing),
         ):
-            self._started = time.perf_counter()
+            if not self.ended:
+                self.watch.resumed(done, **facts)
             yield
 
     @contextlib.contextmanager
@@ -108,12 +113,11 @@ class Visit:
         if self.ended:
             yield
             return
-        done = self.progress.done
-        with self.assembly.train_feed(done, self.progress.samples) as self._feed:
-            self.watch.resumed(done)
-            self._clock.restart(done, self._feed)
+        start = time.perf_counter()
+        with self.assembly.train_feed(self.progress.done, self.progress.samples) as self._feed:
+            self._clock = Clock(self.assembly, self.progress, self._feed)
             yield
-        self.progress.seconds = time.perf_counter() - self._started
+        self.progress.seconds = time.perf_counter() - start
 
     def stopped(self, when: str) -> Stopped:
         """Print that a signal stopped the run, and return the exception that ends the process."""
@@ -143,80 +147,96 @@ class Visit:
 
     def before(self, state: TrainState) -> Batch:
         """Return the batch of the next step, with everything ready for it."""
-        step = self.progress.done + 1
-        if self.profile.begin(step, state):
-            self._clock.restart(self.progress.done, self._feed)
+        if self.profile.begin(self.progress.done + 1, state):
+            self._clock.restart()
         batch = next(self._feed)
         self.watch.mark("data")
         self.health.before()
         return batch
 
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
-        """Log, evaluate and save after a step, as each is due; `values` are its metrics."""
-        progress, train, step = self.progress, self.experiment.train, self.progress.done + 1
-        self.health.taken(batch, values, step)
+        """Do the duties that follow a step, in this order; `values` are its metrics."""
+        taken = Taken(self.progress.done + 1, state, values, batch)
+        for duty in (
+            self._check,
+            self._count,
+            self._log,
+            self._end_trace,
+            self._evaluate_and_sample,
+            self._keep_in_memory,
+            self._save,
+        ):
+            duty(taken)
+
+    def _check(self, taken: Taken) -> None:
+        """Look for steps that went wrong, and for devices that differ."""
+        self.health.taken(taken.batch, taken.values, taken.step)
         self.stop.under_way()
         self.watch.mark("dispatch")
-        self.health.after(state, step)
-        progress.done, progress.samples = step, progress.samples + train.batch_size
-        self.display.step(step)
+        self.health.after(taken.state, taken.step)
+
+    def _count(self, taken: Taken) -> None:
+        """Count the step, and find out whether it is the last one of the visit."""
+        progress, train = self.progress, self.experiment.train
+        progress.done, progress.samples = taken.step, progress.samples + train.batch_size
+        self.display.step(taken.step)
         end_of_start()
-        last = self.stop.at_step(step) or step == train.steps
+        self.ended = self.stop.at_step(taken.step) or taken.step == train.steps
+
+    def _log(self, taken: Taken) -> None:
+        """Write and show a row if it is due: this step's metrics, and times as means over the steps since the last."""
+        progress, train = self.progress, self.experiment.train
         may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
-        row_due = last or step % train.log_every == 0 or may_stop  # a run's last step has a row
-        self._clock.tick(step, values, self._feed, row_due)
-        if row_due:
-            self._log(step, values)
+        due = self.ended or taken.step % train.log_every == 0 or may_stop  # a run's last step has a row
+        self._clock.tick(taken.values, due)
+        if due:
+            hosts = self.health.row(taken.values)
+            row = numbers(taken.values)
+            progress.loss, progress.skipped = row["loss"], int(row["skipped"])
+            row |= {"skipped": progress.skipped} | self._clock.row(hosts)
+            self.metrics.write(taken.step, row)
+            shown = ["loss", "accuracy", "lr", "grad_norm", self._clock.speed, "mfu"]
+            shown += ["skipped"] * (progress.skipped > 0)
+            self.display.log(taken.step, {name: row[name] for name in shown if name in row})
+            self._clock.restart()
         self.watch.mark("wait")
-        profiled = self.profile.end(step, state)
-        self.watch.step(step)
-        made = self.stop.signal is None and any([self.evaluate(state), self.sample(state)])
-        if profiled or made:
+
+    def _end_trace(self, taken: Taken) -> None:
+        """End the trace if this was its last step, and the step."""
+        if self.profile.end(taken.step, taken.state):
             self._restart()
-        stopping = self.stop.signal is not None
-        self.ended = last or stopping or progress.stops_early(self.experiment)
-        if (every := self.experiment.guard.keep_in_memory) and step % every == 0 and not self.ended:
-            self._keep_in_memory(state)  # also where it is saved: until that is in storage a restart needs it
-        best = progress.kept is not None and progress.kept.step == step
-        if self.ended or best or (train.checkpoint_every and step % train.checkpoint_every == 0):
-            self._save(state, ended=self.ended and not stopping)
+        self.watch.step(taken.step)
+
+    def _evaluate_and_sample(self, taken: Taken) -> None:
+        """Evaluate and sample as each is due; a signal or the result may end the visit."""
+        if self.stop.signal is None and any([self.evaluate(taken.state), self.sample(taken.state)]):
+            self._restart()
+        self.ended |= self.stop.signal is not None
+
+    def _keep_in_memory(self, taken: Taken) -> None:
+        """Copy the state into the hosts' memory, also if it is saved: until that is in storage a restart needs it."""
+        every = self.experiment.guard.keep_in_memory
+        if not every or taken.step % every or self.ended:
+            return
+        self.health.check_all(taken.state)
+        with self.watch.during("save"):
+            self.checkpoints.save_in_memory(taken.state, self.progress.record(), step=taken.step)
+        self.health.restart()
+
+    def _save(self, taken: Taken) -> None:
+        """Save the state if a checkpoint is due, it is the best, or the visit ends, which waits for it."""
+        progress, every = self.progress, self.experiment.train.checkpoint_every
+        best = progress.kept is not None and progress.kept.step == taken.step
+        if not (self.ended or best or (every and taken.step % every == 0)):
+            return
+        self.health.check_all(taken.state, ended=self.ended and self.stop.signal is None)
+        with self.watch.during("save"):
+            self.claim.check()
+            self._save_patiently(taken.state)
+        self.health.restart()
         if self.ended:
             with self.watch.during("wait"):
-                self._save_patiently(state, wait=True)
-
-    def _log(self, step: int, values: Any) -> None:
-        """Write and show a row: the metrics of this step, and times as means over the steps since the last row."""
-        hosts = self.health.row(values)
-        row, progress = numbers(values), self.progress
-        progress.loss, progress.skipped = row["loss"], int(row["skipped"])
-        row["skipped"] = progress.skipped
-        row |= self._clock.row(step, self._feed, progress, hosts)
-        self.metrics.write(step, row)
-        speed = self._clock.speed
-        shown = (
-            "loss",
-            "accuracy",
-            "lr",
-            "grad_norm",
-            speed,
-            "mfu",
-            *["skipped"] * (progress.skipped > 0),
-        )
-        self.display.log(step, {name: row[name] for name in shown if name in row})
-        self._clock.restart(step, self._feed)
-
-    def _save(self, state: TrainState, *, ended: bool) -> None:
-        self.health.check_all(state, ended=ended)
-        with self.watch.during("save"):
-            self._claim.check()
-            self._save_patiently(state)
-        self.health.restart()
-
-    def _keep_in_memory(self, state: TrainState) -> None:
-        self.health.check_all(state)
-        with self.watch.during("save"):
-            self.checkpoints.save_in_memory(state, self.progress.record(), step=self.progress.done)
-        self.health.restart()
+                self._save_patiently(taken.state, wait=True)
 
     def _save_patiently(self, state: TrainState, *, wait: bool = False) -> None:
         """Save in the background, or wait for it to end; after passing trouble save this state, and wait.
@@ -249,11 +269,11 @@ class Visit:
         self._patient(write)
 
     def _patient(self, action: Callable[[bool], None]) -> None:
-        retried(action, passes=is_passing, say=self.display.say, stops=lambda: self.stop.heard)
+        retried(action, passes=is_passing, say=self.display.say, stops=lambda: self.stop.heard is not None)
 
     def _restart(self) -> None:
         """Leave what was no step out of the steps' times."""
-        self._clock.restart(self.progress.done, self._feed)
+        self._clock.restart()
         self.health.restart()
 
     # An evaluation.
@@ -315,45 +335,42 @@ class Visit:
 class Clock:
     """Measures the steps since the last row of metrics.
 
-    The first step of a process compiles, and so does the first of another batch size or length. Only a row of its own
-    includes it, which is left out of the summary's speed.
+    The first step of a process compiles. Only a row of its own includes it, which is left out of the summary's speed.
     """
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: Assembly, progress: Progress, feed: Feed) -> None:
         self.speed = f"{assembly.unit}_per_second"
-        self._rate, self._units_per_step = assembly.learning_rate, assembly.units_per_step
-        self._at_peak = assembly.seconds_at_peak
-        self._from: tuple[int, float, float] = (0, 0.0, 0.0)
+        self._assembly, self._progress, self._feed = assembly, progress, feed
         self._first, self._compiled = True, False
+        self.restart()
 
-    def tick(self, done: int, values: Any, feed: Feed, row_due: bool) -> None:
+    def tick(self, values: Any, row_due: bool) -> None:
         """Wait for a step that compiles, and count from there on unless it gets a row; others pass."""
         if not self._first:
             return
         self._first, self._compiled = False, row_due
         jax.block_until_ready(values)
         if not row_due:
-            self.restart(done, feed)
+            self.restart()
 
-    def restart(self, done: int, feed: Feed) -> None:
-        """Count from step `done` and from now on."""
-        self._from = (done, time.perf_counter(), feed.wait_seconds)
+    def restart(self) -> None:
+        """Count from the last step and from now on."""
+        self._from = (self._progress.done, time.perf_counter(), self._feed.wait_seconds)
 
-    def row(self, done: int, feed: Feed, progress: Progress, hosts: Mapping[str, float]) -> dict[str, float]:
+    def row(self, hosts: Mapping[str, float]) -> dict[str, float]:
         """Return a row's learning rate, times, `hosts` and speed; its times count in the visit's."""
-        since, start, waited = self._from
-        steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
-        rate = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
+        (since, start, waited), progress, assembly = self._from, self._progress, self._assembly
+        steps, seconds, wait = progress.done - since, time.perf_counter() - start, self._feed.wait_seconds - waited
+        rate = float(jax.device_get(assembly.learning_rate(max(progress.done - progress.skipped - 1, 0))))
+        units, at_peak = assembly.units_per_step * steps, assembly.seconds_at_peak
         row = {"lr": rate, "step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **hosts}
-        units = self._units_per_step * steps
         row[self.speed] = units / seconds
-        at_peak = None if self._at_peak is None else self._at_peak * steps
         if at_peak is not None:
-            row["mfu"] = at_peak / seconds
+            row["mfu"] = at_peak * steps / seconds
         if not self._compiled:
             progress.steady_seconds += seconds
             progress.waited += wait
             progress.steady_units += units
-            progress.steady_at_peak += at_peak or 0.0
+            progress.steady_at_peak += (at_peak or 0.0) * steps
         self._compiled = False
         return row

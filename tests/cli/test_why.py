@@ -20,7 +20,7 @@ def test_a_run_by_its_name(run, capsys):
     flight = Flight(run / "flight", 0)
     flight.event("start", rank=0, of=1)
     flight.event("step", step=1, seconds=1.0)
-    flight.event("left", how="finished", step=1)
+    flight.event("finished", step=1)
     flight.close()
     assert main(["why", "tiny", "--run-dir", str(run.parent)]) == 0
     out = capsys.readouterr().out
@@ -35,9 +35,9 @@ def test_what_broke_leads_to_the_page_of_errors(run, capsys):
     """The path that is printed exists; a run that ended well has none."""
     flight = Flight(run / "flight", 0)
     flight.event("start", rank=0, of=1)
-    flight.event("left", how="finished", step=1)
+    flight.event("finished", step=1)
     flight.event("start", rank=0, of=1)
-    flight.event("left", how="error", error="KeyError: one", at=["a.py:3 in f"], step=1)
+    flight.event("failed", error="KeyError: one", at=["a.py:3 in f"], step=1)
     flight.close()
     assert main(["why", str(run)]) == 0
     *_, last = capsys.readouterr().out.splitlines()

@@ -70,10 +70,6 @@ def test_how_long_a_step_may_take(monkeypatch):
         limits.beat("saving")
         assert limits.limit == 500.0, "after its first batch an evaluation has a step's time"
     assert limits.limit == 500.0
-    limits.compiles()
-    assert limits.limit == 3600, "a batch of another shape compiles too"
-    limits.step(6)
-    assert limits.limit == 500.0
     assert Deadline(0, 0).limit is None
     with pytest.raises(ValueError, match=r"given seconds=-1, first_seconds=3600\.0\. Give 300"):
         jdp.Deadline(-1)

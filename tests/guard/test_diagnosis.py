@@ -38,11 +38,8 @@ def asked(tmp_path, *recorders, alive=(), now=NOW):
     return diagnose(tmp_path, now=now, lives=lambda seen, now: seen.rank in alive)
 
 
-LEFT = {"how": "finished", "step": 20}
-
-
 def test_it_finished(tmp_path):
-    found = asked(tmp_path, *([*loop(rank), event(1029.0, "left", **LEFT)] for rank in (0, 1)))
+    found = asked(tmp_path, *([*loop(rank), event(1029.0, "finished", step=20)] for rank in (0, 1)))
     assert (found.state, found.began, found.words[0]) == ("finished", None, "It finished after step 20.")
     assert found.pace[0]["seconds"] == 1.0
     assert any(line.startswith("A step takes 1 s (median of 19): 90 % waiting for the devices") for line in found.words)
@@ -51,8 +48,8 @@ def test_it_finished(tmp_path):
 
 
 def test_who_failed_first_is_named_and_not_who_lost_it(tmp_path):
-    lost = event(1028.2, "left", how="error", error="JaxRuntimeError: closed by peer", at=[], lost_peer=True, step=20)
-    own = event(1028.6, "left", how="error", error="KeyError: 'x'", at=["a.py:3 in f", "b.py:5 in g"], step=20)
+    lost = event(1028.2, "failed", error="JaxRuntimeError: closed by peer", at=[], lost_peer=True, step=20)
+    own = event(1028.6, "failed", error="KeyError: 'x'", at=["a.py:3 in f", "b.py:5 in g"], step=20)
     found = asked(tmp_path, [*loop(0), lost], [*loop(1), own])
     assert (found.state, found.began) == ("failed", 1)
     assert found.words[0].startswith("Process 1 failed first, after step 20, at ")
@@ -86,7 +83,7 @@ def test_a_deadline_has_its_own_words(tmp_path):
 
 
 def test_who_got_the_signal(tmp_path):
-    left = event(1030.0, "left", how="stopped", code=75, step=20)
+    left = event(1030.0, "stopped", code=75, step=20)
     saved = [event(1029.0, "end", doing="wait", step=20, seconds=0.5), left]
     found = asked(tmp_path, [*loop(0), *saved], [*loop(1), event(1028.5, "signal", signal="SIGUSR1"), *saved])
     assert (found.state, found.began) == ("stopped", 1)
@@ -144,12 +141,12 @@ def test_what_makes_it_slow(tmp_path, parts, words, slow):
 
 def test_the_first_line_names_the_one_cause_unless_it_failed(tmp_path, capsys):
     (tmp_path / "experiment.toml").touch()
-    asked(tmp_path, [*loop(0, of=1, data=0.61, wait=0.3), event(1029.0, "left", **LEFT)])
+    asked(tmp_path, [*loop(0, of=1, data=0.61, wait=0.3), event(1029.0, "finished", step=20)])
     assert main(["why", str(tmp_path)]) == 0
     first = f"{tmp_path}: finished; input: the devices wait up to 61 % of a step for batches\nIt finished after"
     assert capsys.readouterr().out.startswith(first)
     with (tmp_path / "flight" / "rank-00000.jsonl").open("a") as file:
-        file.write(json.dumps(event(1030.0, "left", how="error", error="KeyError: 'x'", step=20)) + "\n")
+        file.write(json.dumps(event(1030.0, "failed", error="KeyError: 'x'", step=20)) + "\n")
     assert main(["why", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path}: failed\nIt failed, after step 20, at ")
 
@@ -189,16 +186,16 @@ def test_long_steps_are_counted(tmp_path):
 
 
 def test_earlier_visits_are_told_in_short(tmp_path):
-    first = [*loop(0, of=1), event(1029.0, "left", how="error", error="ValueError: bad", at=[], step=20)]
-    found = asked(tmp_path, [*first, *loop(0, of=1, began=2000.0), event(2029.0, "left", **LEFT)])
+    first = [*loop(0, of=1), event(1029.0, "failed", error="ValueError: bad", at=[], step=20)]
+    found = asked(tmp_path, [*first, *loop(0, of=1, began=2000.0), event(2029.0, "finished", step=20)])
     assert found.state == "finished"
     assert any("was ended by an error: It failed, after step 20, at " in line for line in found.words)
     assert found.goodput.visits == 2
 
 
 def test_a_process_that_died_before_it_recorded_is_not_judged_by_its_last_visit(tmp_path):
-    left = event(1029.0, "left", **LEFT)
-    lost = event(2010.0, "left", how="error", error="closed by peer", at=[], lost_peer=True, step=0)
+    left = event(1029.0, "finished", step=20)
+    lost = event(2010.0, "failed", error="closed by peer", at=[], lost_peer=True, step=0)
     found = asked(tmp_path, [*loop(0), left, *loop(0, began=2000.0, steps=0), lost], [*loop(1), left])
     assert (found.state, found.began) == ("failed", None)
     assert any(line.endswith(" finished after step 20.") for line in found.words)
@@ -206,7 +203,7 @@ def test_a_process_that_died_before_it_recorded_is_not_judged_by_its_last_visit(
 
 def test_what_else_spoke_in_the_recorder_is_repeated(tmp_path):
     found = asked(
-        tmp_path, [*loop(0, of=1), event(1028.5, "health", words="A bit flipped."), event(1029.0, "left", **LEFT)]
+        tmp_path, [*loop(0, of=1), event(1028.5, "health", words="A bit flipped."), event(1029.0, "finished", step=20)]
     )
     assert "A bit flipped." in found.words
 

@@ -8,7 +8,7 @@ import pytest
 from own_process import python
 
 from jdp.guard.deadline import Deadline
-from jdp.guard.flight_recorder import Flight, read, read_ranks
+from jdp.guard.flight_recorder import Flight, history, read, read_ranks
 from jdp.guard.time_account import account
 from jdp.guard.watch import Watch, born
 
@@ -16,7 +16,7 @@ from jdp.guard.watch import Watch, born
 def test_a_file_is_set_aside_when_it_has_grown_and_nothing_of_the_account_is_lost(tmp_path):
     flight = Flight(tmp_path / "flight", 3, limit_bytes=2000)
     flight.event("start", rank=3, of=4)
-    flight.event("resumed", step=0)
+    flight.event("started", step=0, devices=8)
     for step in range(1, 101):
         flight.event("step", step=step, seconds=0.5, data=0.1)
     flight.close()
@@ -25,6 +25,7 @@ def test_a_file_is_set_aside_when_it_has_grown_and_nothing_of_the_account_is_los
     assert all(path.stat().st_size < 2500 for path in (tmp_path / "flight").iterdir())
     spent = account(read(flight.file))
     assert (spent.visits, spent.step_count) == (1, 99)
+    assert [(event["event"], event["devices"]) for event in history(read(flight.file))] == [("started", 8)]
     assert spent.steps == pytest.approx(99 * 0.4) and spent.data == pytest.approx(10.0)
     kept = [event["step"] for event in read_ranks(tmp_path / "flight")[3] if event["event"] == "step"]
     assert kept == list(range(kept[0], 101)) and len(kept) > 10
@@ -50,9 +51,11 @@ def test_hostile_files_are_not_believed(tmp_path):
     (tmp_path / "rank-00000.jsonl").write_text("\n".join(lines))
     (tmp_path / "rank-x.jsonl").write_text('{"time": 1, "event": "start"}')
     before = {"time": 5.0, "event": "before", "steps": "many", "visits": 2, "first": 1.0, "nothing": 3}
+    before["history"] = [3, {"event": "started"}, {"event": "finished", "step": 3}]
     (tmp_path / "rank-00001.jsonl").write_text(json.dumps(before))
     assert read_ranks(tmp_path) == {0: [], 1: []}
     assert account(read(tmp_path / "rank-00001.jsonl")).steps == 0.0
+    assert history(read(tmp_path / "rank-00001.jsonl")) == []
     assert account(read(tmp_path / "rank-00000.jsonl")).goodput is None
     assert read_ranks(tmp_path / "nowhere") == {}
 

@@ -17,7 +17,7 @@ def visit(began, resumed, steps, *, left=None, compiles=5.0, seconds=1.0):
         length = compiles if i == 0 else seconds
         time += length
         events.append({"time": time, "event": "step", "step": step, "seconds": length, "data": 0.25})
-    return [*events, *([{"time": time, "event": "left", "how": left}] if left else [])]
+    return [*events, *([{"time": time, "event": left}] if left else [])]
 
 
 def test_a_calm_visit():
@@ -45,7 +45,7 @@ def test_a_visit_that_had_nothing_to_do_is_left_out():
     looked = [
         {"time": 9000.0, "event": "start", "began": 8990.0},
         {"time": 9005.0, "event": "end", "doing": "restore", "seconds": 4.0},
-        {"time": 9006.0, "event": "left", "how": "nothing to do"},
+        {"time": 9006.0, "event": "nothing to do"},
     ]
     assert account([*calm, *looked]) == account(calm)
 
@@ -61,13 +61,3 @@ def test_a_file_that_follows_another_goes_on_from_its_account():
 def test_nothing_happened():
     assert account([]).goodput is None
     assert account([]).words() == "goodput is not known"
-
-
-def test_steps_that_a_run_goes_back_from_are_not_useful():
-    """In one visit: after step 11 back to step 8, three steps again."""
-    again = [{"time": 127.0, "event": "returned", "step": 8}]
-    again += [{"time": 127.0 + i, "event": "step", "step": 8 + i, "seconds": 1.0, "data": 0.25} for i in (1, 2, 3)]
-    spent = account([*visit(100.0, 0, range(1, 12)), *again])
-    assert (spent.visits, spent.start, spent.step_count) == (1, 6.0, 10)
-    assert spent.lost == pytest.approx(3 * 0.75) and spent.steps == pytest.approx(10 * 0.75)
-    assert sum(spent.parts.values()) == pytest.approx(spent.total)

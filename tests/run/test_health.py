@@ -17,8 +17,7 @@ from jdp.experiment import assembly as assemblies
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.guard.diagnosis import diagnose
-from jdp.guard.nonfinite import read_batch
-from jdp.run.outputs.history import read_history
+from jdp.guard.flight_recorder import history, read
 from jdp.run.wrong_devices import leave_out
 
 TRAIN = {
@@ -86,8 +85,9 @@ def test_a_skipped_step_is_inspected_and_its_batch_kept(file, monkeypatch, capsy
         )
         assert "\n".join(sentences) in shown
         assert " ".join(sentences) in diagnose(folder).words, "jdp why says it too"
-    batch = read_batch(folder / "flight", 4)
-    assert np.isnan(batch["features"]).all() and batch["features"].shape == (16, 6) and batch["labels"].shape == (16,)
+    with np.load(folder / "flight" / "batch-4.npz") as batch:
+        features, labels = batch["batch/features"], batch["batch/labels"]
+    assert np.isnan(features).all() and features.shape == (16, 6) and labels.shape == (16,)
     assert {step: skipped for step, (_, skipped) in losses(folder).items() if skipped}[12] == 3
 
 
@@ -146,7 +146,7 @@ def test_a_device_that_differs_ends_the_run_before_it_is_saved(file, monkeypatch
     assert said in error and f"/bias, on host {host}. Nothing was saved of it." in error
     assert f"It is device 5 of the only host, {host}: run on another, or without it (CUDA_VISIBLE_DEVICES)" in error
     assert any(words.startswith("After step 6 device 5 (cpu, ") for words in diagnose(folder).words)
-    assert [event["event"] for event in read_history(folder / "history.jsonl")] == ["started", "failed"]
+    assert [event["event"] for event in history(read(folder / "flight" / "rank-00000.jsonl"))] == ["started", "failed"]
     assert train(file)[0] == 0
     code, calm = train(file, name="calm")
     assert losses(folder) == losses(calm) and saved_steps(folder) == [3, 6, 9, 12]

@@ -15,7 +15,7 @@ from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows
 
 from jdp.guard.diagnosis import diagnose
-from jdp.guard.flight_recorder import read_ranks
+from jdp.guard.flight_recorder import ENDS, read_ranks
 from jdp.run.signals import _Agreement
 
 TRAIN = {"steps": 12, "batch_size": 8, "log_every": 1, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5}
@@ -35,7 +35,7 @@ from jdp.run.signals import Stopped, _Agreement
 
 jdp.initialize(timeout_seconds=60)
 rank, folder = jax.process_index(), Path(sys.argv[1])
-agreed, fault, started = threading.Event(), [], loop._start
+agreed, fault = threading.Event(), []
 
 
 class Visits(Counter):
@@ -87,15 +87,7 @@ hooked(Watch, "step", "step", lambda self, step: step)
 hooked(Watch, "batch", "batch", lambda self: self._step)
 hooked(Watch, "mark", "compile", lambda self, part: self._step if self._first and part == "data" else None)
 hooked(_Agreement, "agree", "", lambda *_: agreed.set())
-
-
-def start(*arguments):
-    result = started(*arguments)
-    inject("restore", 0)
-    return result
-
-
-loop._start = start
+hooked(loop, "resumed", "restore", lambda *_: 0)
 reported = {}
 fault[:] = ["compile", 0, "SIGHUP"]
 reported["compile"] = run("storm")
@@ -163,14 +155,15 @@ class Service:
 )
 def test_processes_stop_at_a_poll_that_none_has_reached(monkeypatch, other, stops):
     """The other one has polled more often, is before its first step, or has taken all its steps and does not answer."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
     service, done = Service(), threading.Event()
-    agreement = _Agreement(service)
-    agreement.ask(signal.SIGUSR1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("jdp.run.signals.coordination_client", lambda: service)
+    agreement = _Agreement()
+    agreement.store.put("asked", str(int(signal.SIGUSR1)))
     if other is None:
         threading.Timer(0.2, done.set).start()
     else:
-        service.keys[f"{agreement._prefix}/polls/1"] = other
+        service.keys[f"{agreement.store.prefix}/polls/1"] = other
     assert (agreement.agree(lambda: True, done) is None) == (other != "-1")
     assert [agreement.poll() for _ in range(8)] == [stops and polls == 8 for polls in range(1, 9)]
 
@@ -237,7 +230,7 @@ def test_the_recorder_has_the_deadline_and_where_the_loop_was(stopped):
     last = ranks[0][-1]
     assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
     assert any("loop.py" in frame for frame in last["stack"])
-    assert ranks[1][-1]["event"] != "left", "it was stopped in the middle"
+    assert ranks[1][-1]["event"] not in ENDS, "it was stopped in the middle"
 
 
 def test_why_names_the_process_that_was_stopped(stopped):

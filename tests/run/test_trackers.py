@@ -150,11 +150,11 @@ class Stuck:
 def test_a_tracker_that_hangs_holds_up_neither_a_row_nor_the_end(folder, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(trackers, "WAITING_ROWS", 3)
-    late = trackers.BackgroundTracker("wandb", Stuck(), folder)
+    late = trackers.BackgroundTracker(Stuck(), folder)
     late.write(1, {"loss": 1.0})
     late.close()
     assert "wandb failed (still sending 0 seconds after the end)" in capsys.readouterr().err
-    behind = trackers.BackgroundTracker("wandb", Stuck(), folder)
+    behind = trackers.BackgroundTracker(Stuck(), folder)
     for step in range(10):
         behind.write(step, {"loss": 1.0})
     behind.close()

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -27,20 +27,6 @@ WAITING_ROWS = 10_000
 """Rows that may wait for a slow tracker; with more it has failed."""
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits for rows that are still to be sent."""
-
-
-class Tracker(Protocol):
-    """Takes rows of metrics; its methods may raise anything, or take long."""
-
-    id: str
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one row: steps done, name -> value."""
-        ...
-
-    def close(self, exit_code: int) -> None:
-        """End this visit; `exit_code` is 0 if it succeeded."""
-        ...
 
 
 def check_installed(wandb: str | None) -> None:
@@ -72,17 +58,17 @@ def start(
     fresh = folder / f"{FILE}.new"
     fresh.write_text(json.dumps({**known, key: tracker.id}) + "\n", encoding="utf-8")
     fresh.replace(folder / FILE)
-    return [BackgroundTracker("wandb", tracker, folder)]
+    return [BackgroundTracker(tracker, folder)]
 
 
 class BackgroundTracker:
-    """A tracker on a thread of its own; an exception of its ends the tracking, not the run."""
+    """A tracker on a thread of its own, as it may take long; an exception of its ends the tracking, not the run."""
 
-    def __init__(self, name: str, tracker: Tracker, folder: Path) -> None:
-        self._name, self._tracker, self._folder = name, tracker, folder
+    def __init__(self, tracker: WandB, folder: Path) -> None:
+        self._tracker, self._folder = tracker, folder
         self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(WAITING_ROWS)
         self._failed, self._exit_code = False, 0
-        self._thread = threading.Thread(target=self._work, name=f"{name} tracker", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="wandb tracker", daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -119,7 +105,7 @@ class BackgroundTracker:
     def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            warn(f"{self._name} failed ({reason}): this run goes on without it, metrics are in {self._folder}")
+            warn(f"wandb failed ({reason}): this run goes on without it, metrics are in {self._folder}")
 
 
 class WandB:
