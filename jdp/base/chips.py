@@ -129,7 +129,8 @@ _H100 = Gpu(
     time_error=_WORST,
 )
 
-_A100 = Gpu(
+_A100 = replace(
+    _H100,
     name="NVIDIA A100-SXM4-80GB",
     capability=(8, 0),
     extension="NONE",
@@ -148,11 +149,7 @@ _A100 = Gpu(
     network_bandwidth=25e9,
     host_bandwidth=32e9,
     link_efficiency=20 / 25,
-    network_efficiency=_PCIE,
-    host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.75,
-    compared_with=_HELD,
-    time_error=_WORST,
 )
 
 _B200 = replace(

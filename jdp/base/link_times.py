@@ -147,16 +147,11 @@ def _tree(payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:
         latency = start + 2 * ((group.most - 1) * (inside + chip.link_latency) + deep * outside)
         packed = 7 / 9 if group.hosts == 1 else 120 / 128
         left = {"LL": min(bus / 3.8, _ll_limit(group, chip)), "LL128": packed * bus, "Simple": bus}[protocol.name]
-        reached = _tree_reaches(protocol.name, payload)
+        table = _TREE_REACHES[protocol.name]  # interpolated, so that no larger message is faster
+        position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
+        below = min(int(position), len(table) - 2)
+        reached = table[below] + (position - below) * (table[below + 1] - table[below])
         yield CollectiveCost(latency, 2 * payload / (left * reached), f"tree {protocol.name}")
-
-
-def _tree_reaches(protocol: str, payload: float) -> float:
-    """Return a tree's correction: NCCL's table, interpolated, so that no larger message is faster."""
-    table = _TREE_REACHES[protocol]
-    position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
-    below = min(int(position), len(table) - 2)
-    return table[below] + (position - below) * (table[below + 1] - table[below])
 
 
 def _direct(kind: str, payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jdp.base.context import set_while
 from jdp.base.errors import UserError
 from jdp.base.public import public
 from jdp.base.toml import described
@@ -57,12 +57,6 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return checkpoint_name(rows, "gathered_rows"), numbers + first  # kept where gathered weights are not
 
 
-@contextmanager
-def recording() -> Generator[list[bool]]:
-    """Yield a list that is not empty afterwards if `gather_rows` was called."""
-    seen: list[bool] = []
-    token = _SEEN.set(seen)
-    try:
-        yield seen
-    finally:
-        _SEEN.reset(token)
+def recording() -> AbstractContextManager[list[bool]]:
+    """Return a context that yields a list, which is not empty afterwards if `gather_rows` was called."""
+    return set_while(_SEEN, list[bool]())

@@ -85,7 +85,7 @@ class LayerLoop:
             carry: a pytree of arrays that enters the first layer.
         """
         self.is_unrolled |= self.count < 3
-        sends = self.boundary.gather is not None and any(each.dim is not None for each in self.placements)
+        sends = self.boundary.gather is not None and any(placement.dim is not None for placement in self.placements)
         self._is_ahead, self._keeps = sends, sends and not self.boundary.again
         gathered, slices = jax.eval_shape(lambda w, o: (self._gather(w, 0), _at(o, 0)), weights, others)
         self._layer, carry, outer = _closed(layer, gathered, slices, carry)
@@ -113,12 +113,12 @@ class LayerLoop:
             numbers = {id(x): number for number, x in enumerate(at_hand)}
             places = [numbers.get(id(x)) for x in leaves]
             self._residuals = _Residuals(structure, places, jax.tree.map(jax.typeof, results))
-            kept = [x for x, place in zip(leaves, places, strict=True) if place is None]
-            return results[0], {"outputs": results[1], "kept": kept}
+            residuals = [x for x, place in zip(leaves, places, strict=True) if place is None]
+            return results[0], {"outputs": results[1], "residuals": residuals}
 
         carry, stacks = self._forward(call, weights, others, carry)
-        last = [] if self._keeps else stacks["last"]
-        return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["kept"], last)
+        gathered = [] if self._keeps else stacks["gathered"]
+        return (carry, self._stacked(stacks["outputs"])), (weights, others, outer, stacks["residuals"], gathered)
 
     def _like_later(self, carry: Any, others: list[Any], outer: list[Any]) -> Any:
         """Return what enters the first layer as what enters later ones: told from others by identity, no constant."""
@@ -139,11 +139,11 @@ class LayerLoop:
 
         first = self._gather(weights, 0) if self._is_ahead else []
         (carry, gathered), stacks = self._rounds(round_, (carry, first), range(self.count), {})
-        return carry, {**stacks, "last": gathered}
+        return carry, {**stacks, "gathered": gathered}
 
     def _backward(self, saved: Any, cotangents: Any) -> Any:
         """Return the cotangents of (weights, others, carry, outer)."""
-        weights, others, outer, kept, last = saved
+        weights, others, outer, residuals, gathered = saved
         d_carry, d_outputs = _floats(cotangents[0]), _floats(cotangents[1])
         gathers = self._is_ahead and not self._keeps
 
@@ -151,18 +151,18 @@ class LayerLoop:
             d_carry, gathered, d_weights, d_outer = state
             following = [] if not gathers or _is(k, 0) else self._gather(weights, k - 1, (gathered, d_weights))
             reduced = [] if _is(k, self.count - 1) else self._reduce(weights, k + 1, d_weights)
-            mine = _at(kept, k)
+            its_residuals = _at(residuals, k)
             if self.is_unrolled:  # what is computed again is not merged with the first time
-                mine, d_carry = jax.lax.optimization_barrier((mine, d_carry))
+                its_residuals, d_carry = jax.lax.optimization_barrier((its_residuals, d_carry))
             gathered = gathered or ([] if self._keeps else self._gather(weights, k, d_carry))
-            given = d_carry, _at(d_outputs, k), gathered, _at(others, k), mine, outer
+            args = (d_carry, _at(d_outputs, k)), gathered, _at(others, k), its_residuals, outer
             if self._derivative is None:
-                self._derivative = LayerDerivative(self._differentiated, *given)
-            d_weights, d_carry, (d_others, more) = self._derivative((following, reduced), *given)
+                self._derivative = LayerDerivative(self._differentiated, *args)
+            d_weights, d_carry, (d_others, d_here) = self._derivative((following, reduced), *args)
             results = {"others": (k, d_others), **({"weights": (k + 1, reduced)} if reduced else {})}
-            return (d_carry, following, d_weights, jax.tree.map(jnp.add, d_outer, more)), results
+            return (d_carry, following, d_weights, jax.tree.map(jnp.add, d_outer, d_here)), results
 
-        state = d_carry, last, [], jax.tree.map(jnp.zeros_like, _floats(outer))
+        state = d_carry, gathered, [], jax.tree.map(jnp.zeros_like, _floats(outer))
         slots = [weight.slot for weight in weights if weight.slot is not None]
         stacks = {} if self.is_unrolled else {"weights": slots}
         order = range(self.count - 1, -1, -1)
@@ -175,8 +175,7 @@ class LayerLoop:
 
     def _differentiated(
         self,
-        d_carry: list[Any],
-        d_outputs: list[Any],
+        d_results: tuple[list[Any], list[Any]],
         gathered: list[Any],
         others: list[Any],
         residuals: list[Any],
@@ -186,8 +185,9 @@ class LayerLoop:
         structure, places, results = self._residuals
         rest, at_hand = iter(residuals), jax.tree.leaves((gathered, others, outer))
         back = jax.tree.unflatten(structure, [next(rest) if place is None else at_hand[place] for place in places])
-        given = zip(results, (d_carry, d_outputs), strict=True)
-        d_weights, d_others, d_carry, *d_outer = back(tuple(_with_floats(*pair, _zero) for pair in given))
+        none = lambda shape: np.zeros(shape.shape, jax.dtypes.float0)  # noqa: E731 - of whole numbers
+        cotangents = (_with_floats(*pair, none) for pair in zip(results, d_results, strict=True))
+        d_weights, d_others, d_carry, *d_outer = back(tuple(cotangents))
         trained = zip(d_weights, self.placements, strict=True)
         dtype = self.boundary.precision.reduce_dtype
         d_weights = [x.astype(dtype) for x, placement in trained if placement.trained]
@@ -288,8 +288,3 @@ def _with_floats(tree: Any, floats: Sequence[Any], other: Callable[[Any], Any] =
     """Return a tree like `tree` with these in place of its floating-point arrays, and `other` of each other array."""
     rest = iter(floats)
     return jax.tree.map(lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other(x), tree)
-
-
-def _zero(shape: Any) -> Any:
-    """Return the cotangent of an array of whole numbers."""
-    return np.zeros(shape.shape, jax.dtypes.float0)

@@ -12,15 +12,16 @@ gathers a layer in the call of the block, which is rematerialised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, MutableSequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableSequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import jax
 from jax._src.interpreters.batching import BatchTracer  # nothing public says that a function is being vmapped
 
+from jdp.base.context import set_while
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
@@ -46,12 +47,10 @@ class GatherTable:
     Attributes:
         boundary: gathers a shard, and sums its gradient.
         table: id of a gathered array -> (that array, its shard, the parameter's placement).
-        used: names of the weights that `scan_layers` was called with, gathered by layer or not; it adds to them.
     """
 
     boundary: Boundary
     table: dict[int, tuple[jax.Array, Weight, Placement]]
-    used: set[str] = field(default_factory=set[str])
 
 
 _SMALL = 2**16
@@ -62,14 +61,9 @@ _MOST_UNROLLED = {"cpu": 8, "gpu": 48}
 _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
 
 
-@contextmanager
-def gathering(gathers: GatherTable) -> Generator[None]:
+def gathering(gathers: GatherTable) -> AbstractContextManager[GatherTable]:
     """Have `scan_layers` gather by this table while the context lasts."""
-    token = _CURRENT.set(gathers)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return set_while(_CURRENT, gathers)
 
 
 @public()
@@ -254,15 +248,12 @@ class _Body:
     @property
     def first(self) -> list[Any]:
         """The operands of one layer."""
-        if not self.leading:
-            return self.operands
-        return jax.tree.map(lambda leaf: leaf[0], self.operands)
+        return jax.tree.map(lambda leaf: leaf[0], self.operands) if self.leading else self.operands
 
     def check_marks(self, x: Any) -> None:
         """Check that the block marks what its policy keeps, by one more trace where that policy is asked for."""
-        if self.remat != EXCEPT_MLP:
-            return
-        check_marks(jax.make_jaxpr(self)(x, self.first, changes.values(self.outside)), self.remat)
+        if self.remat == EXCEPT_MLP:
+            check_marks(jax.make_jaxpr(self)(x, self.first, changes.values(self.outside)), self.remat)
 
     @property
     def unrolls(self) -> bool:
@@ -312,7 +303,6 @@ def _operand(
     if id(leaf) not in gathers.table:
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
             return leaf, None
-        gathers.used.add(name)
         if again:
             notice(
                 f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for "
@@ -320,23 +310,18 @@ def _operand(
             )
         return leaf, None
     _, weight, placement = gathers.table[id(leaf)]
-    gathers.used.add(name)
     is_small = leaf.ndim <= leading + 1 and leaf.nbytes <= leaf.shape[0] * _SMALL if in_loop else False
     if is_small or not (in_loop or again) or not (placement.dim is not None or gathers.boundary.with_replicated):
         return leaf, None
     if placement.dim is not None and placement.dim < leading:
         if again:
-            notice(_sharded_over_layers(placement))
+            notice(
+                f"{placement.path} {list(placement.shape)} is sharded over its layer dimension, so it is gathered for "
+                "the whole step; pin another one with a rule: "
+                f"Plan(..., rules=[({placement.path!r}, PartitionSpec(None, 'data'))])"
+            )
         return leaf, None
     return weight, placement
-
-
-def _sharded_over_layers(placement: Placement) -> str:
-    return (
-        f"{placement.path} {list(placement.shape)} is sharded over its layer dimension, so it is gathered for the "
-        f"whole step; pin another one with a rule: "
-        f"Plan(..., rules=[({placement.path!r}, PartitionSpec(None, 'data'))])"
-    )
 
 
 def _check_call(block: Any, x: Any) -> None:

@@ -7,12 +7,12 @@ from typing import Literal
 from jdp.base.public import public
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core.compiling.options import Compiler, CompilerOptions
-from jdp.core.gradients.loss_signature import check_loss_takes
+from jdp.core.gradients.loss_call import check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.step import Step
-from jdp.core.step_settings import StepSettings, check_settings, check_training_settings, settled_partitioning
+from jdp.core.step_settings import StepSettings
 from jdp.core.types import LossFn
 
 
@@ -86,11 +86,9 @@ def make_train_step(
     """
     check_plan(plan, "jdp.make_train_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
-    check_settings(accumulate, partitioning)
-    check_training_settings(clip_norm, donate)
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, wire),
+        requested=partitioning,
         accumulate=accumulate,
         clip_norm=clip_norm,
         wire=wire,
@@ -136,7 +134,6 @@ def make_eval_step(
     """
     check_plan(plan, "jdp.make_eval_step(loss_fn, plan)", loss_fn)
     check_loss_takes(loss_fn, 3)
-    check_settings(accumulate, partitioning)
     settings = StepSettings(
         precision=Precision.of(precision),
         requested=partitioning,

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
@@ -28,7 +27,7 @@ from jdp.base.words import Offload, StrategyName, is_integer
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.host_memory import check_offload, rest_sharding
 from jdp.core.sharding.leaf_table import Placements
-from jdp.core.sharding.mesh import batch_axes, check_mesh
+from jdp.core.sharding.mesh import check_mesh
 from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.placement import (
     Placement,
@@ -41,6 +40,7 @@ from jdp.core.sharding.placement import (
 )
 from jdp.core.sharding.rules import check_fits, checked_rules
 from jdp.core.sharding.strategy import STRATEGIES, Strategy, strategy
+from jdp.core.sharding.traced_mesh import batch_axes
 from jdp.core.state import Static, TrainState
 from jdp.core.types import PyTree
 
@@ -237,7 +237,10 @@ class Plan:
             if head == "params":
                 return replace(params[tail], path=path)
             if head == "opt_state":
-                return self._in_memory(self._place_optimizer_leaf(path, leaf, params))
+                placement = self._place_optimizer_leaf(path, leaf, params)
+                if self.offload is None or not leaf.shape or leaf.size < self.min_shard_size:
+                    return placement
+                return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
             return self._placement(path, leaf, PartitionSpec(), PartitionSpec(), f"replicated: {head}")
 
         return jax.tree.map_with_path(place, state)
@@ -297,13 +300,6 @@ class Plan:
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
         size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, self.mesh.shape))
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
-
-    def _in_memory(self, placement: Placement) -> Placement:
-        """Return the placement of an optimizer leaf, in the memory of its offload."""
-        large = placement.shape and math.prod(placement.shape) >= self.min_shard_size
-        if self.offload is None or not large:
-            return placement
-        return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
 
 
 def check_plan(plan: object, call: str, *others: object) -> None:

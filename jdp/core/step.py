@@ -28,9 +28,10 @@ from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_onl
 from jdp.core.plan import Plan
 from jdp.core.reading.collectives import TracedCollectives, read_collectives
 from jdp.core.sharding.host_memory import is_described, mark_host_leaves
-from jdp.core.sharding.mesh import mesh_of, tracing_on
+from jdp.core.sharding.mesh import mesh_of
+from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import TrainState
-from jdp.core.step_settings import StepSettings, check_settings
+from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, Metrics, Model
 from jdp.core.update.guarded import guarded_update
 from jdp.core.update.offloaded import at_rest, fetched
@@ -73,12 +74,7 @@ class Step(Generic[Kind]):
         sends: the collectives that the step's trace asks for, when it was last lowered; None if it was not.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_options",
-        "loss",
-        "sends",
-    )  # no other is set by mistake
+    __slots__ = ("__weakref__", "_options", "loss", "sends")  # no other is set by mistake
 
     loss_fn: LossFn = read_only("loss.loss_fn")
     plan: Plan = read_only("loss.plan")
@@ -108,7 +104,8 @@ class Step(Generic[Kind]):
         if not loss.is_checked:
             loss.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
-        run = self._keeping if debugs else loss.compiled.get("step") or self.jitted
+        # `jax_debug_nans` may run the step again on the same state
+        run = self._compiled("keeping", donates=False) if debugs else loss.compiled.get("step") or self.jitted
         if self.compiler_options and not trace_state_clean():
             notice("inside of another jit a step has that one's compiler options: its own are left out")
             run = self._jit(donated=(), options={})
@@ -117,28 +114,15 @@ class Step(Generic[Kind]):
         return results
 
     @property
-    def gathers_rows(self) -> bool:
-        """Whether the loss calls `jdp.gather_rows`; False if it was not traced yet."""
-        return self.loss.last is not None and self.loss.last.gathers_rows
-
-    @property
     def jitted(self) -> Any:
         """The jitted function itself; `Step.__call__` adds checks of its arguments, which take 1 or 2 microseconds."""
-        compiled = self.loss.compiled
-        if "step" not in compiled:
-            donated = (0,) if self.settings.donate and self.settings.train else ()
-            compiled["step"] = self._jit(donated, self.compiler_options)
-        return compiled["step"]
+        return self._compiled("step", donates=self.settings.donate)
 
-    @property
-    def _keeping(self) -> Any:
-        """`jitted` without donation: `jax_debug_nans` may run the step again on the same state."""
-        if not (self.settings.donate and self.settings.train):
-            return self.jitted
+    def _compiled(self, name: str, *, donates: bool) -> Any:
         compiled = self.loss.compiled
-        if "keeping" not in compiled:
-            compiled["keeping"] = self._jit((), self.compiler_options)
-        return compiled["keeping"]
+        if name not in compiled:
+            compiled[name] = self._jit((0,) if donates and self.settings.train else (), self.compiler_options)
+        return compiled[name]
 
     @property
     def compiler_options(self) -> dict[str, CompilerValue]:
@@ -148,19 +132,14 @@ class Step(Generic[Kind]):
         return self._options
 
     def _jit(self, donated: tuple[int, ...], options: dict[str, CompilerValue]) -> Any:
-        loss, plan = self.loss, self.plan
+        loss = self.loss
 
-        def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            with tracing_on(plan.mesh):
-                return _train(loss, state, batch)
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics] | Metrics:
+            with tracing_on(loss.plan.mesh):
+                return _train(loss, state, batch) if loss.settings.train else means(loss.evaluate(state, batch))
 
-        def eval_step(state: TrainState, batch: Batch) -> Metrics:
-            with tracing_on(plan.mesh):
-                return means(loss.evaluate(state, batch))
-
-        if not self.settings.train:
-            return jax.jit(eval_step, compiler_options=options or None)
-        return jax.jit(train_step, donate_argnums=donated, compiler_options=options or None)
+        step.__name__ = "train_step" if loss.settings.train else "eval_step"  # the program's, in profiles
+        return jax.jit(step, donate_argnums=donated, compiler_options=options or None)
 
     def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
         """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
@@ -170,7 +149,7 @@ class Step(Generic[Kind]):
             state,
             batch,
             lambda: self.jitted.lower(state, batch),  # what the check finds may change `jitted`
-            self.compiler_options,
+            compiler_options=self.compiler_options,
         )
         return batch
 
@@ -222,14 +201,6 @@ class Step(Generic[Kind]):
         """
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
 
-    def bare(self, state: TrainState) -> TrainState:
-        """Return an abstract state without what belongs to a mesh: its shardings.
-
-        Args:
-            state: a train state, real or abstract.
-        """
-        return jax.eval_shape(lambda state: state, state)
-
     def on(self, mesh: Mesh) -> Step[Kind]:
         """Return this step for another mesh, with what was found when its loss was tried.
 
@@ -260,7 +231,6 @@ class Step(Generic[Kind]):
             )
         own = self.loss
         changed = replace(own.settings, **settings)
-        check_settings(changed.accumulate, changed.requested)
         changed = replace(changed, compiler=Compiler.of(changed.compiler, own.settings.compiler.buckets))
         return Step(PartitionedLoss(loss_fn or own.loss_fn, plan or own.plan, changed, own.noun))
 

@@ -18,7 +18,7 @@ class StepSettings:
 
     Attributes:
         precision: dtypes of weights, computation and reduction.
-        requested: the partitioning that was asked for; None leaves the choice to jdp.
+        requested: the partitioning that was asked for, "manual" with `wire`; None leaves the choice to jdp.
         accumulate: number of microbatches, K.
         train: True if the loss is differentiated, False if it is evaluated.
         wire: how gradients are encoded while they are sent; None: not.
@@ -26,6 +26,9 @@ class StepSettings:
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
         donate: True if the new state takes the old one's memory.
         compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
+
+    Raises:
+        ValueError: a value is out of range, or does not go with another.
     """
 
     precision: Precision = FP32
@@ -38,40 +41,31 @@ class StepSettings:
     donate: bool = True
     compiler: Compiler = DEFAULT
 
-
-def check_settings(accumulate: int, partitioning: Partitioning | None) -> None:
-    """Check what every step has. Raises ValueError."""
-    if not is_integer(accumulate) or accumulate < 1:
-        raise UserError(f"accumulate is the number of microbatches, at least 1; given {accumulate!r}. Give an integer.")
-    if partitioning not in ("auto", "manual", None):
-        raise UserError(
-            f'partitioning is "auto", "manual" or None (jdp chooses); given {partitioning!r}. Leave it out.'
-        )
-
-
-def check_training_settings(clip_norm: float | None, donate: bool) -> None:
-    """Check what a training step has besides. Raises ValueError."""
-    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
-        raise UserError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
-    if donate not in (True, False):
-        raise UserError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
-
-
-def settled_partitioning(partitioning: Partitioning | None, wire: Encoding | None) -> Partitioning | None:
-    """Return "manual" if gradients are encoded, else what was asked for. Raises ValueError."""
-    if wire is None:
-        return partitioning
-    known = get_args(Encoding)
-    if wire not in known:
-        is_text = isinstance(wire, str)  # pyright: ignore[reportUnnecessaryIsInstance]
-        hint = (nearest(wire, known) if is_text else None) or ". Give one of these."
-        raise UserError(f"wire is one of {', '.join(known)}, or None; given {wire!r}{hint}")
-    if partitioning == "auto":
-        raise UserError(
-            'wire takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where XLA '
-            "does: leave partitioning out."
-        )
-    return "manual"
+    def __post_init__(self) -> None:
+        if not is_integer(self.accumulate) or self.accumulate < 1:
+            rule = "accumulate is the number of microbatches, at least 1"
+            raise UserError(f"{rule}; given {self.accumulate!r}. Give an integer.")
+        if self.requested not in ("auto", "manual", None):
+            rule = 'partitioning is "auto", "manual" or None (jdp chooses)'
+            raise UserError(f"{rule}; given {self.requested!r}. Leave it out.")
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
+            rule = "clip_norm is a positive norm, or None"
+            raise UserError(f"{rule}; given {self.clip_norm!r}. Give a number, such as 1.0.")
+        if self.donate not in (True, False):
+            raise UserError(f"donate is True, or False to keep the old state; given {self.donate!r}. Give a bool.")
+        if self.wire is None:
+            return
+        encodings = get_args(Encoding)
+        if self.wire not in encodings:
+            is_text = isinstance(self.wire, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+            hint = (nearest(self.wire, encodings) if is_text else None) or ". Give one of these."
+            raise UserError(f"wire is one of {', '.join(encodings)}, or None; given {self.wire!r}{hint}")
+        if self.requested == "auto":
+            raise UserError(
+                'wire takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where '
+                "XLA does: leave partitioning out."
+            )
+        object.__setattr__(self, "requested", "manual")
 
 
 def checked_numbers(argnums: int | Sequence[int], wrt: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVarTuple
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -25,22 +26,17 @@ from jdp.base.tree_paths import path_in_model
 from jdp.base.words import Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import check_operands, owned_batch, signature
-from jdp.core.gradients.loss_call import LossWithAux
-from jdp.core.gradients.loss_signature import check_loss_takes
+from jdp.core.gradients.loss_call import LossWithAux, check_loss_takes
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.init.trainable import resolve
 from jdp.core.init.trees import check_tree, refuse_offload
 from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.random.user_keys import typed_key
-from jdp.core.sharding.mesh import followed, tracing_on
+from jdp.core.sharding.mesh import followed
+from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import AnyState, Models, Static, TrainState, trained_part
-from jdp.core.step_settings import (
-    StepSettings,
-    check_settings,
-    checked_numbers,
-    settled_partitioning,
-)
+from jdp.core.step_settings import StepSettings, checked_numbers
 from jdp.core.types import Batch, LossFn, PyTree
 
 Arguments = TypeVarTuple("Arguments")
@@ -113,12 +109,11 @@ def value_and_grad(
     """
     check_plan(plan, "jdp.value_and_grad(loss_fn, plan)", loss_fn)
     refuse_offload(plan)
-    check_settings(accumulate, partitioning)
     numbers = checked_numbers(argnums, wrt)
-    check_loss_takes(loss_fn, max(numbers) + 3, more=True)
+    check_loss_takes(loss_fn, max(numbers) + 3, or_more=True)
     settings = StepSettings(
         precision=Precision.of(precision),
-        requested=settled_partitioning(partitioning, wire),
+        requested=partitioning,
         accumulate=accumulate,
         wire=wire,
         check_loss=check_loss,
@@ -206,9 +201,8 @@ class ValueAndGrad(Generic[*Arguments]):
                 self._on_meshes[mesh] = ValueAndGrad(loss.under(plan.on(mesh)), self.argnums, self.wrt)
             return self._on_meshes[mesh](*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
-        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((batch, rng)))
         state = self._joined(models, rng)
-        if is_traced or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             self._report_closed_over(state)
             values, grads, model_state = self._compute(state, batch)
             if not isinstance(rng, Tracer):
@@ -252,10 +246,10 @@ class ValueAndGrad(Generic[*Arguments]):
         return compiled["gradient"]
 
     def _compute(self, state: Models, batch: Batch) -> tuple[Any, PyTree, PyTree]:
-        keep, plan, own = jax.lax.with_sharding_constraint, self.loss.plan, state.model_state
+        keep, plan, states = jax.lax.with_sharding_constraint, self.loss.plan, state.model_state
 
-        def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
-            return own if before is after else keep(after, plan.replicated)
+        def changed(state: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
+            return state if before is after else keep(after, plan.replicated)
 
         with tracing_on(plan.mesh):
             # A model that the same jitted function has updated would be gathered there, and stay so, without this.
@@ -264,11 +258,11 @@ class ValueAndGrad(Generic[*Arguments]):
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
             grads, sums, model_state = self.loss.gradients(state, batch, state.rng)
             trained = trained_part(state.params, state.static.trained)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-            model_state = jax.tree.map(changed, own, state.model_state, model_state)
+            grads = optax.tree.cast_like(grads, trained)
+            model_state = jax.tree.map(changed, states, state.model_state, model_state)
             values = means(sums)
             if isinstance(loss_fn := self.loss.view(state, batch).loss_fn, LossWithAux):
-                values = values, loss_fn.aux(sums)
+                values = values, loss_fn.structure.unflatten(sums.aux)
             return values, grads, model_state
 
     def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

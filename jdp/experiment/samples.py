@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.models import generate

@@ -212,7 +212,7 @@ class PlanReport:
         close = [each for each in fitting if times and (each.step_seconds or math.inf) <= (1 + CLOSE) * min(times)]
         return min(
             close or fitting,
-            key=lambda each: (each.report is not None and not each.report.kept, each.bytes_per_device or 0),
+            key=lambda x: (x.report is not None and not x.report.kept, x.bytes_per_device or 0),
             default=None,
         )
 
@@ -230,7 +230,7 @@ class PlanReport:
         sentences = [_what_fits(compiled), *[words for words in alike if words][:1]]
         choice = self.choice
         if choice is None:
-            least = min(compiled, key=lambda each: each.bytes_per_device or 0)
+            least = min(compiled, key=lambda estimate: estimate.bytes_per_device or 0)
             return (*sentences, f"{least.name} needs least, {format_bytes(least.bytes_per_device or 0)}.")
         sentences.append(_why_fastest(choice, self._fitting))
         if choice.headroom is not None and choice.headroom.fraction is not None:

@@ -98,9 +98,9 @@ class Memory:
         share = lambda count: format_percent(count / (self.total or 1))  # noqa: E731
         rows = [("held on a device", "bytes", "")]
         rows += [(CLASSES[name], format_bytes(size), share(size)) for name, size in self.by_class().items() if size]
-        for each in sorted(self.arguments, key=lambda each: -each.bytes)[:_LISTED]:
-            kept = "updated in place" if each.in_place else "donated, not updated in place" if each.donated else ""
-            rows.append((f"- {each.path}", format_bytes(each.bytes), kept))
+        for leaf in sorted(self.arguments, key=lambda leaf: -leaf.bytes)[:_LISTED]:
+            donation = "updated in place" if leaf.in_place else "donated, not updated in place" if leaf.donated else ""
+            rows.append((f"- {leaf.path}", format_bytes(leaf.bytes), donation))
         rows += [("in host memory, per device", format_bytes(self.host), "")] if self.host else []
         return [*rows, ("total per device", format_bytes(self.total), "")]
 

@@ -24,7 +24,7 @@ from jdp.base.formatting import align_columns, format_bytes
 from jdp.base.public import public
 from jdp.core.batch import check_state
 from jdp.core.sharding.axes import factors
-from jdp.core.sharding.mesh import batch_axes
+from jdp.core.sharding.traced_mesh import batch_axes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch

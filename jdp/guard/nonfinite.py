@@ -27,7 +27,7 @@ from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.views import view_gradients
 from jdp.core.reading.jaxprs import places_made
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import TrainState, trained_part
 from jdp.core.step import Step
 from jdp.core.types import Batch, PyTree
@@ -132,7 +132,7 @@ class Inspection:
             view = step.loss.view(state, batch)
             spec = step.loss.gradient_spec(state, view)
             spec = replace(spec, settings=replace(spec.settings, wire=None))  # before it is encoded
-            gradients = view_gradients(view.partitioning, spec, step.plan)
+            gradients = view_gradients(view.partitioning, spec)
             key, params = jax.random.fold_in(state.rng, consumed), state.params
             grads, sums, _ = gradients(params, state.model_state, batch, key)
             trees = {"batch": batch, "params": params, "gradients": grads}
@@ -159,7 +159,7 @@ class Inspection:
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
 
         def grads(params: PyTree) -> PyTree:
-            return view_gradients("auto", spec, step.plan)(on_device(params), state.model_state, batch, state.rng)[0]
+            return view_gradients("auto", spec)(on_device(params), state.model_state, batch, state.rng)[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

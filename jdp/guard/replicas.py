@@ -28,7 +28,7 @@ from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.types import Device, PyTree
 
 Table = NDArray[Any]

@@ -127,9 +127,9 @@ class Record:
         early = [closest[name] for name in BEFORE_GRADIENTS if name in closest and closest[name].ratio > 1]
         # "grad_norm" says less than the leaf whose gradient it is.
         leaves = [each for each in closest.values() if each.leaf not in METRICS]
-        worst = early[0] if early else max(leaves, key=lambda each: each.ratio)
+        worst = early[0] if early else max(leaves, key=lambda element: element.ratio)
         if not early and worst.ratio <= 1:
-            worst = max(closest.values(), key=lambda each: each.ratio)
+            worst = max(closest.values(), key=lambda element: element.ratio)
         return Closest(step, worst.leaf, worst.difference, worst.bound, worst.ratio, beyond)
 
     def notes(self) -> tuple[str, ...]:

@@ -23,9 +23,10 @@ from jdp.base.machine import available_memory
 from jdp.base.public import public
 from jdp.base.toml import described
 from jdp.core.batch import batch_rows
+from jdp.core.random.user_keys import typed_key
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.types import Batch, InitFn
+from jdp.core.types import Batch, InitFn, Loss
 from jdp.guard.memory_check import check_proof
 from jdp.prove.bounds import PAIRS
 from jdp.prove.proof import Proof
@@ -87,13 +88,11 @@ def prove(
             processes; or a loss that is not finite at the first step.
     """
     _check(train_step, steps, accumulate)
-    key = jax.random.key(0) if rng is None else rng
-    key = key if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    key = typed_key(jax.random.key(0) if rng is None else rng)
     reference, first = Reference(init, tx, train_step, key, wrt, quick), batches(0)
-    shapes, devices = reference.abstract_state(), train_step.plan.mesh.size
-    check_proof(
-        shapes, devices=devices, steps=steps, precision=train_step.settings.precision, available=available_memory()
-    )
+    shapes, devices = jax.eval_shape(reference.initial, key), train_step.plan.mesh.size
+    precision = train_step.settings.precision
+    check_proof(shapes, devices=devices, steps=steps, precision=precision, available=available_memory())
     counts = sorted({1, *accumulate})
     settings, skipped = steps_of(reference, counts, batch_rows(first), _no_microbatches(reference, shapes, first))
     own = Setting(train_step.plan.strategy, devices, train_step.settings.accumulate)
@@ -133,7 +132,8 @@ def _check(train_step: Any, steps: int, accumulate: Sequence[int]) -> None:
 
 def _no_microbatches(reference: Reference, state: TrainState, batch: Batch) -> str | None:
     """Return why a batch may not be computed in microbatches; None: it may."""
-    if not reference.returns_loss(state, batch):
+    value, _ = jax.eval_shape(reference.loss, state.params, state, batch, state.rng)
+    if not isinstance(value, Loss):
         return "the loss returns a mean, and several means are not one: return jdp.Loss(total, weight)"
     if state.static.adapter is not None and state.static.adapter.has_statistics:
         return (

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.state import Static, TrainState, trained_part, with_trained
 from jdp.core.step import Step
-from jdp.core.types import Batch, Device, InitFn, Loss, PyTree
+from jdp.core.types import Batch, InitFn, PyTree
 from jdp.prove.bounds import PAIRS, Record, noise_amplitude, snapshot, sum_noise
 
 FORWARD = 1 / 2
@@ -88,36 +88,8 @@ class Reference:
         options = {**dict(self.step.settings.compiler.options), **(QUICK if self.quick else {})}
         return self.step.changed(plan=plan, accumulate=accumulate, check_loss=False, compiler=Compiler.of(options))
 
-    def abstract_state(self) -> TrainState:
-        """Return the state's shapes."""
-        return jax.eval_shape(self._initial, self.rng)
-
-    def returns_loss(self, state: TrainState, batch: Batch) -> bool:
-        """Return True if the loss function returns a `Loss`."""
-        value, _ = jax.eval_shape(self._loss, state.params, state, batch, state.rng)
-        return isinstance(value, Loss)
-
-    @property
-    def _device(self) -> Device:
-        return self.step.plan.mesh.devices.flat[0]
-
-    def initial_state(self) -> TrainState:
+    def initial(self, rng: jax.Array) -> TrainState:
         """Return the state before the first step."""
-        return self._jitted_initial(jax.device_put(self.rng, self._device))
-
-    def next(self, state: TrainState, batch: Batch, noise: Noise = SILENT) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state after one more batch (global, NumPy), and "loss", "weight", "grad_norm"."""
-        return self._jitted_step(state, *jax.device_put((batch, noise), self._device))
-
-    @cached_property
-    def _jitted_initial(self) -> Any:
-        return jax.jit(self._initial, compiler_options=QUICK if self.quick else None)
-
-    @cached_property
-    def _jitted_step(self) -> Any:
-        return jax.jit(self._next, donate_argnums=0, compiler_options=QUICK if self.quick else None)
-
-    def _initial(self, rng: jax.Array) -> TrainState:
         model, specs = flax_nnx.built(self.init, jax.random.fold_in(rng, 0))
         params, model_state, adapter = flax_nnx.split(model)
         static = Static(self.tx, adapter, specs, resolve(params, adapter, self.wrt))
@@ -125,36 +97,36 @@ class Reference:
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, static)
 
-    def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
+    def next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Return the state after one more batch (global), and "loss", "weight", "grad_norm"."""
         precision = self.step.settings.precision
         key, trained = jax.random.fold_in(state.rng, state.step + state.skipped), state.static.trained
-        working = jax.tree.map(lambda p: p.astype(precision.compute_dtype), state.params)
+        working = optax.tree.cast(state.params, precision.compute_dtype)
         working = _with_noise(working, replace(noise, amplitude=FORWARD * noise.amplitude), stream=0)
 
         def total(part: PyTree) -> tuple[jax.Array, Any]:
-            value, model_state = self._loss(with_trained(working, part, trained), state, batch, key)
+            value, model_state = self.loss(with_trained(working, part, trained), state, batch, key)
             sums = as_sums(value, batch)
             return sums.total, (sums, model_state)
 
         (_, (sums, model_state)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(working, trained))
-        grads = jax.tree.map(lambda g: g.astype(precision.reduce_dtype).astype(jnp.float32) / sums.weight, grads)
+        grads = optax.tree.cast(optax.tree.cast(grads, precision.reduce_dtype), jnp.float32)
+        grads = jax.tree.map(lambda g: g / sums.weight, grads)
         grads = _with_noise(grads, noise, stream=1, absolute=True)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         if (limit := self.step.settings.clip_norm) is not None:
             grads = jax.tree.map(lambda g: jnp.where(norm > limit, g * limit / norm, g), grads)
         params = trained_part(state.params, trained)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
         tx, loss = optax.with_extra_args_support(self.tx), sums.total / sums.weight
-        updates, opt_state = tx.update(grads, state.opt_state, params, value=loss)
+        updates, opt_state = tx.update(optax.tree.cast_like(grads, params), state.opt_state, params, value=loss)
         params = with_trained(state.params, optax.apply_updates(params, updates), trained)
         updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
-        kept = replace(state, skipped=state.skipped + 1)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.total)
-        new = jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept)
+        new = optax.tree.where(finite, updated, replace(state, skipped=state.skipped + 1))
         return new, {"weight": sums.weight, "loss": loss, "grad_norm": norm}
 
-    def _loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
+    def loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
+        """Return what the loss function returns, and the model state afterwards."""
         adapter = state.static.adapter
         model = working if adapter is None else adapter.merge(working, state.model_state, key)
         value = self.step.loss_fn(model, batch, key)
@@ -201,18 +173,19 @@ def record_reference(
     reference: Reference, batches: Callable[[int], Batch], steps: int, begin: Callable[[str], None]
 ) -> Record:
     """Run the reference and its shadows, and record them; `begin` gets the name of each run before it starts."""
-    batch = batches(0)
+    batch, device = batches(0), reference.step.plan.mesh.devices.flat[0]
+    compile_with = partial(jax.jit, compiler_options=QUICK if reference.quick else None)
+    initial, following = compile_with(reference.initial), compile_with(reference.next, donate_argnums=0)
     record, amplitude = Record(sum_noise(batch)), noise_amplitude(reference.step.settings.precision, batch)
     shadows = [Noise(np.uint32(index // 2), np.float32(amplitude * (-1) ** index)) for index in range(2 * PAIRS)]
     for index, noise in enumerate([SILENT, *shadows]):
         exaggerated = f"shadow {index} of {2 * PAIRS}: the reference with exaggerated rounding"
         begin(exaggerated if index else "one device, plainly: the reference")
-        state = reference.initial_state()
-        values = snapshot(state)
+        state, metrics = initial(jax.device_put(reference.rng, device)), None
         for step in range(steps + 1):
             if step:
-                state, metrics = reference.next(state, batches(step - 1), noise)
-                values = snapshot(state, metrics)
+                state, metrics = following(state, *jax.device_put((batches(step - 1), noise), device))
+            values = snapshot(state, metrics)
             if index:
                 record.widen(step, values)
             else:

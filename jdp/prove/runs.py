@@ -63,9 +63,8 @@ class Trial:
     onto: Setting | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.setting}" if self.onto is None else f"resume after step {self.at}: {self.setting}, onto {self.onto}"
-        )
+        resumed = f"resume after step {self.at}: {self.setting}, onto {self.onto}"
+        return str(self.setting) if self.onto is None else resumed
 
     @property
     def causal_order(self) -> tuple[int, ...]:
@@ -100,7 +99,7 @@ def steps_of(
 
 
 def choose_trials(
-    settings: Sequence[Setting], own: Setting, *, steps: int, only: Sequence[str] = (), quick: bool = False
+    settings: Sequence[Setting], requested: Setting, *, steps: int, only: Sequence[str] = (), quick: bool = False
 ) -> list[Trial]:
     """Return the runs of a proof: every setting, then the user's own resumed under another; or some of these.
 
@@ -109,8 +108,8 @@ def choose_trials(
     several, stages = [setting for setting in settings if setting.devices > 1], list(STRATEGIES)
     if not several:
         return []
-    first = own if own in several else several[0]
-    other = max(several, key=lambda each: (changes(each, first), stages.index(each.strategy)))
+    first = requested if requested in several else several[0]
+    other = max(several, key=lambda setting: (changes(setting, first), stages.index(setting.strategy)))
     trials = [*map(Trial, settings), *([Trial(first, steps // 2, other)] if steps > 1 else [])]
     if unknown := [text for text in only if not any(text in str(trial) for trial in trials)]:
         raise UserError(
@@ -150,9 +149,9 @@ class Trials:
         """Run until the end or the first step beyond a bound; return the element closest to its bound or beyond it."""
         closest = Closest()
         for element in self._compared(trial):
-            closest = max(closest, element, key=lambda each: each.ratio)
+            closest = max(closest, element, key=lambda compared: compared.ratio)
             if element.ratio > 1:
-                return element
+                break
         return closest
 
     def _compared(self, trial: Trial) -> Iterator[Closest]:

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jdp
-from jdp.core.sharding.mesh import batch_axes, better_order, hosts_along, replicas_for_hosts
+from jdp.core.sharding.mesh import better_order, hosts_along, replicas_for_hosts
+from jdp.core.sharding.traced_mesh import batch_axes
 from jdp.foresight.targets.resolve import target
 
 

@@ -12,8 +12,7 @@ from described_gpus import compiled_step, with_gradients
 from jax.sharding import PartitionSpec
 
 import jdp
-from jdp.core.sharding.mesh import tracing_on
-from jdp.core.sharding.traced_mesh import traced_device
+from jdp.core.sharding.traced_mesh import traced_device, tracing_on
 from jdp.foresight.targets.relocate import answered_for, version_in
 from jdp.foresight.targets.resolve import target
 from jdp.models import GPTConfig

@@ -13,7 +13,7 @@ from described_gpus import compiled_step, with_gradients
 from flax import nnx
 
 import jdp
-from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.foresight.targets.relocate import answered_for
 from jdp.foresight.targets.resolve import target
 from jdp.models import GPTConfig, build

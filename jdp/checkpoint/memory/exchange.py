@@ -30,7 +30,7 @@ from jdp.checkpoint.memory.generation import Index, Part
 from jdp.checkpoint.memory.layout import Grid
 from jdp.core.cluster.barrier import from_every_process
 from jdp.core.sharding.host_memory import on_device
-from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.traced_mesh import tracing_on
 
 _ALIGNED = 64
 """Arrays that begin at a multiple of this many bytes are not copied by a CPU device."""

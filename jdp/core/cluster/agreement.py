@@ -48,11 +48,6 @@ class Fact:
     text: str  # the fact in full, one line for each part
     fix: str  # a sentence: the fix if it differs
 
-    @property
-    def digest(self) -> str:
-        """A short hash of `text`."""
-        return _digest(self.text.encode())
-
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
     """Return the indices of the processes whose devices make up the mesh, in order."""
@@ -84,7 +79,7 @@ def _agree(
     group = "all" if everyone else repr(members)
     _rounds[group] += 1
     store = Store(client, f"jdp/agree/{_digest(group.encode())}/{_rounds[group]}", members, everyone)
-    store.put("facts", json.dumps([fact.digest for fact in facts]))
+    store.put("facts", json.dumps([_digest(fact.text.encode()) for fact in facts]))
     _meet(store, "come", wait_seconds, caller)
     first = store.me == members[0]
     if first:

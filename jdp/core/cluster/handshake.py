@@ -26,15 +26,11 @@ _PACKAGES = ("jax", "jaxlib", "numpy")
 
 def check_environment() -> None:
     """Compare this process' versions with all others', right after joining."""
-    agree_all("jdp.initialize", environment_facts(), wait_seconds=WAIT_SECONDS)
-
-
-def environment_facts() -> list[Fact]:
-    """Return the facts that must be equal before anything is computed."""
     install = "Install the same on every machine, and start every process from the same environment."
     versions = [Fact("Python's version", ".".join(platform.python_version_tuple()[:2]), install)]
     versions += [Fact(f"The version of {name}", importlib.metadata.version(name), install) for name in _PACKAGES]
-    return [*versions, Fact("jdp's source", _source(PACKAGE), f"One of them has another copy of jdp. {install}")]
+    source = Fact("jdp's source", _source(PACKAGE), f"One of them has another copy of jdp. {install}")
+    agree_all("jdp.initialize", [*versions, source], wait_seconds=WAIT_SECONDS)
 
 
 def check_device_counts() -> None:

@@ -154,10 +154,11 @@ def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callab
     if not isinstance(opened, nnx.State):
         return parameters(opened)
     flat = dict(nnx.to_flat_state(opened))
-    own = parameters(nested({path: variable.get_value() for path, variable in flat.items() if is_parameter(variable)}))
+    params = {path: leaf.get_value() for path, leaf in flat.items() if isinstance(leaf, nnx.Param)}
+    new = parameters(nested(params))
 
     def mapped(path: tuple[Any, ...], leaf: Any) -> Any:
-        return leaf.replace(at(own, path)) if is_parameter(leaf) else jax.tree.map(others, leaf)
+        return leaf.replace(at(new, path)) if isinstance(leaf, nnx.Param) else jax.tree.map(others, leaf)
 
     return nnx.from_flat_state({path: mapped(path, leaf) for path, leaf in flat.items()})
 
@@ -179,11 +180,6 @@ def module_inside(tree: Any) -> str | None:
     nodes = jax.tree.leaves_with_path(tree, is_leaf=_has_variables)
     found = (path for path, node in nodes if _has_variables(node))
     return next((jax.tree_util.keystr(path) for path in found), None)
-
-
-def is_parameter(variable: Any) -> bool:
-    """Return whether a leaf of a module's state is a parameter."""
-    return isinstance(variable, nnx.Param)
 
 
 def _has_variables(node: Any) -> bool:

@@ -13,7 +13,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
     │  └─ loss_view.py  settle_view        the loss is traced on the rows of a call, not run:
     │      ├─ views.py  chosen_view        what it returns decides: jdp.Loss manual, a scalar auto
     │      ├─ random/row_keys.py           which of its draws count rows: their shapes at two numbers of rows
-    │      ├─ outputs.py                   which arrays of its aux are rows
+    │      ├─ loss_call.py  with_outputs   which arrays of its aux are rows
     │      └─ loss_check.py  Trial         is it a sum over rows? Tried on a few rows, before the first step
     │
     └─ core/step.py    _train              traced by jit; key = fold_in(state.rng, state.consumed)

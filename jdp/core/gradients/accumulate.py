@@ -13,8 +13,9 @@ How to gather, reduce and sum is what `auto` and `manual` supply (`Collectives`)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -25,9 +26,9 @@ from jdp.core.batch import batch_rows, joined
 from jdp.core.gradients.boundary import Boundary
 from jdp.core.gradients.layer_latency import hides_collectives
 from jdp.core.gradients.loss_call import Sums
-from jdp.core.gradients.microbatch import Microbatch, boundary_of, microbatches, traced_loss, working_copy
+from jdp.core.gradients.microbatch import Microbatch, boundary_of, first_microbatch, traced_loss, working_copy
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
-from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves, sum_leaves
+from jdp.core.gradients.spec import Collectives, map_leaves, sum_leaves
 from jdp.core.gradients.wire import seeds
 from jdp.core.reading.collectives import gathers_by_layer, reduced_by_layer
 from jdp.core.reading.flops import count_flops
@@ -41,50 +42,48 @@ _PRINTS = frozenset(("debug_print", "debug_callback", "io_callback", "pure_callb
 
 
 def step_gradients(
-    spec: GradientSpec,
-    collectives: Collectives,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    key: jax.Array,
+    collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
 ) -> tuple[PyTree, Sums, PyTree]:
     """Return (Σ∇total at rest specs, the sums, the model state), summed over devices, nothing divided.
 
     The gradients are a tree like `trained_part(params)`: frozen parameters have none.
     """
+    spec = collectives.spec
     count, seed_of = spec.settings.accumulate, seeds(spec.settings.wire, key)
-    _, part, its_key = microbatches(spec, collectives, batch, key)
-    first = part, its_key
-    values = params if count == 1 else working_copy(spec, collectives, params)
-    of = partial(Microbatch.of, spec, collectives, params, values)
-    in_loops = _sends_in_loops(spec, collectives, params, model_state, *first)
+    first = first_microbatch(collectives, batch, key)
+    values = params if count == 1 else working_copy(collectives, params)
+    of = partial(Microbatch.of, collectives, params, values)
+    in_loops = _sends_in_loops(collectives, params, model_state, *first)
     sums_once = count > 1 and not spec.strategy.reduce_each_microbatch
-    gradient = of(boundary_of(spec, collectives, in_loops=in_loops and not sums_once))
-    summing = of(boundary_of(spec, collectives, in_loops=True, sums_others=True)) if in_loops and sums_once else None
-    gradient = replace(gradient, is_plain=_gathers_again(spec, gradient, model_state, *first))
-    _refuse_varying(spec, collectives, gradient, model_state, *first)
+    gradient = of(boundary_of(collectives, in_loops=in_loops and not sums_once))
+    summing = of(boundary_of(collectives, in_loops=True, sums_others=True)) if in_loops and sums_once else None
+    gradient = replace(gradient, is_plain=_gathers_again(gradient, model_state, *first))
+    if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
+        boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows what depends on what
+        refuse_varying(of(boundary).state_after, model_state, *first, carried=count > 1)
     if count == 1:
         grads, sums, after = gradient(model_state, *first, seed_of(0))
     else:
         grads, sums, after = scan_microbatches(collectives, gradient, summing, model_state, batch, key)
-    grads = _summed(spec, collectives, (summing or gradient).boundary, grads, seed_of)
-    total = replace(jax.tree.map(collectives.sum, sums.only), rows=sums.rows, whole=sums.whole)
+    grads = _summed(collectives, (summing or gradient).boundary, grads, seed_of)
+    total = replace(jax.tree.map(collectives.sum, sums.only), aux=sums.aux)
     return grads, total, collectives.average(model_state, after)
 
 
-def _sends_in_loops(spec: GradientSpec, collectives: Collectives, params: PyTree, *first: Any) -> bool:
+def _sends_in_loops(collectives: Collectives, params: PyTree, *first: Any) -> bool:
     """Return whether layer loops gather and reduce, which needs that the loss uses their weights nowhere else.
 
     A weight that two loops use, or a loop and a penalty, would be reduced in each. Read from the trace of a backward
     pass. Under zero3 each use gathers and reduces in any case. Nor do they where layers compute too shortly
     to hide collectives.
     """
+    spec = collectives.spec
     if not collectives.by_layer or spec.strategy.gather == "use":
         return collectives.by_layer
     if spec.settings.wire is not None:
         return False
-    spec = replace(spec, settings=replace(spec.settings, accumulate=1))
-    probe = Microbatch.of(spec, collectives, params, params, boundary_of(spec, collectives, in_loops=True))
+    collectives = replace(collectives, spec=replace(spec, settings=replace(spec.settings, accumulate=1)))
+    probe = Microbatch.of(collectives, params, params, boundary_of(collectives, in_loops=True))
     sizes = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
     traced, mesh = jax.make_jaxpr(probe)(*first).jaxpr, traced_mesh()
     reduced = reduced_by_layer(traced)
@@ -102,13 +101,14 @@ def _sends_in_loops(spec: GradientSpec, collectives: Collectives, params: PyTree
     return False
 
 
-def _gathers_again(spec: GradientSpec, gradient: Microbatch, *first: Any) -> bool:
+def _gathers_again(gradient: Microbatch, *first: Any) -> bool:
     """Return True if the backward pass gathers all weights again, as no layer loop gathers any; report what it holds.
 
     Not of a loss that prints or calls back, which would do so twice.
     """
-    sharded = [placement.path for placement in jax.tree.leaves(spec.placements) if placement.dim is not None]
-    if spec.strategy.gather != "use" or not sharded:
+    placements = jax.tree.leaves(gradient.spec.placements)
+    sharded = [placement.path for placement in placements if placement.dim is not None]
+    if gradient.spec.strategy.gather != "use" or not sharded:
         return False
     traced = jax.make_jaxpr(gradient.state_after)(*first)
     if gathers_by_layer(traced.jaxpr):
@@ -125,20 +125,14 @@ def _gathers_again(spec: GradientSpec, gradient: Microbatch, *first: Any) -> boo
     return not prints
 
 
-def _refuse_varying(spec: GradientSpec, collectives: Collectives, gradient: Microbatch, *first: Any) -> None:
-    if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
-        boundary = replace(gradient.boundary, in_loops=False)  # a plain loop shows what depends on what
-        plain = Microbatch.of(spec, collectives, gradient.params, gradient.values, boundary)
-        refuse_varying(plain.state_after, *first, carried=spec.settings.accumulate > 1)
-
-
-def _summed(spec: GradientSpec, collectives: Collectives, boundary: Boundary, grads: PyTree, seed_of: Any) -> PyTree:
+def _summed(collectives: Collectives, boundary: Boundary, grads: PyTree, seed_of: Any) -> PyTree:
     """Return gradients that left this boundary as sums over all devices, at rest specs."""
 
     def finish(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
         is_complete = boundary.completes and boundary.reduces(placement)
         return x if is_complete else collectives.finish(x, placement, leading, seed)
 
+    spec = collectives.spec
     if boundary.reduce is None:
         grads = sum_leaves(collectives.reduce, grads, spec.trained_placements, seed_of(0))
     return sum_leaves(finish, grads, spec.trained_placements, seed_of(spec.settings.accumulate))
@@ -157,90 +151,59 @@ def scan_microbatches(
     `summing`, if given, is of the last microbatch: it adds the gradients of the others to its own before it sums them
     over devices.
     """
-    spec = gradient.spec
-    count = spec.settings.accumulate
+    spec, seed_of = gradient.spec, seeds(gradient.spec.settings.wire, key)
+    count, rows = spec.settings.accumulate, batch_rows(batch) // spec.settings.accumulate
     slices = jnp.arange(count, dtype=jnp.uint32), collectives.microbatches(batch, count)
-    changed, shapes = _probe(gradient, model_state, *microbatches(spec, collectives, batch, key)[1:], key)
-    turn = _Turn(collectives, model_state, changed, batch_rows(batch) // count, key)
+    changed, shapes = _probe(gradient, model_state, *first_microbatch(collectives, batch, key), seed_of)
 
-    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-        grads, sums, outputs = turn(gradient, carry[1], xs)
-        return (jax.tree.map(jnp.add, carry[0], grads), sums), outputs
+    def turn(gradient: Microbatch, before: Any, xs: Any, earlier: PyTree = None) -> tuple[PyTree, Any, list[jax.Array]]:
+        """Return a microbatch's gradients, the sums and the changed model state after it, and the arrays of its aux."""
+        (sums, state), (index, microbatch) = before, xs
+        state = with_trained(model_state, state, changed)
+        its_key = collectives.key_of(key, rows, index, count)
+        grads, its_sums, state = gradient(state, microbatch, its_key, seed_of(index), earlier)
+        return grads, (jax.tree.map(jnp.add, sums, its_sums.only), trained_part(state, changed)), its_sums.aux
+
+    def body(carry: Any, xs: Any) -> tuple[Any, list[jax.Array]]:
+        grads, sums, aux = turn(gradient, carry[1], xs)
+        return (jax.tree.map(jnp.add, carry[0], grads), sums), aux
 
     zeros = map_leaves(collectives.constrain, gradient.slots, spec.trained_placements)
-    zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    start = zeros, (zero_sums, trained_part(model_state, changed))
+    start = zeros, (jax.tree.map(jnp.zeros_like, shapes), trained_part(model_state, changed))
     if summing is None:
-        (grads, (sums, state)), outputs = jax.lax.scan(body, start, slices)
+        (grads, (sums, state)), aux = jax.lax.scan(body, start, slices)
     else:
-        (grads, before), outputs = jax.lax.scan(body, start, jax.tree.map(lambda x: x[:-1], slices))
+        others, final = (jax.tree.map(itemgetter(part), slices) for part in (slice(-1), -1))
+        (grads, before), aux = jax.lax.scan(body, start, others)
         # Without the barrier XLA may run the forward pass before the others', and hold the activations of two.
-        earlier, xs = jax.lax.optimization_barrier((grads, jax.tree.map(lambda x: x[-1], slices)))
-        grads, (sums, state), end = turn(summing, before, xs, earlier)
-        outputs = jax.tree.map(lambda x, y: jnp.concatenate([x, jnp.expand_dims(y, 0)]), outputs, end)
-    by_row, whole = [joined(x) for x in outputs[0]], [x[-1] for x in outputs[1]]
-    return grads, replace(sums, rows=by_row, whole=whole), with_trained(model_state, state, changed)
+        earlier, xs = jax.lax.optimization_barrier((grads, final))
+        grads, (sums, state), final_aux = turn(summing, before, xs, earlier)
+        aux = [jnp.concatenate([x, y[None]]) for x, y in zip(aux, final_aux, strict=True)]
+    return grads, replace(sums, aux=[joined(x) for x in aux]), with_trained(model_state, state, changed)
 
 
-def _probe(
-    gradient: Microbatch, model_state: PyTree, batch: Batch, batch_key: Any, key: jax.Array
-) -> tuple[list[bool], Sums]:
+def _probe(gradient: Microbatch, model_state: PyTree, batch: Batch, key: Any, seed_of: Any) -> tuple[list[bool], Sums]:
     """Return which leaves of the model state a call changes, as only those are carried, and the shapes of its sums."""
     changed: list[bool] = []
 
-    def call(batch: Batch, batch_key: Any) -> Sums:
-        _, sums, after = gradient(model_state, batch, batch_key, seeds(gradient.spec.settings.wire, key)(0))
-        changed[:] = changed_leaves(model_state, after)
+    def sums_of(batch: Batch, key: Any) -> Sums:
+        _, sums, state = gradient(model_state, batch, key, seed_of(0))
+        changed[:] = changed_leaves(model_state, state)
         return sums.only
 
-    return changed, jax.eval_shape(call, batch, batch_key)
+    return changed, jax.eval_shape(sums_of, batch, key)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """One microbatch among several.
-
-    Attributes:
-        collectives: of the view.
-        model_state: before the step.
-        changed: which leaves of it calls change.
-        rows: of a microbatch.
-        key: the step's.
-    """
-
-    collectives: Collectives
-    model_state: PyTree
-    changed: list[bool]
-    rows: int
-    key: jax.Array
-
-    def __call__(
-        self,
-        gradient: Microbatch,
-        before: tuple[Sums, PyTree],
-        xs: tuple[jax.Array, Batch],
-        earlier: PyTree = None,
-    ) -> tuple[PyTree, tuple[Sums, PyTree], tuple[list[jax.Array], list[jax.Array]]]:
-        """Return a microbatch's gradients, the sums and the changed model state after it, and the arrays of its aux."""
-        (sums, state), (index, microbatch), settings = before, xs, gradient.spec.settings
-        state = with_trained(self.model_state, state, self.changed)
-        key = self.collectives.key_of(self.key, self.rows, index, settings.accumulate)
-        seed = seeds(settings.wire, self.key)(index)
-        grads, own, after = gradient(state, microbatch, key, seed, earlier)
-        sums = jax.tree.map(jnp.add, sums, own.only)
-        return grads, (sums, trained_part(after, self.changed)), (own.rows, own.whole)
-
-
-def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
+def evaluate(collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
     """Return the sums of one batch, forward only; the loss gets `rng=None`, which means evaluation."""
-    loss, operands = traced_loss(spec, collectives), working_copy(spec, collectives, params)
+    loss, operands = traced_loss(collectives), working_copy(collectives, params)
+    count = collectives.spec.settings.accumulate
 
     def forward(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, None)[0]
 
-    if spec.settings.accumulate == 1:
+    if count == 1:
         sums = forward(batch)
     else:
-        each = jax.lax.map(forward, collectives.microbatches(batch, spec.settings.accumulate))
-        sums = jax.tree.map(lambda x: x.sum(axis=0), each)
+        sums = jax.tree.map(partial(jnp.sum, axis=0), jax.lax.map(forward, collectives.microbatches(batch, count)))
     return jax.tree.map(collectives.sum, sums)

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdp.base.words import Encoding
-from jdp.core.gradients.wire import complete_sum, encodes, own_key, scattered_sum
+from jdp.core.gradients.wire import complete_sum, encodes, key_of_shard, scattered_sum
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
-from jdp.core.sharding.placement import Placement, axes_of, shards
+from jdp.core.sharding.placement import Placement, axes_of, keep_axes, shards
 from jdp.core.sharding.traced_mesh import traced_device
 from jdp.core.types import PyTree
 
@@ -81,6 +81,7 @@ def psum_scatter(
     placement: Placement,
     leading: int,
     mesh: Mesh,
+    *,
     wire: Encoding | None = None,
     seed: jax.Array | None = None,
 ) -> jax.Array:
@@ -92,11 +93,11 @@ def psum_scatter(
         return x
     dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
 
-    def scatter(given: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-        gradient, seed = given
+    def scatter(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        gradient, seed = operands
         if wire is not None and encodes(wire, gradient.size, mesh.shape[DATA]):
-            own = scattered_sum(wire, gradient, dim, mesh.shape[DATA], own_key(seed, mesh))
-            gradient = own.astype(gradient.dtype)
+            shard = scattered_sum(wire, gradient, dim, mesh.shape[DATA], key_of_shard(seed, mesh))
+            gradient = shard.astype(gradient.dtype)
         else:
             gradient = _scattered(gradient, dim, mesh.shape[DATA])
         return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient, seed
@@ -132,6 +133,7 @@ def psum(
     placement: Placement,
     leading: int,
     mesh: Mesh,
+    *,
     wire: Encoding | None = None,
     seed: jax.Array | None = None,
 ) -> jax.Array:
@@ -140,11 +142,11 @@ def psum(
         return x
     devices = math.prod(mesh.shape[axis] for axis in axes)
 
-    def total(given: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
-        shard, seed = given
+    def total(operands: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        shard, seed = operands
         if wire is None or not encodes(wire, shard.size, devices):
             return jax.lax.psum(shard, axes), seed
-        return complete_sum(wire, shard, axes, devices, own_key(seed, mesh)).astype(shard.dtype), seed
+        return complete_sum(wire, shard, axes, devices, key_of_shard(seed, mesh)).astype(shard.dtype), seed
 
     specs = PartitionSpec(*replica_view_spec(placement, mesh)[leading:]), PartitionSpec()
     return on_model_shards(total, (x, seed), specs, specs, mesh)[0]
@@ -159,15 +161,12 @@ def model_shards(placement: Placement, mesh: Mesh) -> int:
 
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
     """Apply `function` to each device's shards along the model's axes of a tree of arrays; it returns such a tree."""
-    own = set(own_axes(mesh))
-    if math.prod(map(mesh.shape.__getitem__, own)) == 1:
+    names = set(own_axes(mesh))
+    if math.prod(mesh.shape[axis] for axis in names) == 1:
         return function(tree)
 
-    def own_part(array: Any, spec: PartitionSpec) -> PartitionSpec | None:
-        if array is None:
-            return None
-        return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec))
+    def on_model_axes(array: Any, spec: PartitionSpec) -> PartitionSpec | None:
+        return None if array is None else PartitionSpec(*(keep_axes(names, entry) for entry in spec))
 
-    before, after = (jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after))
-    own_shards = jax.shard_map(function, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False)
-    return own_shards(tree)
+    before, after = (jax.tree.map(on_model_axes, tree, specs, is_leaf=lambda x: x is None) for specs in (before, after))
+    return jax.shard_map(function, in_specs=(before,), out_specs=after, axis_names=names, check_vma=False)(tree)

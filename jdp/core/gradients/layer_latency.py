@@ -14,7 +14,10 @@ from jax.sharding import Mesh
 from jdp.base.chips import GPUS
 from jdp.base.link_times import Group, group_cost
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.mesh import batch_axes
+from jdp.core.sharding.traced_mesh import batch_axes
+
+_HIDING = 0.75
+"""Share of a layer's computing that hides its collectives: those of the first and the last layer have less."""
 
 
 def hides_collectives(flops: float, elements: int, itemsize: int, mesh: Mesh, *, is_sharded: bool) -> bool:
@@ -40,7 +43,7 @@ def hides_collectives(flops: float, elements: int, itemsize: int, mesh: Mesh, *,
     for kind, along, payload in sends:
         if (group := _group(mesh, along)).members > 1:
             latency += group_cost(kind, payload, group, chip).latency_seconds
-    return latency < flops / (chip.matmul_efficiency * chip.matmul_flops["bf16"])
+    return latency < _HIDING * flops / (chip.matmul_efficiency * chip.matmul_flops["bf16"])
 
 
 def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:

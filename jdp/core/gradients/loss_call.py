@@ -7,6 +7,7 @@ returned.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jdp.base.errors import UserError
+from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
 from jdp.core.gradients.boundary import Boundary, Weight
@@ -23,9 +25,32 @@ from jdp.core.layers import GatherTable, gathering
 from jdp.core.precision import Precision
 from jdp.core.reading.collectives import top_scope
 from jdp.core.state import AnyState
-from jdp.core.types import Batch, Loss, LossFn, PyTree
+from jdp.core.types import Batch, Loss, LossFn, PartsError, PyTree
 
 RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
+
+
+def check_loss_takes(loss_fn: Any, arguments: int, *, or_more: bool = False) -> None:
+    """Check that a loss can be called with models, a batch and a key, by position."""
+    takes = ", ".join([*(f"model_{i}" if arguments > 3 else "model" for i in range(arguments - 2)), "batch", "rng"])
+    rule, fix = f"A loss is a function of ({takes})", f"Write def loss_fn({takes})"
+    if not callable(loss_fn):
+        raise UserError(f"{rule}; given {loss_fn!r}. {fix}.")
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    most = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    count = max(arguments, most) if or_more else arguments
+    try:
+        signature.bind(*range(count))
+    except TypeError as error:
+        name = getattr(inspect.unwrap(loss_fn), "__name__", type(loss_fn).__name__)
+        raise UserError(
+            f"{rule}, called with {count} arguments by position; given {name}{signature}. {fix}, or call a gradient "
+            "with the models that its loss takes."
+        ) from error
 
 
 @jax.tree_util.register_dataclass
@@ -33,14 +58,13 @@ RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
 class Sums:
     """What is summed over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays.
 
-    Beside it, of a `LossWithAux`: `rows`, the arrays with a row for each example, and `whole`, those without.
+    Beside it, of a `LossWithAux`: `aux`, its arrays.
     """
 
     total: jax.Array
     weight: jax.Array
     metrics: dict[str, tuple[jax.Array, jax.Array]]
-    rows: list[jax.Array] = field(default_factory=list[Any])
-    whole: list[jax.Array] = field(default_factory=list[Any])
+    aux: list[jax.Array] = field(default_factory=list[Any])
 
     @property
     def only(self) -> Sums:
@@ -64,12 +88,6 @@ class LossWithAux:
 
     def __call__(self, model: Any, batch: Batch, rng: Any) -> Any:
         return self.both(model, batch, rng)[0]
-
-    def aux(self, sums: Sums) -> PyTree:
-        """Return aux of what a call with `by_row` returned."""
-        rows, whole = iter(sums.rows), iter(sums.whole)
-        assert self.by_row is not None
-        return self.structure.unflatten([next(rows if by_row else whole) for by_row in self.by_row])
 
     def both(self, model: Any, batch: Batch, rng: Any) -> tuple[Any, PyTree]:
         """Return the loss and aux. Raises ValueError where the loss returns something else."""
@@ -105,6 +123,31 @@ class LossForm:
     aux: PyTree
 
 
+def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, rows: int) -> LossWithAux:
+    """Return a loss that returns its aux too, each array marked as rows or not.
+
+    Args:
+        form: the form of the loss on `rows` rows.
+        larger: its form on twice as many, if the loss is called on parts of the batch; None if it is called once.
+
+    Raises:
+        PartsError: the loss is called on parts of the batch, and an array of aux does not have its rows.
+    """
+    arrays = jax.tree.leaves_with_path(form.aux)
+    leads = tuple(few.shape[:1] == (rows,) for _, few in arrays)
+    if larger is None:
+        return replace(loss, by_row=leads, structure=jax.tree.structure(form.aux))
+    for (path, few), many in zip(arrays, jax.tree.leaves(larger.aux), strict=True):
+        if few.shape[:1] != (rows,) or many.shape != (2 * rows, *few.shape[1:]):
+            name = f"aux[{path_of(path)!r}]" if path else "aux"
+            raise PartsError(
+                f"each array of aux has the rows as its first dimension; given {name}, {list(few.shape)} for {rows} "
+                f"rows and {list(many.shape)} for {2 * rows}: sum over rows in the metrics of jdp.Loss, keep "
+                "statistics in the model"
+            )
+    return replace(loss, by_row=(True,) * len(arrays), structure=jax.tree.structure(form.aux))
+
+
 @dataclass(frozen=True)
 class TracedLoss:
     """The loss function, how parameters become its model, and how they are sharded.
@@ -128,11 +171,9 @@ class TracedLoss:
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
         value, aux, model_state = self.value(operands, model_state, batch, key)
-        by_row = self.fn.by_row if isinstance(self.fn, LossWithAux) else None
-        arrays = list(map(jnp.asarray, jax.tree.leaves(aux)))
-        marked = [] if by_row is None else list(zip(arrays, by_row, strict=True))
-        rows, whole = ([x for x, is_rows in marked if is_rows is wanted] for wanted in (True, False))
-        return replace(as_sums(value, batch), rows=rows, whole=whole), model_state
+        with_aux = isinstance(self.fn, LossWithAux) and self.fn.by_row is not None
+        arrays = list(map(jnp.asarray, jax.tree.leaves(aux))) if with_aux else []
+        return replace(as_sums(value, batch), aux=arrays), model_state
 
     def value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
         """Return what the loss function returns, its aux, and the model state afterwards."""

@@ -22,9 +22,8 @@ from jdp.base.formatting import format_bytes
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss
+from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, with_outputs
 from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
-from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
@@ -51,7 +50,6 @@ class View:
         loss_fn: the loss, with its aux marked as rows or not.
         draws: which draws count rows, if the loss draws and is called on parts of the batch.
         does_draw: True if the loss draws random numbers.
-        gathers_rows: True if the loss calls `jdp.gather_rows`.
     """
 
     partitioning: Partitioning
@@ -59,7 +57,6 @@ class View:
     loss_fn: LossFn
     draws: RowDraws | None = None
     does_draw: bool = False
-    gathers_rows: bool = False
 
 
 MOST_DRAWN = 2**30
@@ -105,7 +102,7 @@ class TrialOnce:
 
     def _on_drawn_values(self, trial: Trial, rows: int) -> str | None:
         """Return the finding on weights and rows that are drawn, with larger numbers if nothing was decided."""
-        plan, state, found = trial.plan, trial.state, None
+        plan, state, found = trial.spec.plan, trial.state, None
         rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), trial.spec.placements)
         replicated = jax.tree.map(lambda _: plan.replicated, state.model_state)
         with jax.ensure_compile_time_eval():
@@ -120,17 +117,13 @@ class TrialOnce:
                 found = self._finding(replace(trial, state=drawn, batch=batch), rows)
                 if found is None or not found.endswith(UNDECIDED):
                     break
-        return (
-            found
-            if found is None
-            else f"{found} (tried on drawn values; a call of `check` outside jit tries real ones)"
-        )
+        return found and f"{found} (tried on drawn values; a call of `check` outside jit tries real ones)"
 
 
 def _is_drawable(trial: Trial) -> bool:
     """Return False for devices that are described, and for weights too large to make twice, which is reported."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((trial.state.params, trial.batch)))
-    is_real = not is_described(trial.plan.mesh)
+    is_real = not is_described(trial.spec.plan.mesh)
     if is_real and size > MOST_DRAWN:
         notice(
             f"the loss was not tried inside jit, as its weights and rows take {format_bytes(size)}: it is taken as a "
@@ -139,19 +132,13 @@ def _is_drawable(trial: Trial) -> bool:
     return is_real and size <= MOST_DRAWN
 
 
-def settle_view(
-    spec: GradientSpec,
-    plan: Plan,
-    state: AnyState,
-    batch: Batch,
-    trial: Callable[[Trial, int], str | None],
-) -> View:
+def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callable[[Trial, int], str | None]) -> View:
     """Return the view of a step for these shapes. Raises ValueError if the loss cannot be called as it is asked for."""
     settings, adapter = spec.settings, state.static.adapter
-    read = partial(_read, spec, plan, state, batch)
+    read = partial(_read, spec, state, batch)
     reading = whole = read(settings.requested or "auto")
     statistics = () if adapter is None or not settings.train else adapter.unsynchronised_floats + adapter.unsynchronised
-    name, why = chosen_view(settings.requested, whole.form, plan.batch_shards, settings.train, statistics)
+    name, why = chosen_view(settings.requested, whole.form, spec.plan.batch_shards, settings.train, statistics)
     if settings.accumulate > 1:
         _check_microbatches(whole.form, settings.accumulate)
     reason = None
@@ -166,16 +153,10 @@ def settle_view(
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
         reading, reason = whole, whole.obstacle(trial)
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
-        raise UserError(_refusal(plan, settings.accumulate, name, reason, adapter is None))
+        raise UserError(_refusal(spec, name, reason, adapter is None))
     reading.check_metrics()
-    return View(
-        reading.partitioning,
-        why + reading.remarks,
-        reading.loss_fn,
-        reading.draws,
-        draws_anything(reading.jaxpr),
-        reading.form.gathers_rows,
-    )
+    does_draw, why = draws_anything(reading.jaxpr), why + reading.remarks
+    return View(reading.partitioning, why, reading.loss_fn, reading.draws, does_draw)
 
 
 def _check_microbatches(form: LossForm, count: int) -> None:
@@ -194,7 +175,8 @@ def _check_microbatches(form: LossForm, count: int) -> None:
         )
 
 
-def _refusal(plan: Plan, accumulate: int, name: Partitioning, reason: str, is_plain: bool) -> str:
+def _refusal(spec: GradientSpec, name: Partitioning, reason: str, is_plain: bool) -> str:
+    plan, accumulate = spec.plan, spec.settings.accumulate
     parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if name == "manual"]
     parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
     norms = is_plain and "change the part of rows" in reason
@@ -206,8 +188,9 @@ def _refusal(plan: Plan, accumulate: int, name: Partitioning, reason: str, is_pl
     )
 
 
-def _read(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, partitioning: Partitioning) -> _Reading:
+def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Partitioning) -> _Reading:
     """Trace the loss on the rows of one call of a view."""
+    plan = spec.plan
     calls = spec.settings.accumulate * (plan.batch_shards if partitioning == "manual" else 1)
     rows, within = batch_rows(batch) // calls, lambda call: call
     if partitioning == "manual":
@@ -224,12 +207,12 @@ def _read(spec: GradientSpec, plan: Plan, state: AnyState, batch: Batch, partiti
         if not is_of_row_key(error):
             raise
         refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
-        raise UserError(_refusal(plan, spec.settings.accumulate, partitioning, refusal, False)) from error
+        raise UserError(_refusal(spec, partitioning, refusal, False)) from error
     except Exception as error:
         if calls > 1:
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
-    return _Reading(spec, plan, state, batch, partitioning, calls, rows, trace, jaxpr, form)
+    return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
 
 
 @dataclass(frozen=True)
@@ -244,7 +227,6 @@ class _Reading:
     """
 
     spec: GradientSpec
-    plan: Plan
     state: AnyState
     batch: Batch
     partitioning: Partitioning
@@ -288,12 +270,12 @@ class _Reading:
             _, loss_fn = self.draws, self.loss_fn
         except PartsError as error:
             return str(error)
-        if self.partitioning == "manual" and (line := _global_line(self.jaxpr, self.plan)):
+        if self.partitioning == "manual" and (line := _global_line(self.jaxpr, self.spec.plan)):
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
         spec, draws = replace(self.spec, loss_fn=loss_fn), draws_anything(self.jaxpr)
-        return trial(Trial(spec, self.plan, self.state, self.batch, draws), self.rows)
+        return trial(Trial(spec, self.state, self.batch, draws), self.rows)
 
     @property
     def remarks(self) -> str:
@@ -302,7 +284,7 @@ class _Reading:
         if not settings.train:
             return ""
         precision = settings.precision
-        if self.partitioning == "auto" and self.plan.batch_shards > 1 and precision.reduce != precision.compute:
+        if self.partitioning == "auto" and self.spec.plan.batch_shards > 1 and precision.reduce != precision.compute:
             return f"; XLA then reduces gradients in {precision.compute}"
         if self.partitioning == "manual" and adapter is not None and adapter.unsynchronised_floats:
             name = adapter.unsynchronised_floats[0]

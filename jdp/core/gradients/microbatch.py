@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -21,38 +22,35 @@ from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
 
-def microbatches(spec: GradientSpec, collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Batch, Any]:
-    """Return the batch as microbatches, the first of them and its key."""
-    count = spec.settings.accumulate
-    its_key = None if key is None else collectives.key_of(key, batch_rows(batch) // count, 0, count)
-    if count == 1:
-        return batch, batch, its_key
-    micro = collectives.microbatches(batch, count)
-    return micro, jax.tree.map(lambda x: x[0], micro), its_key
+def first_microbatch(collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Any]:
+    """Return the first microbatch and its key."""
+    count = collectives.spec.settings.accumulate
+    its_key = collectives.key_of(key, batch_rows(batch) // count, 0, count)
+    return batch if count == 1 else jax.tree.map(itemgetter(0), collectives.microbatches(batch, count)), its_key
 
 
-def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:
+def working_copy(collectives: Collectives, params: PyTree) -> PyTree:
     """Return gathered weights in compute dtype; under ZeRO-3, which gathers at each use, the shards at rest."""
+    spec = collectives.spec
     if spec.strategy.gather == "use":
         return params
     dtype = spec.settings.precision.compute_dtype
     return map_leaves(partial(cast_and_gather, collectives.gather, dtype), params, spec.placements)
 
 
-def boundary_of(
-    spec: GradientSpec, collectives: Collectives, *, in_loops: bool = False, sums_others: bool = False
-) -> Boundary:
+def boundary_of(collectives: Collectives, *, in_loops: bool = False, sums_others: bool = False) -> Boundary:
     """Return what is gathered and summed in a microbatch: everything if there is one, else what the strategy says.
 
     `sums_others`: of the last microbatch, which sums the gradients of all where the strategy sums once a step.
     """
-    strategy, is_only = spec.strategy, spec.settings.accumulate == 1
-    at_use, completes = strategy.gather == "use", (is_only or sums_others) and spec.settings.wire is None
+    strategy, settings = collectives.spec.strategy, collectives.spec.settings
+    is_only, at_use = settings.accumulate == 1, strategy.gather == "use"
+    completes = (is_only or sums_others) and settings.wire is None
     gathers, reduces = is_only or at_use, is_only or sums_others or strategy.reduce_each_microbatch
     return Boundary(
         collectives.gather if gathers else None,
         collectives.complete if completes else collectives.reduce if reduces else None,
-        spec.settings.precision,
+        settings.precision,
         with_replicated=completes and not strategy.shard_state,
         completes=completes,
         again=at_use,
@@ -60,10 +58,11 @@ def boundary_of(
     )
 
 
-def traced_loss(spec: GradientSpec, collectives: Collectives, boundary: Boundary | None = None) -> TracedLoss:
+def traced_loss(collectives: Collectives, boundary: Boundary | None = None) -> TracedLoss:
     """Return the loss as a function of `Weight`s; without a boundary of what `working_copy` returns."""
+    spec = collectives.spec
     if boundary is None and spec.strategy.gather == "use":
-        boundary = boundary_of(spec, collectives, in_loops=collectives.by_layer)
+        boundary = boundary_of(collectives, in_loops=collectives.by_layer)
     return TracedLoss(spec.loss_fn, spec.adapter, spec.placements, boundary, collectives.axes)
 
 
@@ -89,11 +88,9 @@ class Microbatch:
     is_plain: bool = False
 
     @staticmethod
-    def of(
-        spec: GradientSpec, collectives: Collectives, params: PyTree, values: PyTree, boundary: Boundary
-    ) -> Microbatch:
+    def of(collectives: Collectives, params: PyTree, values: PyTree, boundary: Boundary) -> Microbatch:
         """Return the gradient of a microbatch with this boundary."""
-        return Microbatch(spec, boundary, traced_loss(spec, collectives, boundary), params, values)
+        return Microbatch(collectives.spec, boundary, traced_loss(collectives, boundary), params, values)
 
     def __call__(
         self, model_state: PyTree, batch: Batch, key: Any, seed: jax.Array | None = None, earlier: PyTree = None

@@ -28,7 +28,7 @@ from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import REQUESTED, view_evaluation, view_gradients
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import BatchUnit, batch_unit
-from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import AnyState
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
@@ -65,7 +65,6 @@ class PartitionedLoss:
         self._place = place  # the parameters' placements where they are not those of a train state
         self._views: dict[Hashable, View] = {}
         self._trial = TrialOnce()
-        self._placements: dict[Hashable, PyTree] = {}
         self._agreed: set[Hashable] = set()  # the shapes that all processes agree on
         self._dispatched: jax.Array | None = None  # the loss that the last call computes
 
@@ -89,8 +88,7 @@ class PartitionedLoss:
     @property
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
-        own = self.settings
-        return batch_unit(self.plan.mesh.shape, own.accumulate)
+        return batch_unit(self.plan.mesh.shape, self.settings.accumulate)
 
     def view(self, state: AnyState, batch: Batch, values: Values = "drawn") -> View:
         """Check the batch, settle how the loss is called for these shapes, and report it once."""
@@ -101,7 +99,7 @@ class PartitionedLoss:
         if shapes in self._views and (values != "real" or self._trial.is_of(state, batch)):
             return self._views[shapes]
         before = self._views.pop(shapes, None)
-        settled = settle_view(self.gradient_spec(state), self.plan, state, batch, partial(self._trial, values))
+        settled = settle_view(self.gradient_spec(state), state, batch, partial(self._trial, values))
         if before is not None and (before.partitioning, before.draws) != (settled.partitioning, settled.draws):
             self.compiled.clear()  # it may have been lowered for the view before
         self._views[shapes] = settled
@@ -159,6 +157,7 @@ class PartitionedLoss:
         state: AnyState,
         batch: Batch,
         lower: Callable[[], jax.stages.Lowered],
+        *,
         compiler_options: Mapping[str, CompilerValue] | None = None,
     ) -> None:
         """Check once for these shapes that all processes agree, before they compute together."""
@@ -175,12 +174,7 @@ class PartitionedLoss:
         """Return a tree like the parameters, of `Placement`."""
         if self._place is not None:
             return self._place(self.plan, state)
-        leaves, structure = jax.tree.flatten(state.params)
-        static, shapes = state.static, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
-        key = structure, shapes, static.specs, static.trained
-        if key not in self._placements:
-            self._placements[key] = self.plan.param_placements(state.params, static)
-        return self._placements[key]
+        return self.plan.param_placements(state.params, state.static)
 
     def gradient_spec(self, state: AnyState, view: View | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
@@ -188,7 +182,7 @@ class PartitionedLoss:
             self.loss_fn if view is None else view.loss_fn,
             state.static.adapter,
             self.param_placements(state),
-            self.plan.row,
+            self.plan,
             self.settings,
             state.static.trained,
             draws=None if view is None else view.draws,
@@ -197,14 +191,14 @@ class PartitionedLoss:
     def gradients(self, state: AnyState, batch: Batch, key: jax.Array) -> tuple[PyTree, Sums, PyTree]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
         view = self.view(state, batch)
-        run = view_gradients(view.partitioning, self.gradient_spec(state, view), self.plan)
+        run = view_gradients(view.partitioning, self.gradient_spec(state, view))
         grads, sums, model_state = run(state.params, state.model_state, batch, key)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state
 
     def evaluate(self, state: AnyState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""
         view = self.view(state, batch)
-        run = view_evaluation(view.partitioning, self.gradient_spec(state, view), self.plan)
+        run = view_evaluation(view.partitioning, self.gradient_spec(state, view))
         return run(state.params, state.model_state, batch)
 
 
@@ -216,5 +210,5 @@ def _shapes(state: AnyState, batch: Batch) -> Hashable:
 
 def means(sums: Sums) -> dict[str, jax.Array]:
     """Return the metrics of sums over the whole batch: the loss, the weight and the loss function's own."""
-    own = {name: total / weight for name, (total, weight) in sums.metrics.items()}
-    return {**own, "loss": sums.total / sums.weight, "weight": sums.weight}
+    metrics = {name: total / weight for name, (total, weight) in sums.metrics.items()}
+    return {**metrics, "loss": sums.total / sums.weight, "weight": sums.weight}

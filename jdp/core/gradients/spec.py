@@ -1,70 +1,27 @@
-"""What a step's gradient is of (`GradientSpec`), and how one partitioning communicates (`Collectives`)."""
+"""What a step's gradient is of (`GradientSpec`), and how a view communicates (`Collectives`, `ManualCollectives`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jdp.core.batch import interleave
+from jdp.core.gradients import collectives
 from jdp.core.gradients.boundary import Collective, Reduction
+from jdp.core.gradients.model_state import mean_over
 from jdp.core.gradients.wire import seeds_by_leaf
+from jdp.core.plan import Plan
 from jdp.core.random.row_keys import RowDraws
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part
 from jdp.core.step_settings import StepSettings
 from jdp.core.types import Batch, LossFn, PyTree
-
-
-class Collectives(Protocol):
-    """How arrays are gathered, reduced and sharded in one view."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows."""
-        return ()
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether layer loops gather one layer ahead and reduce one behind."""
-        return False
-
-    def gather(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
-        """Return a shard at its rest spec as the array at its compute spec."""
-        ...
-
-    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its compute spec at its rest spec, summed over `data`."""
-        ...
-
-    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its rest spec, summed over the batch axes that `reduce` left out."""
-        ...
-
-    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its rest spec, summed over all batch axes."""
-        return self.finish(self.reduce(x, placement, leading, seed), placement, leading)
-
-    def constrain(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
-        """Return an accumulator of gradients, sharded as the strategy accumulates."""
-        ...
-
-    def sum(self, x: jax.Array, /) -> jax.Array:
-        """Return a scalar summed over the batch axes."""
-        ...
-
-    def average(self, before: PyTree, after: PyTree, /) -> PyTree:
-        """Return the model state after a step: floating-point leaves that changed are averaged over the batch axes."""
-        ...
-
-    def microbatches(self, batch: Batch, count: int, /) -> Batch:
-        """Return the batch with leaves [count, rows / count, ...], interleaved."""
-        ...
-
-    def key_of(self, key: jax.Array, rows: int, index: Any, count: int, /) -> jax.Array:
-        """Return the key that the loss gets for `rows` rows, microbatch `index` of `count`: a row key if it draws."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,22 +33,139 @@ class GradientSpec:
         settings: the step's.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
-        strategy: the strategy's row of the table.
+        plan: the mesh and the strategy.
         draws: which draws of the loss count rows; None if it draws nothing, or is called on all rows at once.
     """
 
     loss_fn: LossFn
     adapter: Any
     placements: PyTree
-    strategy: Strategy
+    plan: Plan
     settings: StepSettings
     trained: tuple[bool, ...] | None = None
     draws: RowDraws | None = None
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy's row of the table."""
+        return self.plan.row
+
+    @property
     def trained_placements(self) -> PyTree:
         """The placements of the gradients: `placements` with None for frozen parameters."""
         return trained_part(self.placements, self.trained)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """How arrays are gathered, reduced and sharded under `auto`: global arrays are constrained to the plan's specs.
+
+    Attributes:
+        spec: what the gradient is of.
+    """
+
+    spec: GradientSpec
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows."""
+        return ()
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layer loops gather one layer ahead and reduce one behind."""
+        return False
+
+    def _constrained(self, x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(self.spec.plan.mesh, PartitionSpec(*partition[leading:]))
+        )
+
+    def gather(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
+        """Return a shard at its rest spec as the array at its compute spec."""
+        return self._constrained(x, placement.compute, leading)
+
+    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
+        """Return a gradient at its compute spec at its rest spec, summed over `data`."""
+        return self._constrained(x, placement.rest, leading)
+
+    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
+        """Return a gradient at its rest spec, summed over the batch axes that `reduce` left out."""
+        return self._constrained(x, placement.rest, leading)
+
+    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
+        """Return a gradient at its rest spec, summed over all batch axes."""
+        return self.finish(self.reduce(x, placement, leading, seed), placement, leading)
+
+    def constrain(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
+        """Return an accumulator of gradients, sharded as the strategy accumulates."""
+        each_microbatch = self.spec.strategy.reduce_each_microbatch
+        return self._constrained(x, placement.rest if each_microbatch else placement.compute, leading)
+
+    def sum(self, x: jax.Array, /) -> jax.Array:
+        """Return a scalar summed over the batch axes."""
+        return x
+
+    def average(self, before: PyTree, after: PyTree, /) -> PyTree:
+        """Return the model state after a step: floating-point leaves that changed are averaged over the batch axes."""
+        return after
+
+    def microbatches(self, batch: Batch, count: int, /) -> Batch:
+        """Return the batch with leaves [count, rows / count, ...], interleaved."""
+        sharding = NamedSharding(self.spec.plan.mesh, PartitionSpec(None, *self.spec.plan.batch_spec))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count), sharding), batch)
+
+    def key_of(self, key: jax.Array, rows: int, index: Any, count: int, /) -> jax.Array:
+        """Return the key that the loss gets for `rows` rows, microbatch `index` of `count`: a row key if it draws."""
+        draws = self.spec.draws
+        return key if draws is None else draws.key(key, offset=index, stride=count, total=rows * count)
+
+
+class ManualCollectives(Collectives):
+    """The same under `manual`: the collectives of `jax.lax`, on a device's own arrays."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.spec.plan.batch_axes
+
+    @property
+    def by_layer(self) -> bool:
+        return self.spec.plan.batch_shards > 1
+
+    def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return collectives.all_gather(x, placement, leading, self.spec.plan.mesh)
+
+    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        wire = self.spec.settings.wire
+        return collectives.psum_scatter(x, placement, leading, self.spec.plan.mesh, wire=wire, seed=seed)
+
+    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        axes = tuple(axis for axis in self.axes if placement.dim is None or axis != DATA)
+        wire = self.spec.settings.wire
+        return collectives.psum(x, axes, placement, leading, self.spec.plan.mesh, wire=wire, seed=seed)
+
+    def constrain(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return x
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.axes)
+
+    def average(self, before: PyTree, after: PyTree) -> PyTree:
+        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+            is_same = old is new or not jnp.issubdtype(new.dtype, jnp.floating)
+            return new if is_same else mean_over(new, self.axes, self.spec.plan.batch_shards)
+
+        return jax.tree.map(mean, before, after)
+
+    def microbatches(self, batch: Batch, count: int) -> Batch:
+        return jax.tree.map(lambda x: interleave(x, count), batch)
+
+    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
+        if (draws := self.spec.draws) is None:
+            return key
+        own_rows, device = rows * count, jax.lax.axis_index(self.axes).astype(jnp.uint32)
+        first = device * jnp.uint32(own_rows) + jnp.uint32(index)
+        return draws.key(key, offset=first, stride=count, total=own_rows * self.spec.plan.batch_shards)
 
 
 def map_leaves(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""The two views of a step, as two `Collectives`: what gathers, reduces and sums, and what a call of the loss sees.
+"""The two views of a step: what a call of the loss sees, and the `Collectives` that gather, reduce and sum.
 
 - `auto`: the loss sees global arrays. Collectives are sharding constraints, and XLA inserts those that they need.
   Statistics are global, and a loss may mix examples. What XLA sends is its choice: it reduces gradients in the dtype
@@ -11,25 +11,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.words import Partitioning
-from jdp.core.batch import interleave
 from jdp.core.gradients import collectives
 from jdp.core.gradients.accumulate import evaluate, step_gradients
-from jdp.core.gradients.loss_call import LossForm, Sums
-from jdp.core.gradients.model_state import changed_leaves, mean_over
-from jdp.core.gradients.spec import Collectives, GradientSpec
+from jdp.core.gradients.loss_call import LossForm, LossWithAux, Sums
+from jdp.core.gradients.model_state import changed_leaves
+from jdp.core.gradients.spec import Collectives, GradientSpec, ManualCollectives
 from jdp.core.plan import Plan
-from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, keep_axes
+from jdp.core.sharding.traced_mesh import batch_axes
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
@@ -63,22 +60,20 @@ def chosen_view(
     return "manual", "the loss returns jdp.Loss, a sum over rows, so each device calls it on its own rows"
 
 
-def view_gradients(view: Partitioning, spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
+def view_gradients(view: Partitioning, spec: GradientSpec) -> Callable[..., Any]:
     """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state), all global."""
-    return (_manual_gradients if view == "manual" else _auto_gradients)(spec, plan)
+    return partial(_manual_gradients if view == "manual" else _auto_gradients, spec)
 
 
-def view_evaluation(view: Partitioning, spec: GradientSpec, plan: Plan) -> Callable[..., Sums]:
+def view_evaluation(view: Partitioning, spec: GradientSpec) -> Callable[..., Sums]:
     """Return a function (params, model_state, batch) -> sums, all global."""
+    plan = spec.plan
     if view == "auto":
         return lambda params, model_state, batch: evaluate(
-            spec, AutoCollectives(spec, plan), params, model_state, _constrained(plan, batch)
+            Collectives(spec), params, model_state, _constrained(plan, batch)
         )
-
-    def local(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
-        return evaluate(spec, ManualCollectives(spec, plan), params, model_state, batch)
-
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
+    local = partial(evaluate, ManualCollectives(spec))
     replicas = _by_device(local, plan, (rest, replicated, plan.batch_spec), replicated)
     return lambda params, *others: replicas(collectives.to_replica_view(params, spec.placements, plan.mesh), *others)
 
@@ -88,125 +83,33 @@ def on_every_device(function: Callable[..., Any], plan: Plan) -> Callable[..., A
     return _by_device(function, plan, PartitionSpec(), PartitionSpec())
 
 
-def _auto_gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        view = AutoCollectives(spec, plan)
-        grads, sums, after = step_gradients(spec, view, params, model_state, _constrained(plan, batch), key)
-        whole = jax.lax.with_sharding_constraint(sums.whole, NamedSharding(plan.mesh, PartitionSpec()))
-        return grads, replace(sums, rows=_constrained(plan, sums.rows), whole=whole), after
+def _auto_gradients(
+    spec: GradientSpec, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+) -> tuple[PyTree, Sums, PyTree]:
+    batch = _constrained(spec.plan, batch)
+    grads, sums, after = step_gradients(Collectives(spec), params, model_state, batch, key)
+    shardings = [NamedSharding(spec.plan.mesh, partition) for partition in _aux_specs(spec)]
+    return grads, replace(sums, aux=jax.lax.with_sharding_constraint(sums.aux, shardings)), after
 
-    return run
 
-
-def _manual_gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
+def _manual_gradients(
+    spec: GradientSpec, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+) -> tuple[PyTree, Sums, PyTree]:
     changed: list[bool] = []
 
     def local(params: PyTree, model_state: PyTree, *others: Any) -> Any:
-        grads, sums, after = step_gradients(spec, ManualCollectives(spec, plan), params, model_state, *others)
+        grads, sums, after = step_gradients(ManualCollectives(spec), params, model_state, *others)
         changed[:] = changed_leaves(model_state, after)
         return grads, sums, trained_part(after, changed)
 
-    rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
-    reduced = _rest_specs(plan, spec.trained_placements)
-    prefix: Any = Sums
-    sums_specs = prefix(replicated, replicated, replicated, rows=plan.batch_spec, whole=replicated)
-
-    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        params = collectives.to_replica_view(params, spec.placements, plan.mesh)
-        replicas = _by_device(
-            local, plan, (rest, replicated, plan.batch_spec, replicated), (reduced, sums_specs, replicated)
-        )
-        grads, sums, after = replicas(params, model_state, batch, key)
-        grads = collectives.from_replica_view(grads, spec.trained_placements, plan.mesh)
-        return grads, sums, with_trained(model_state, after, changed)
-
-    return run
-
-
-@dataclass(frozen=True)
-class AutoCollectives(Collectives):
-    """The collectives of `auto`: constraints of global arrays to the plan's specs."""
-
-    spec: GradientSpec
-    plan: Plan
-
-    def _constrained(self, x: jax.Array, partition: PartitionSpec, leading: int) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.plan.mesh, PartitionSpec(*partition[leading:])))
-
-    def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return self._constrained(x, placement.compute, leading)
-
-    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        return self._constrained(x, placement.rest, leading)
-
-    finish = reduce
-
-    def constrain(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        each_microbatch = self.spec.strategy.reduce_each_microbatch
-        return self._constrained(x, placement.rest if each_microbatch else placement.compute, leading)
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def average(self, before: PyTree, after: PyTree) -> PyTree:
-        return after
-
-    def microbatches(self, batch: Batch, count: int) -> Batch:
-        sharding = NamedSharding(self.plan.mesh, PartitionSpec(None, *self.plan.batch_spec))
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count), sharding), batch)
-
-    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
-        draws = self.spec.draws
-        return key if draws is None else draws.key(key, offset=index, stride=count, total=rows * count)
-
-
-@dataclass(frozen=True)
-class ManualCollectives(Collectives):
-    """The collectives of `manual`: those of `jax.lax`, on a device's own arrays."""
-
-    spec: GradientSpec
-    plan: Plan
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return batch_axes(self.plan.mesh)
-
-    @property
-    def by_layer(self) -> bool:
-        return self.plan.batch_shards > 1
-
-    def gather(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return collectives.all_gather(x, placement, leading, self.plan.mesh)
-
-    def reduce(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        return collectives.psum_scatter(x, placement, leading, self.plan.mesh, self.spec.settings.wire, seed)
-
-    def finish(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        axes = tuple(axis for axis in self.axes if placement.dim is None or axis != DATA)
-        return collectives.psum(x, axes, placement, leading, self.plan.mesh, self.spec.settings.wire, seed)
-
-    def constrain(self, x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return x
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        return jax.lax.psum(x, self.axes)
-
-    def average(self, before: PyTree, after: PyTree) -> PyTree:
-        def mean(old: jax.Array, new: jax.Array) -> jax.Array:
-            is_same = old is new or not jnp.issubdtype(new.dtype, jnp.floating)
-            return new if is_same else mean_over(new, self.axes, self.plan.batch_shards)
-
-        return jax.tree.map(mean, before, after)
-
-    def microbatches(self, batch: Batch, count: int) -> Batch:
-        return jax.tree.map(lambda x: interleave(x, count), batch)
-
-    def key_of(self, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
-        if (draws := self.spec.draws) is None:
-            return key
-        own_rows, device = rows * count, jax.lax.axis_index(self.axes).astype(jnp.uint32)
-        first = device * jnp.uint32(own_rows) + jnp.uint32(index)
-        return draws.key(key, offset=first, stride=count, total=own_rows * self.plan.batch_shards)
+    plan, replicated, prefix = spec.plan, PartitionSpec(), cast(Any, Sums)
+    in_specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec, replicated
+    sums_specs = prefix(replicated, replicated, replicated, aux=_aux_specs(spec))
+    out_specs = _rest_specs(plan, spec.trained_placements), sums_specs, replicated
+    shards = collectives.to_replica_view(params, spec.placements, plan.mesh)
+    grads, sums, after = _by_device(local, plan, in_specs, out_specs)(shards, model_state, batch, key)
+    grads = collectives.from_replica_view(grads, spec.trained_placements, plan.mesh)
+    return grads, sums, with_trained(model_state, after, changed)
 
 
 def _by_device(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -229,6 +132,12 @@ def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
         return PartitionSpec(*map(keep, collectives.replica_view_spec(placement, plan.mesh)))
 
     return jax.tree.map(rest_spec, placements)
+
+
+def _aux_specs(spec: GradientSpec) -> list[PartitionSpec]:
+    """Return the specs of the loss' aux: rows over the batch axes, other arrays replicated."""
+    by_row = spec.loss_fn.by_row if isinstance(spec.loss_fn, LossWithAux) else None
+    return [spec.plan.batch_spec if has_rows else PartitionSpec() for has_rows in by_row or ()]
 
 
 def _constrained(plan: Plan, batch: Batch) -> Batch:

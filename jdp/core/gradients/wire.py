@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jdp.base.words import Encoding
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.mesh import batch_axes
+from jdp.core.sharding.traced_mesh import batch_axes
 from jdp.core.types import PyTree
 
 BLOCK = 256
@@ -68,8 +68,8 @@ def seeds_by_row(placements: PyTree, shards: PyTree, seed: jax.Array) -> PyTree:
     return tree.unflatten([f + jnp.arange(len(x), dtype=f.dtype) if at_use else None for f, x, at_use in each])
 
 
-def own_key(seed: jax.Array | None, mesh: Mesh) -> jax.Array:
-    """Return a shard of the batch's own key.
+def key_of_shard(seed: jax.Array | None, mesh: Mesh) -> jax.Array:
+    """Return the key of a shard of the batch.
 
     Along the model's axes it is the same: there devices may have copies, which have to stay equal.
     """

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.extend.random as jexr
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
 from jdp.core.types import Batch, PyTree
 
@@ -23,6 +25,16 @@ def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
 
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten(map(moved, range(len(leaves)), leaves))
+
+
+def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch:
+    """Return the rows of a batch with these numbers, [*numbers.shape, ...]."""
+
+    def taken(x: jax.Array) -> jax.Array:
+        rows = jax.lax.with_sharding_constraint(x[numbers.ravel()], sharding)
+        return rows.reshape(*numbers.shape, *x.shape[1:])
+
+    return jax.tree.map(taken, batch)
 
 
 def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
@@ -63,16 +75,17 @@ def drawn_like(tree: PyTree, shardings: PyTree, *, integers: int = 1, positive: 
     return structure.unflatten(make())
 
 
-@functools.cache
-def _constant_bits() -> Any:
-    def bits(_: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.full(shape, 0x7333333333333333 >> (64 - width), jnp.dtype(f"uint{width}"))
+def _constant_bits(_: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.full(shape, 0x7333333333333333 >> (64 - width), jnp.dtype(f"uint{width}"))
 
+
+@functools.cache
+def _constant_impl() -> Any:
     return jexr.define_prng_impl(
         key_shape=(1,),
         seed=lambda seed: jnp.zeros(1, jnp.uint32),
         split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
-        random_bits=bits,
+        random_bits=_constant_bits,
         fold_in=lambda key, data: key,
         name="jdp_constant",
         tag="jdpc",
@@ -81,4 +94,4 @@ def _constant_bits() -> Any:
 
 def constant_key() -> jax.Array:
     """Return a key whose words are all the same: uniform 0.45, normal -0.13, permutations that permute nothing."""
-    return jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits())
+    return jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_impl())

@@ -23,7 +23,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jdp.core.reading.jaxprs import every_eqn, source_lines
+from jdp.core.reading.jaxprs import every_eqn, every_run, source_lines
 
 UPDATE = "optimizer_update"
 """The name, in XLA's names of operations, of the optimizer's update."""
@@ -59,18 +59,6 @@ def reduction_scope(path: str, of_layer: bool) -> AbstractContextManager[Any]:
 def update_scope() -> AbstractContextManager[Any]:
     """Mark what is traced inside as the optimizer's update."""
     return jax.named_scope(UPDATE)
-
-
-def is_gather(eqn: Any) -> bool:
-    """Return True if the operation was traced in a `parameter_scope`."""
-    return _PARAMETER.search(str(eqn.source_info.name_stack)) is not None
-
-
-def gathers_at_use(eqn: Any) -> bool:
-    """Return True if an operation is, or is part of, the gather of a weight where the loss uses it."""
-    inside = jaxprs_in_params(eqn.params) if "custom_vjp" in eqn.primitive.name else ()
-    at_top = _AT_TOP in str(eqn.source_info.name_stack)
-    return at_top or any(any(map(is_gather, inner.eqns)) for inner in inside)
 
 
 @dataclass(frozen=True)
@@ -113,7 +101,7 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     sums: dict[tuple[str, bool], tuple[int, int]] = {}
     issued: dict[Issued, None] = {}
-    for eqn, times, scope in _walk(live, 1, ""):
+    for eqn, times, scope in _collectives(live):
         if match := _PARAMETER.search(scope):
             result = eqn.outvars[0].aval
             sharding = eqn.params.get("sharding")  # of a constraint, whose result is global
@@ -131,7 +119,7 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
 
 def gathers_by_layer(jaxpr: Any) -> bool:
     """Return True if a trace gathers a parameter elsewhere than at the top of the loss."""
-    return any(_PARAMETER.search(scope) and _AT_TOP not in scope for _, _, scope in _walk(jaxpr, 1, ""))
+    return any(_PARAMETER.search(scope) and _AT_TOP not in scope for _, _, scope in _collectives(jaxpr))
 
 
 def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
@@ -144,7 +132,7 @@ def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
     branches = [x for eqn in every_eqn(jaxpr) if eqn.primitive.name == "cond" for x in jaxprs_in_params(eqn.params)]
     if any(_REDUCTION.search(str(eqn.source_info.name_stack)) for branch in branches for eqn in every_eqn(branch)):
         return {}
-    for eqn, times, scope in _walk(jaxpr, 1, ""):
+    for eqn, times, scope in _collectives(jaxpr):
         if match := _REDUCTION.search(scope):
             path, kind = unquote(match[2]), eqn.primitive.name
             layers[path, kind] += times if match[1] is not None else 0
@@ -154,12 +142,6 @@ def reduced_by_layer(jaxpr: Any) -> dict[str, tuple[int, int]]:
     return {path: (max(kinds.values()), max(layers[path, kind] for kind in kinds)) for path, kinds in sums.items()}
 
 
-def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
-    """Yield (operation, how often it runs, its name scope) of collectives, below the scope `outer`."""
-    for eqn in jaxpr.eqns:
-        scope = f"{outer}/{eqn.source_info.name_stack}"
-        if eqn.primitive.name in _GATHERS or eqn.primitive.name in _KINDS:
-            yield eqn, times, scope
-        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _walk(inner, times * rounds, scope)
+def _collectives(jaxpr: Any) -> Iterator[tuple[Any, int, str]]:
+    """Yield (operation, how often it runs, its name scope) of collectives."""
+    return (run for run in every_run(jaxpr) if run[0].primitive.name in _GATHERS or run[0].primitive.name in _KINDS)

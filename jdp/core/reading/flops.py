@@ -1,8 +1,10 @@
 """The FLOPs of the matrix products and convolutions in a jaxpr."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+from jax.extend.core import jaxprs_in_params
 
 _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # cuDNN's
 
@@ -12,24 +14,24 @@ def count_flops(jaxpr: Any) -> int:
 
     A scan counts as often as it runs, a `while` loop of unknown length once, of branches the one with most FLOPs.
     """
-    return sum(times * _flops(eqn) for eqn, times in _products(jaxpr.eqns))
+    return sum(times * _flops(eqn) for eqn, times in _products(jaxpr))
 
 
-def _products(eqns: Iterable[Any], times: int = 1) -> Iterator[tuple[Any, int]]:
+def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yield each product, and how often it runs."""
-    for eqn in eqns:
+    for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in ("dot_general", "conv_general_dilated") or name.startswith(_ATTENTION):
             yield eqn, times
         elif name == "cond":
-            yield from _products(max(_jaxprs(eqn.params["branches"]), key=count_flops).eqns, times)
+            yield from _products(max(jaxprs_in_params(eqn.params), key=count_flops), times)
         else:
             rounds = eqn.params["length"] if name == "scan" else 1
             if name == "shard_map":  # its body is one device's share
                 manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # the name in jax 0.10; since
                 rounds = math.prod(eqn.params["mesh"].shape[axis] for axis in manual)
-            for inner in _jaxprs(eqn.params.values()):
-                yield from _products(inner.eqns, times * rounds)
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _products(inner, times * rounds)
 
 
 def _flops(eqn: Any) -> int:
@@ -46,9 +48,3 @@ def _flops(eqn: Any) -> int:
     if name.startswith(_ATTENTION[1]):
         return 2 * 5 * length * queries.size
     return 2 * length * (queries.size + eqn.outvars[0].aval.size)
-
-
-def _jaxprs(values: Iterable[Any]) -> list[Any]:
-    """Return the jaxprs among a primitive's parameters; of a custom derivative only the function itself."""
-    jaxprs = [getattr(value, "jaxpr", value) for value in values]
-    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jax.extend import source_info_util
@@ -36,12 +35,17 @@ REDUCTIONS = frozenset(
 
 def every_eqn(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Return all operations of a jaxpr, each before those inside it."""
-    found, ahead = list[JaxprEqn](), [*reversed(jaxpr.eqns)]
-    while ahead:
-        found.append(eqn := ahead.pop())
-        for inner in reversed([*jaxprs_in_params(eqn.params)]):
-            ahead += reversed(inner.eqns)
-    return found
+    return [eqn for eqn, _, _ in every_run(jaxpr)]
+
+
+def every_run(jaxpr: Jaxpr, times: int = 1, outer: str = "") -> Iterator[tuple[JaxprEqn, int, str]]:
+    """Yield (operation, how often it runs, its name scope) of all operations, each before those inside it."""
+    for eqn in jaxpr.eqns:
+        scope = f"{outer}/{eqn.source_info.name_stack}"
+        yield eqn, times, scope
+        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(eqn.params):
+            yield from every_run(inner, times * rounds, scope)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -99,11 +103,7 @@ def run(
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """Apply the operation of `eqn` to other operands."""
-    with eqn.ctx.manager, _at_source(eqn):
+    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback, name_stack=scope):
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def _at_source(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=scope)

@@ -100,10 +100,7 @@ class BatchUnit:
             raise UserError(f"{self.rule(rows, subject)}: the nearest that fit: {near}")
 
 
-def batch_unit(
-    mesh: Mapping[str, int],
-    accumulate: int = 1,
-) -> BatchUnit:
+def batch_unit(mesh: Mapping[str, int], accumulate: int = 1) -> BatchUnit:
     """Return the divisor of a global batch's rows: shards × microbatches."""
     factors = {axis: mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
     return BatchUnit(factors | ({"accumulate": accumulate} if accumulate > 1 else {}))

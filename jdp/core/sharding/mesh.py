@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jdp.base.context import set_while
 from jdp.base.errors import UserError
 from jdp.base.machine import choose_platform, provide_threads
 from jdp.base.notices import notice
@@ -35,7 +36,6 @@ from jdp.base.public import public
 from jdp.base.toml import cut
 from jdp.core.cluster.handshake import check_device_counts
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes, check_axes
-from jdp.core.sharding.traced_mesh import tracing_for
 from jdp.core.types import Device, PyTree
 
 
@@ -132,25 +132,14 @@ def mesh_of(tree: PyTree) -> Mesh | None:
     return None
 
 
-@contextlib.contextmanager
-def tracing_on(mesh: Mesh) -> Generator[None]:
-    """Have code traced for `mesh` while the context lasts."""
-    with tracing_for(mesh, batch_axes(mesh)):
-        yield
-
-
 _FOLLOWED: ContextVar[Mesh | None] = ContextVar("jdp_followed", default=None)
 
 
 @contextlib.contextmanager
 def following(mesh: Mesh) -> Generator[None]:
     """Have code traced on `mesh` while the context lasts, in place of another with the same axes."""
-    token = _FOLLOWED.set(mesh)
-    try:
-        with jax.set_mesh(mesh):
-            yield
-    finally:
-        _FOLLOWED.reset(token)
+    with set_while(_FOLLOWED, mesh), jax.set_mesh(mesh):
+        yield
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -162,11 +151,6 @@ def followed(mesh: Mesh) -> Mesh:
     """Return the mesh that takes the place of `mesh` (`following`); `mesh` itself if none does."""
     other = _FOLLOWED.get()
     return mesh if other is None or other.axis_names != mesh.axis_names else other
-
-
-def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of `mesh` that the batch is split over, outermost first: `replica`, if it has one, and `data`."""
-    return tuple(filter(mesh.shape.__contains__, (REPLICA, DATA)))
 
 
 def own_axes(mesh: Mesh) -> tuple[str, ...]:

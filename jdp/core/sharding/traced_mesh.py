@@ -5,47 +5,35 @@ be another one.
 """
 
 import math
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh
 
+from jdp.base.context import set_while
+from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.types import Device
 
-
-@dataclass(frozen=True)
-class _Traced:
-    mesh: Mesh
-    batch_axes: tuple[str, ...]
+_CURRENT: ContextVar[Mesh | None] = ContextVar("jdp_traced", default=None)
 
 
-_CURRENT: ContextVar[_Traced | None] = ContextVar("jdp_traced", default=None)
-
-
-@contextmanager
-def tracing_for(mesh: Mesh, batch_axes: Iterable[str]) -> Generator[None]:
-    """Set the mesh that code is traced for while the context lasts."""
-    token = _CURRENT.set(_Traced(mesh, tuple(batch_axes)))
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+def tracing_on(mesh: Mesh) -> AbstractContextManager[Mesh]:
+    """Have code traced for `mesh` while the context lasts."""
+    return set_while(_CURRENT, mesh)
 
 
 def traced_device() -> Device:
     """Return a device of the kind that the code being traced will run on: outside of a step, JAX's default."""
-    if (traced := _CURRENT.get()) is not None:
-        return traced.mesh.devices.flat[0]
+    if (mesh := _CURRENT.get()) is not None:
+        return mesh.devices.flat[0]
     device: Device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device
 
 
 def traced_mesh() -> Mesh | None:
     """Return the mesh that the code being traced will run on; None outside of a step."""
-    return None if (traced := _CURRENT.get()) is None else traced.mesh
+    return _CURRENT.get()
 
 
 def traced_shards() -> int:
@@ -53,28 +41,33 @@ def traced_shards() -> int:
 
     1 if they are one device's own (`shard_map`), and outside of a step.
     """
-    if (traced := _CURRENT.get()) is None:
+    if (mesh := _CURRENT.get()) is None:
         return 1
-    return math.prod(traced.mesh.shape[axis] for axis in traced.batch_axes if axis not in _manual_axes())
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh) if axis not in _manual_axes())
 
 
 def traced_model_axes() -> dict[str, int]:
     """Return the mesh axes, and their sizes, that XLA may shard the traced model over."""
-    if (traced := _CURRENT.get()) is None:
+    if (mesh := _CURRENT.get()) is None:
         return {}
-    others = {*traced.batch_axes, *_manual_axes()}
-    return {axis: size for axis, size in traced.mesh.shape.items() if size > 1 and axis not in others}
+    others = {*batch_axes(mesh), *_manual_axes()}
+    return {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in others}
 
 
 def manual_batch_axes() -> tuple[str, ...]:
     """Return the batch axes along which the traced code sees its own rows only; () if it sees all rows."""
-    traced, manual = _CURRENT.get(), _manual_axes()
-    return () if traced is None else tuple(axis for axis in traced.batch_axes if axis in manual)
+    mesh, manual = _CURRENT.get(), _manual_axes()
+    return () if mesh is None else tuple(axis for axis in batch_axes(mesh) if axis in manual)
 
 
 def is_traced_by_shard() -> bool:
     """Return True inside of `shard_map`, where the code being traced sees a device's own arrays."""
     return bool(_manual_axes())
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of `mesh` that the batch is split over, outermost first: `replica`, if it has one, and `data`."""
+    return tuple(filter(mesh.shape.__contains__, (REPLICA, DATA)))
 
 
 def _manual_axes() -> tuple[str, ...]:

@@ -8,7 +8,6 @@ for frozen parameters, and does not change when a step is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,7 +74,8 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
             raise UserError("with_ema averages the parameters: hand them to update(updates, state, params).")
         updates, inner = wrapped.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), state.average, new)
+        new = optax.tree.cast_like(new, state.average)
+        average = optax.tree.update_moment(new, state.average, decay, 1)
         weight = None if state.weight is None else decay * state.weight + (1 - decay)
         return updates, EmaState(inner, average, weight)
 
@@ -104,19 +104,15 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
         ValueError: it is no state, or the optimizer keeps no average.
     """
     check_state(state, "jdp.ema_params(state)")
-    averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
+    is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
+    averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(node)]
     if not averages:
         raise UserError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
-    given = [(ema.weight, on_device(ema.average)) for ema in averages]
     params = trained_part(state.params, state.static.trained)
-    return replace(state, params=with_trained(state.params, _means(given, params), state.static.trained))
-
-
-def _means(averages: Sequence[tuple[jax.Array | None, PyTree]], params: PyTree) -> PyTree:
-    """Return parameters, averaged if they have an average; each of several may have some (`multi_transform`)."""
-    for weight, average in averages:
-        params = jax.tree.map(partial(_averaged, weight), average, params, is_leaf=_is_masked)
-    return params
+    for ema in averages:  # each of several may have some of the parameters (`multi_transform`)
+        average = on_device(ema.average)
+        params = jax.tree.map(partial(_averaged, ema.weight), average, params, is_leaf=_is_masked)
+    return replace(state, params=with_trained(state.params, params, state.static.trained))
 
 
 def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:
@@ -131,7 +127,3 @@ def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:
 
 def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
-
-
-def _is_ema(node: Any) -> bool:
-    return isinstance(node, EmaState)

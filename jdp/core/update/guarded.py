@@ -48,7 +48,7 @@ def clipped_update(
     if clip_norm is not None:
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * scale, grads)
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    grads = optax.tree.cast_like(grads, params)
     with update_scope():
         params, opt_state = apply(state.static.tx, grads, state.opt_state, params, loss)
     return with_trained(state.params, params, state.static.trained), opt_state

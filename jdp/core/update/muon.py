@@ -14,8 +14,8 @@ Beside its strategy's row a step sends 2·r·Ψ/N, or r·Ψ under ddp, for Ψ el
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -28,14 +28,14 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState
 
+from jdp.base.context import set_while
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.tree_paths import path_of
 from jdp.core.plan import Plan
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.mesh import tracing_on
-from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_mesh
+from jdp.core.sharding.traced_mesh import is_traced_by_shard, traced_mesh, tracing_on
 from jdp.core.state import TrainState, trained_part
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import apply
@@ -147,8 +147,7 @@ def _numbers(chosen: Any, params: PyTree) -> PyTree:
     if chosen is None:
         return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
     chosen = chosen(params) if callable(chosen) else chosen
-    spread = lambda dims, part: jax.tree.map(lambda _: dims, part)  # noqa: E731
-    return jax.tree.map(spread, chosen, params, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers))
+    return jax.tree.broadcast(chosen, params, lambda x: x is None or isinstance(x, MuonDimensionNumbers))
 
 
 def _scaled(numbers: Callable[[PyTree], PyTree], rms: float | None, updates: PyTree) -> PyTree:
@@ -194,8 +193,7 @@ def scale_by_muon(
         mu, count = optax.tree.update_moment(updates, state.mu, beta, 1), optax.safe_increment(state.count)
         ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
         if nesterov:
-            now = optax.tree.bias_correction(updates, beta, count)
-            ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+            ahead = optax.tree.update_moment(optax.tree.bias_correction(updates, beta, count), ahead, beta, 1)
 
         def orthogonalized(stack: jax.Array) -> jax.Array:
             first = MuonState(jnp.zeros((), jnp.int32), [jnp.zeros_like(stack)], state.ns_coeffs)
@@ -205,7 +203,7 @@ def scale_by_muon(
         new = _divided(ahead, dims, orthogonalized)
         if adaptive:
             new = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, ahead, new)
-        return new, MuonState(count, jax.tree.map(lambda x, old: x.astype(old.dtype), mu, state.mu), state.ns_coeffs)
+        return new, MuonState(count, optax.tree.cast_like(mu, state.mu), state.ns_coeffs)
 
     return optax.GradientTransformation(by_optax.init, update)
 
@@ -246,9 +244,8 @@ class Form:
 def _divided(tree: PyTree, dims: PyTree, function: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Apply a function of a stack [n, a, b], a ≤ b, to a tree of matrices; each device computes its part of a stack."""
     named, treedef = jax.tree.flatten_with_path(tree)
-    numbers = treedef.flatten_up_to(dims)
-    forms = [Form.of(leaf, each) for (_, leaf), each in zip(named, numbers, strict=True)]
     alike, results = dict[Any, list[int]](), [leaf for _, leaf in named]
+    forms = list(map(Form.of, results, treedef.flatten_up_to(dims)))
     for i, (leaf, form) in enumerate(zip(results, forms, strict=True)):
         alike.setdefault((form.matrix, leaf.dtype), []).append(i)
     mesh = _mesh_of(results)
@@ -289,14 +286,9 @@ def _mesh_of(leaves: Sequence[jax.Array]) -> AnyMesh | None:
     return None if mesh is None or is_traced_by_shard() or mesh.shape.get(DATA, 1) == 1 else mesh
 
 
-@contextmanager
-def noting_stacks() -> Generator[list[Stack]]:
+def noting_stacks() -> AbstractContextManager[list[Stack]]:
     """Give the list of the stacks of updates that are traced while the context lasts."""
-    token = _STACKS.set(noted := list[Stack]())
-    try:
-        yield noted
-    finally:
-        _STACKS.reset(token)
+    return set_while(_STACKS, list[Stack]())
 
 
 def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
@@ -304,9 +296,9 @@ def exchanged(plan: Plan, state: TrainState) -> dict[tuple[str, int], int]:
     count, params = plan.mesh.shape[DATA], trained_part(state.params, state.static.trained)
     if count == 1:
         return {}
-    given = params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32)
     with tracing_on(plan.mesh), noting_stacks() as stacks:
-        jax.eval_shape(lambda *given: apply(state.static.tx, *given), *given)
+        update = partial(apply, state.static.tx)
+        jax.eval_shape(update, params, state.opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
     placements = jax.tree.leaves(plan.param_placements(state.params, state.static))
     sharded = {placement.path for placement in placements if placement.dim is not None}
     sent = Counter[tuple[str, int]]()

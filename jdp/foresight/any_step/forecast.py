@@ -98,10 +98,10 @@ def forecast(
 def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument] | None) -> Reading:
     """Read a step whose tensors are recognised as arguments: at rest, or gathered along the batch's axes."""
 
-    def placement(each: Argument) -> Placement:
-        rest = PartitionSpec() if each.sharding is None else each.sharding.spec
+    def placement(argument: Argument) -> Placement:
+        rest = PartitionSpec() if argument.sharding is None else argument.sharding.spec
         compute = PartitionSpec(*(tuple(a for a in axes_of(e) if a not in moved.batch_axes) or None for e in rest))
-        return Placement(each.path, each.shape, str(each.dtype), rest, compute, 0, "given")
+        return Placement(argument.path, argument.shape, str(argument.dtype), rest, compute, 0, "given")
 
     known = parameters or [each for each in moved.traced.arguments if each.number not in moved.batch]
     found = Parameters(tuple(placement(each) for each in known if each.shape), dict(moved.mesh.shape), True)

@@ -53,18 +53,18 @@ class Relocated:
 
 
 def move(
-    function: Callable[..., Any], given: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
+    function: Callable[..., Any], inputs: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
 ) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
     device, cudnn = (None, None) if target is None else (target.devices[0], cudnn_of(target))
     with answered_for(device, cudnn):
-        return _move(function, given, target, sizes)
+        return _move(function, inputs, target, sizes)
 
 
 def _move(
-    function: Callable[..., Any], given: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None
+    function: Callable[..., Any], inputs: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None
 ) -> Relocated:
-    arguments = Arguments.of(function, given)
+    arguments = Arguments.of(function, inputs)
     traced = trace(function, arguments)
     old = mesh_in(traced.arguments, traced.out_shardings)
     batch, batch_axes = _batch(traced)

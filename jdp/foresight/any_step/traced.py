@@ -56,11 +56,11 @@ class Arguments:
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]] = field(repr=False)
 
     @classmethod
-    def of(cls, function: Callable[..., Any], given: tuple[Any, ...]) -> Arguments:
+    def of(cls, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Arguments:
         """List the arrays among positional arguments: anything with a shape and a dtype; the rest stays as it is."""
-        opened, back = flax_nnx.plain(given)
+        opened, back = flax_nnx.plain(inputs)
         leaves, treedef = jax.tree.flatten_with_path(opened)
-        names = _parameter_names(function, len(given))
+        names = _parameter_names(function, len(inputs))
         slots = [i for i, (_, leaf) in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
 
         def argument(path: Any, leaf: Any) -> Argument:

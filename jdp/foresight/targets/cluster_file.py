@@ -24,15 +24,15 @@ from jdp.foresight.targets.gpu_config import with_config, written
 
 @dataclass(frozen=True)
 class _Key:
-    """What a key of the file sets: a field of `Gpu`, to `scale` times the number given; rounded where `whole`."""
+    """What a key of the file sets: a field of `Gpu`, to `scale` times the number given; rounded where `is_integer`."""
 
     field: str
     scale: float
-    whole: bool = False
+    is_integer: bool = False
 
 
 _RATES = {
-    "memory_gib": _Key("memory_bytes", 2**30, whole=True),
+    "memory_gib": _Key("memory_bytes", 2**30, is_integer=True),
     "memory_bandwidth_gb_s": _Key("memory_bandwidth", 1e9),
     "vector_tflops": _Key("vector_flops", 1e12),
     "link_bandwidth_gb_s": _Key("link_bandwidth", 1e9),
@@ -88,17 +88,17 @@ def read(path: Path) -> tuple[Gpu, str]:
     return _changed(gpu, given, path), text
 
 
-def _changed(gpu: Gpu, given: Mapping[str, object], path: Path) -> Gpu:
+def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
     """Return `gpu` with the name and the rates that the file gives."""
     changes = dict[str, object]()
-    for key, value in given.items():
-        if (known := _RATES.get(key)) is not None:
-            number = _number(value, key, path) * known.scale
-            changes[known.field] = round(number) if known.whole else number
-    name = given.get("name", gpu.name)
+    for key, value in entries.items():
+        if (rate := _RATES.get(key)) is not None:
+            number = _number(value, key, path) * rate.scale
+            changes[rate.field] = round(number) if rate.is_integer else number
+    name = entries.get("name", gpu.name)
     if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set('"\\'):
         raise UserError(f"{path}: name must be a line of text without quotes or backslashes; given {name!r}: rename it")
-    peaks = given.get("matmul_tflops", {})
+    peaks = entries.get("matmul_tflops", {})
     if not isinstance(peaks, dict):
         raise UserError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; given {peaks!r}: write one")
     _check_names(peaks, _DTYPES, path, "an element type of matmul_tflops")
@@ -117,8 +117,8 @@ def _number(value: object, key: str, path: Path) -> float:
     return float(number)
 
 
-def _check_names(given: Iterable[object], known: Sequence[str], path: Path, what: str) -> None:
-    for name in given:
-        if name not in known:
-            hint = nearest(str(name), known)
-            raise UserError(f"{path}: {what} must be one of {', '.join(known)}; given {name!r}{hint}")
+def _check_names(names: Iterable[object], allowed: Sequence[str], path: Path, what: str) -> None:
+    for name in names:
+        if name not in allowed:
+            hint = nearest(str(name), allowed)
+            raise UserError(f"{path}: {what} must be one of {', '.join(allowed)}; given {name!r}{hint}")

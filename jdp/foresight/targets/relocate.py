@@ -120,7 +120,7 @@ def abstract_on(
         rows, notes = round_up_rows(rows, relocated.loss.batch_unit)
     keep = target is None
     if target is not None:
-        state = step.bare(state)
+        state = jax.eval_shape(lambda state: state, state)  # without shardings
     abstract_state = jax.tree.map(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
     )

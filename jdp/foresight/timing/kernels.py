@@ -202,10 +202,10 @@ class _Demand:
         # bytes of the inputs, as far as they are needed
         self.read = sum(self._bytes(by_name[name]) for name in self.elements if name not in self.made)
 
-    def _bytes(self, given: Instruction) -> float:
+    def _bytes(self, operand: Instruction) -> float:
         """Bytes of an input that are read: elements that are needed twice are read once."""
-        size = _size(given)
-        return given.result_bytes * min(1.0, self.elements[given.name] / size) if size else 0.0
+        size = _size(operand)
+        return operand.result_bytes * min(1.0, self.elements[operand.name] / size) if size else 0.0
 
     def _write(self, root: Instruction) -> float:
         """Need a result; return the bytes that writing it takes: of a buffer updated in place, the update's."""

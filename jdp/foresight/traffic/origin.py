@@ -40,7 +40,6 @@ class Piece:
     dims: tuple[int, ...]  # of an all-gather's result, a reduce-scatter's shard, else the operand
     payload_bytes: int  # of the whole tensor, once, as `Collective.payload_bytes` counts
     source_line: str | None = None  # "file:line" of the collective; else of what made the tensor, or uses it
-    op_names: str = ""  # XLA's names of the collective, of what made the tensor, and of what uses it
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,7 @@ class Sites:
         times = collective.group_size if collective.kind == "reduce-scatter" else 1
         if len(operands) != len(collective.shapes):
             line = line_of(collective.source_lines)
-            shapes, name = collective.shapes, collective.op_name or ""
-            return [Piece(dtype, dims, times * array_bytes(dtype, dims), line, name) for dtype, dims in shapes]
+            return [Piece(dtype, dims, times * array_bytes(dtype, dims), line) for dtype, dims in collective.shapes]
         pieces = list[Piece]()
         for index, ((dtype, dims), operand) in enumerate(zip(collective.shapes, operands, strict=True)):
             sources = self._concatenated(operand, names)
@@ -116,9 +114,7 @@ class Sites:
             whole = times * array_bytes(dtype, dims)
             for source, shape, size in zip(sources, shapes, sizes, strict=True):
                 line = self._source_line(collective, index, source, names)
-                near = [*_upwards(source, names), *_uses(collective.name, index, len(sources) == 1, names)]
-                known = " ".join(filter(None, (collective.op_name, *(step.op_name for step in near))))
-                pieces.append(Piece(dtype, shape, whole * size // max(sum(sizes), 1), line, known))
+                pieces.append(Piece(dtype, shape, whole * size // max(sum(sizes), 1), line))
         return pieces
 
     def _source_line(self, collective: Collective, index: int, made_by: Instruction, names: Names) -> str | None:

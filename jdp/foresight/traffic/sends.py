@@ -59,7 +59,7 @@ def sent_by(reading: Reading, collectives: Sequence[MeshCollective]) -> tuple[Se
             before = sent.get((*key, c.caveats), Sent(*key, 0, 0.0, c.caveats))
             after = replace(before, count=before.count + c.count, wire_bytes=before.wire_bytes + wire)
             sent[*key, c.caveats] = after
-    return tuple(sorted(sent.values(), key=lambda each: -each.wire_bytes))
+    return tuple(sorted(sent.values(), key=lambda entry: -entry.wire_bytes))
 
 
 def sent_table(sent: Sequence[Sent]) -> list[tuple[str, ...]]:
