@@ -12,7 +12,6 @@ WIDTH = 8
 CLASSIFIER = weights_of(up=(6, WIDTH), down=(WIDTH, 4))
 SCORER = weights_of(up=(6, WIDTH), down=(WIDTH, 1))
 LABELLED = batch_of(x=floats(6), label=below(4), weight=uneven)
-REGRESSION = batch_of(x=floats(6), y=floats())
 VIEWS = batch_of(a=floats(6), b=floats(6))
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
