@@ -145,12 +145,14 @@ def initial(init, seed):
 
 
 class Loop:
-    """What is trained, and how: `step` is a step of one device, `start` what the optimizer begins with."""
+    """What is trained, and how: `step` is a step of one device, `start` what the optimizer begins with.
 
-    def __init__(self, initial, loss, tx, *, clip_norm=None, is_trained=lambda path: True, microbatches=1):
+    `split`: a sharding of the rows, by which XLA itself spreads the step over devices."""
+
+    def __init__(self, initial, loss, tx, *, clip_norm=None, is_trained=lambda path: True, microbatches=1, split=None):
         self.kind, self.params, self.state = initial
         self.loss, self.tx, self.clip_norm = loss, tx, clip_norm
-        self.microbatches = microbatches
+        self.microbatches, self.split = microbatches, split
         self.trained = [is_trained(path) for path in by_path(self.params)]
         self.step = jax.jit(self._step)
 
@@ -179,6 +181,8 @@ class Loop:
         for k in range(self.microbatches):
             numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, self.microbatches)[:, k]
             rows = jax.tree.map(lambda x, numbers=numbers: x[numbers.ravel()], batch)
+            if self.split is not None:
+                rows = jax.lax.with_sharding_constraint(rows, self.split)
             (_, (more, now)), grad = jax.value_and_grad(self.sums, has_aux=True)(
                 self.part(params), params, now, rows, key
             )
@@ -253,6 +257,18 @@ def compared(got, want):
         assert mine.keys() == others.keys()
         named += [(f"{part}/{path}", mine[path], others[path]) for path in others]
     return [(name, distance(a, b), a, b) for name, a, b in named]
+
+
+def nudged(params, seed):
+    """The parameters, each value of float32 moved by one rounding up or down, or not at all (none for seed 0)."""
+    random = np.random.default_rng(seed)
+
+    def moved(leaf):
+        if not seed or leaf.dtype != np.float32:
+            return leaf
+        return leaf * (1 + random.integers(-1, 2, size=leaf.shape) * 2.0**-23).astype(np.float64)
+
+    return jax.tree.map(lambda leaf: jnp.asarray(moved(np.asarray(leaf)), leaf.dtype), params)
 
 
 def distance(got, want):

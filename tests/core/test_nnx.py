@@ -225,9 +225,6 @@ def test_manual_refuses_counts_of_the_batch(through_seen, accumulate):
         trace(partitioning, devices)
 
 
-# What a module may hold.
-
-
 class Held(nnx.Module):
     """Variables that hold trees, and one without elements."""
 

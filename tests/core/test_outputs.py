@@ -146,9 +146,3 @@ def test_one_call_returns_any_array():
     x = batch_of()["x"]
     jax.tree.map(close, found, [x.sum(), x.T, x - x.mean(0), np.arange(ROWS)])
     assert gradient.partitioning == "auto" and "each array of aux" in gradient.why
-
-
-def test_a_pair_without_has_aux_names_it():
-    gradient = jdp.value_and_grad(loss_fn, plan_of())
-    with pytest.raises(ValueError, match=r"given tuple\. .*has_aux=True"):
-        gradient(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
