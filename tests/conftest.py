@@ -55,7 +55,6 @@ TESTS_OF_TRIALS = {
     "test_training_properties",
     "test_readme",
     "test_guides",
-    "test_batch_norm",
     "test_agreement",
     "test_losses_table",
     "test_outputs",

@@ -155,10 +155,6 @@ def possible(case, settings):
     return case
 
 
-def rows_a_device(case, setting):
-    return case.rows // (batch_shards(setting.mesh) * setting.accumulate)
-
-
 def may_be_refused(case, setting):
     """Whether the case holds what cannot be right where the loss is called on parts of a batch."""
     if setting.unit == 1 or (setting.accumulate == 1 and setting.partitioning != "manual"):

@@ -1,12 +1,10 @@
-"""What an entry of the table of losses is, and short ways to say which parameters and batches it takes.
+"""The table of losses: what an entry is, short ways to say its parameters and batches, and two language models.
 
-`losses_that_sum` and `losses_that_mix` hold the table; `test_losses_table` checks by computing that it is true. Nothing
-here knows how `jdp` decides.
+`losses_that_sum` and `losses_that_mix` hold the table. Nothing here knows how `jdp` decides.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-MARK = "# mixes"
+from flax import nnx
 
 
 @dataclass(frozen=True)
@@ -23,37 +20,27 @@ class Entry:
     """A loss function, and what it is called with.
 
     Attributes:
-        name: of the function.
         init: (rng) -> parameters, or an NNX module.
         batch: (rows) -> arrays whose leading dimension is the row.
         loss: (model, batch, rng) -> `jdp.Loss`, or a scalar.
         as_sum: (model, batch, rng) -> the total and weight whose quotient a scalar is; None for a `jdp.Loss` and for a
             mean over the rows.
-        draws: whether it draws from `rng`, or its module from its own.
     """
 
-    name: str
     init: Callable[[Any], Any]
     batch: Callable[[int], dict[str, np.ndarray]]
     loss: Callable[[Any, Any, Any], Any]
     as_sum: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-    draws: bool = False
 
     def __repr__(self) -> str:
-        return self.name
-
-    @property
-    def marked_lines(self) -> list[int]:
-        """The lines of its file at which it mixes rows; any of them is right to name."""
-        lines, first = inspect.getsourcelines(self.loss)
-        return [number for number, line in enumerate(lines, first) if line.rstrip().endswith(MARK)]
+        return self.loss.__name__
 
 
-def entry(table, init, batch, as_sum=None, draws=False):
+def entry(table, init, batch, as_sum=None):
     """Put the function below into `table`."""
 
     def put(loss):
-        table.append(Entry(loss.__name__, init, batch, loss, as_sum, draws))
+        table.append(Entry(init, batch, loss, as_sum))
         return loss
 
     return put
@@ -111,11 +98,6 @@ def uneven(random, rows):
     return random.permutation(np.arange(rows) % 4).astype(np.float32)
 
 
-def layer_norm(x, eps=1e-5):
-    """Normalise the features of one position."""
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + eps)
-
-
 def mlp(params, x):
     """Two layers: `up` and `down`."""
     return jax.nn.gelu(x @ params["up"]) @ params["down"]
@@ -124,3 +106,61 @@ def mlp(params, x):
 def unit(x):
     """Scale the last dimension to length 1."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+# Models: a GPT's block, and a Llama in a scan over its layers.
+
+WORDS, WIDTH, LENGTH = 11, 8, 6
+
+
+class Block(nnx.Module):
+    """One layer of a GPT, with dropout."""
+
+    def __init__(self, rngs):
+        self.embed, self.position = nnx.Embed(WORDS, WIDTH, rngs=rngs), nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.before, self.after = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.out, self.dropout = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        q, k, v = (part.reshape(*part.shape[:2], 2, -1) for part in jnp.split(self.qkv(self.before(x)), 3, axis=-1))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(attended.reshape(x.shape)))
+        return self.embed.attend(self.after(x))
+
+
+def init_block(rng):
+    return Block(nnx.Rngs(rng))
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def rotate(x):
+    """RoPE (arXiv:2104.09864)."""
+    angles = jnp.arange(x.shape[1])[:, None] / 10 ** jnp.arange(x.shape[-1] // 2)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1)
+
+
+@jax.checkpoint
+def llama_layer(x, layer):
+    h = rms_norm(x, layer["scale"])
+    q, k, v = (h @ layer[name] for name in "qkv")
+    scores = jnp.einsum("btd,bsd->bts", rotate(q), rotate(k)) / np.sqrt(WIDTH)
+    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+    return x + jax.nn.silu(weights @ v @ layer["up"]) @ layer["down"], None
+
+
+STACKED = dict.fromkeys("qkv", (2, WIDTH, WIDTH)) | {"scale": (2, WIDTH)}
+LLAMA = weights_of(embed=(WORDS, WIDTH), up=(2, WIDTH, WIDTH), down=(2, WIDTH, WIDTH), **STACKED)
+
+
+def llama(params, tokens):
+    """The logits of each next token."""
+    layers = {name: leaf for name, leaf in params.items() if name != "embed"}
+    x, _ = jax.lax.scan(llama_layer, params["embed"][tokens], layers)
+    return jnp.einsum("btd,vd->btv", x, params["embed"]).astype(jnp.float32)

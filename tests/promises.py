@@ -16,7 +16,7 @@ NAMES = {
     "Precision": "core/test_precision.py::test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own[zero3-2-bf16-bfloat16-float32]",
     "Step": "core/test_step.py::test_a_step_is_lowered_for_the_mesh_of_its_state",
     "TrainState": "core/test_init.py::test_the_abstract_state_describes_the_real_one",
-    "ValueAndGrad": "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated",
+    "ValueAndGrad": "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated[manual]",
     "abstract_state": "core/test_init.py::test_the_abstract_state_describes_the_real_one",
     "ema_params": "core/test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
     "foresee": "foresight/test_foresee.py::test_from_python_around_ones_own_model",
@@ -28,7 +28,7 @@ NAMES = {
     "keep_programs": "core/test_persistent_cache.py::test_a_program_is_found_again_in_a_folder_of_its_processor",
     "make_eval_step": "core/test_step.py::test_evaluation_is_the_loss_without_randomness_or_donation",
     "make_mesh": "core/test_mesh.py::test_axes_stand_as_written_and_minus_one_takes_what_is_left",
-    "make_train_step": "core/test_step.py::test_results_stay_where_the_plan_wants_them",
+    "make_train_step": "core/test_step.py::test_results_stay_where_the_plan_wants_them[adamw]",
     "muon": "core/test_zero_and_muon.py::test_equals_one_device[zero3-8-1]",
     "place": "core/test_value_and_grad.py::test_placing_moves_a_tree_between_plans_and_changes_no_bit",
     "process_rows": "data/test_feed.py::test_a_process_reads_the_rows_of_its_own_devices",
@@ -38,7 +38,7 @@ NAMES = {
     "scaled_lr": "core/test_schedules.py::test_the_rate_is_scaled_with_the_batch",
     "scan_layers": "core/test_layers.py::test_scanned_layers_are_the_plain_loop",
     "shard_batches": "data/test_feed.py::test_global_arrays_hold_each_row_where_the_plan_wants_it",
-    "value_and_grad": "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated",
+    "value_and_grad": "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated[manual]",
     "verify": "foresight/test_verify.py::test_a_step_that_keeps_the_contract",
     "warmup": "core/test_schedules.py::test_the_warmup_climbs_in_equal_increments_and_stays",
     "with_ema": "core/test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
@@ -80,7 +80,7 @@ CONTRACTS = {
         f"{case}: bytes sent are the contract's": f"{_BYTES}[{case}]"
         for case in ("mlp-ddp-4", "mlp-zero1-4", "mlp-zero2-4", "gpt-zero3-4")
     },
-    "replicas: shards of gradients alone cross the slow links": "core/test_hsdp.py::test_only_shards_of_gradients_cross_the_hosts",
+    "replicas: shards of gradients alone cross the slow links": "core/test_model_axis.py::test_only_shards_of_gradients_cross_the_hosts",
     **{
         f"{case}: a checkpoint is restored onto any plan": f"{_RESTORED}[{case}]"
         for case in ("ddp-axes0", "zero1-axes4", "zero2-axes1", "zero3-axes3")
@@ -90,7 +90,7 @@ CONTRACTS = {
     "the same order of examples on any number of processes": "data/test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
     "masks and initial weights are those of any mesh": "core/test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
     "a loss that mixes examples is refused where it cannot be right": "core/test_loss_check.py::test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused[contrastive]",
-    "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[raw-zero3-auto]",
+    "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[linen-zero1-manual]",
     "any step is compared with its baseline, by source line": "cli/test_programs.py::test_a_baseline_is_equal_until_a_line_sends_more",
     "a user's mistake is one error and exit 2": "cli/test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
     "processes that are missing are named": "core/test_roll_call.py::test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process",

@@ -46,13 +46,6 @@ def test_memory_that_was_freed_is_used_again_without_a_page_fault():
     assert measured(JDP_FRESH_MEMORY="1")[1] == 0
 
 
-@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
-def test_where_addresses_are_limited_the_heap_is_as_it_was():
-    limited = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n{PROGRAM}"
-    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[1] == "1"
-
-
 def test_another_allocator_or_library_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_allocator, "_OTHER_ALLOCATORS", ("malloc",))  # a name that every library has
     assert cpu_allocator.keep_memory() is None

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import jdp
-from jdp.core.cluster import agreement
-from jdp.core.cluster.agreement import agree
-
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -168,10 +164,3 @@ def test_who_does_not_come_is_named(reported):
 
 
 # What is compared, and how a difference is told.
-
-
-def test_without_a_coordination_service_it_is_reported(monkeypatch, capsys):
-    monkeypatch.setattr(agreement, "processes_of", lambda mesh: (0, 1))
-    monkeypatch.setattr("jdp.base.notices._said", set())
-    agree("here", [], jdp.make_mesh(data=8))
-    assert "whether they agree is not checked" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jdp
@@ -67,7 +67,6 @@ CALLS = {
     "an entry is left open": (lambda: plan(rules=[("w", P(P.UNCONSTRAINED))]), ENTRY + "UNCONSTRAINED.*Write None"),
     "min_shard_size < 0": (lambda: plan(min_shard_size=-1), "min_shard_size is a whole .* 0 or more; given -1"),
     "a mesh axis is a float": (lambda: jdp.make_mesh(data=8.0), "Mesh axes are integers, .*; given data=8.0"),
-    "a mesh axis is a bool": (lambda: jdp.make_mesh(data=8, x=True), "Mesh axes are integers, .*; given x=True"),
     "tx was not made": (lambda: state(tx=optax.adam), TX_IS + "the function adam. Call it first"),
     "tx is a class": (lambda: state(tx=optax.MultiSteps), TX_IS + "the class MultiSteps. Call it first"),
     "tx is None": (lambda: state(tx=None), TX_IS + "None"),
@@ -77,7 +76,6 @@ CALLS = {
     ),
     "init is a module": (lambda: state(linear(KEY)), INIT_IS + r"a Linear\. Write lambda rng: Model"),
     "init is a tree": (lambda: state(params(KEY)), INIT_IS + "a dict.*lambda rng: params for weights that exist"),
-    "init is of linen": (lambda: state(linen.Dense(2)), INIT_IS + "a Dense. Write lambda rng"),
     "init is a class of rngs": (lambda: state(OfRngs), INIT_IS + r"the class OfRngs\. Write lambda rng: OfR"),
     "init is a class": (lambda: state(nnx.Linear), INIT_IS + r"Linear\(self, in_features"),
     "init of nothing": (lambda: jdp.init(lambda: 0, plan(), rng=KEY), INIT_IS + r"<lambda>\(\)\. Write a function of"),
@@ -91,10 +89,6 @@ CALLS = {
         lambda: jdp.make_train_step(plan(), keywords),
         r"given the function keywords\. .*order: jdp\.make_train_step\(loss_fn, plan\)",
     ),
-    "loss and plan of a gradient exchanged": (
-        lambda: jdp.value_and_grad(plan(), keywords),
-        r"order: jdp\.value_and_grad\(loss_fn, plan\)",
-    ),
     "loader and plan exchanged": (lambda: jdp.shard_batches(plan(), []), r"order: jdp\.shard_batches\(loader, plan\)"),
     "rows and plan exchanged": (lambda: jdp.process_rows(16, plan()), r"given 16\. .*process_rows\(plan, batch_size\)"),
     "tree and plan exchanged": (lambda: jdp.place(plan(), {}), r"given a dict\. .*order: jdp\.place\(tree, plan\)"),
@@ -105,20 +99,16 @@ CALLS = {
         lambda: jdp.make_mesh(devices=8),
         r"`devices` are devices .*; given 8\. .*devices\(\)\[:4\]",
     ),
-    "numbers of devices": (lambda: jdp.make_mesh(devices=[0, 1]), r"`devices` are devices .*; given \[0, 1\]"),
     "rows are text": (lambda: jdp.process_rows(plan(), "16"), "rows are an integer; given '16'"),
     "rows of text": (lambda: jdp.gather_rows("x"), "gather_rows takes an array of rows; given 'x'"),
     "an average of a pair": (lambda: jdp.ema_params((state(), {})), f"given a tuple.*{PAIR_OF_STEP}"),
     "a pair to verify": (lambda: jdp.verify(step(), (state(), {}), {}), rf"as in jdp\.verify\(.*{PAIR_OF_STEP}"),
-    "a pair to foresee": (lambda: jdp.foresee(step(), (state(), {}), {}), rf"as in jdp\.foresee\(.*{PAIR_OF_STEP}"),
     "a batch to verify": (lambda: jdp.verify(step(), {}, state()), "given a dict. Write the arguments in this order"),
     "a state to verify": (lambda: jdp.verify(state(), step(), {}), "is a step, .*; given a TrainState"),
     "a number as target": (lambda: jdp.verify(step(), state(), {}, 8), '"h100:1x8" or "cpu:8"; given 8'),
     "a path and a state exchanged": (lambda: jdp.save(state(), "folder"), "a path must be text .* given a TrainState"),
     "rng is an nnx.Rngs": (lambda: state(rng=nnx.Rngs(0)), r"rng is a key, .*; given a Rngs.*rngs\.params\(\)"),
-    "rng of jdp.init is an nnx.Rngs": (lambda: jdp.init(params, plan(), rng=nnx.Rngs(0)), "rng is a key, .* a Rngs"),
     "a loss of two": (lambda: jdp.make_eval_step(lambda p, batch: 0.0, plan()), r"given <lambda>\(p, batch\)\. Write "),
-    "a loss of keywords": (lambda: jdp.make_train_step(keywords, plan()), r"given keywords\(p, batch, \*, rng\)\."),
     "a gradient of two models": (
         lambda: jdp.value_and_grad(lambda p, batch, rng: 0.0, plan(), argnums=(0, 1)),
         r"\(model_0, model_1, batch, rng\), called with 4 .*; given <lambda>\(p, batch, rng\)",
@@ -135,14 +125,6 @@ CALLS = {
     "warm-up of half a step": (
         lambda: jdp.warmup(0.1, 2.5),
         "takes an integer steps >= 0 and start >= 0; given steps=2.5",
-    ),
-    "batch is infinite": (
-        lambda: jdp.scaled_lr(0.1, base_batch=1, batch=float("inf")),
-        "given batch=inf. Give finite",
-    ),
-    "base_batch is 0": (
-        lambda: jdp.scaled_lr(0.1, base_batch=0, batch=1),
-        "takes positive numbers; given base_batch=0",
     ),
     "GPT-2's names of a ResNet": (
         lambda: gpt2_names(ResNetConfig(2, (1,))),

@@ -33,13 +33,6 @@ def test_what_it_cannot_be(given, said):
         Compiler.of(given)
 
 
-def test_a_value_is_equal_to_itself_written_otherwise():
-    assert Compiler.of({}) == Compiler.of("default") == Compiler() == Compiler.of(Compiler())
-    one, other = {"xla_a": 1, "xla_b": "x"}, {"xla_b": "x", "xla_a": 1}
-    assert Compiler.of(one) == Compiler.of(other) and Compiler.of(other).value == one
-    assert str(Compiler.of(one)) == "xla_a=1, xla_b=x" and str(Compiler.of("overlap")) == "overlap"
-
-
 def test_each_platform_takes_its_own_and_what_its_compiler_knows(capfd):
     a100, cpu = (jdp.make_mesh(devices=target(name).devices, data=-1) for name in ("a100:2x2", "cpu:2"))
     given = {SCHEDULER: True, "xla_gpu_gone": 1, "xla_cpu_enable_fast_math": False, "xla_gone": 1}

@@ -52,10 +52,7 @@ def alone():
     return {clip: losses(clip, plan_of(1))[1]}
 
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-# Each strategy along both axes of the batch by hand and along one as jdp chooses, and both ways the other way round.
-CASES = [*(("manual", 8, s) for s in STRATEGIES), *((None, 4, s) for s in STRATEGIES)]
-CASES += [("manual", 4, "zero3"), (None, 8, "ddp")]
+CASES = [("manual", 8, "zero1"), ("manual", 8, "zero3"), (None, 4, "ddp"), (None, 8, "zero2")]
 
 
 @pytest.mark.parametrize(("partitioning", "devices", "strategy"), CASES)

@@ -76,14 +76,6 @@ def test_steps_do_not_draw_what_init_drew():
     assert not np.array_equal(jax.random.normal(state.rng, (8,)), state.params["w"])
 
 
-def test_a_legacy_key_is_accepted():
-    typed, legacy = plan_of("ddp", data=1), jax.random.PRNGKey(3)
-    got = initial(typed, legacy)
-    assert jnp.issubdtype(got.rng.dtype, jax.dtypes.prng_key)
-    for path, value in values(got).items():
-        np.testing.assert_array_equal(value, reference()[path], err_msg=path)
-
-
 @pytest.mark.parametrize(("strategy", "bound"), [("zero3", 0.5), ("ddp", 3.5)])
 def test_no_device_ever_holds_what_it_will_not_keep(strategy, bound, monkeypatch):
     """The memory of the programs that make the state, in copies of the parameters: under ZeRO-3 over eight devices the

@@ -20,10 +20,8 @@ def ids(mesh):
     ("axes", "shape"),
     [
         ({}, {"data": 8}),
-        ({"data": -1}, {"data": 8}),
         ({"replica": 2, "data": 4}, {"replica": 2, "data": 4}),
         ({"data": 4, "model": 2}, {"data": 4, "model": 2}),
-        ({"model": 2, "data": 4}, {"model": 2, "data": 4}),
         ({"replica": -1, "data": 2, "model": 2}, {"replica": 2, "data": 2, "model": 2}),
         ({"data": -1, "model": 8}, {"data": 1, "model": 8}),
         ({"pipe": 2, "data": -1, "model": 2}, {"pipe": 2, "data": 2, "model": 2}),
@@ -36,14 +34,7 @@ def test_axes_stand_as_written_and_minus_one_takes_what_is_left(axes, shape):
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"data": 2, "replica": 2, "model": 2},
-        {"data": 2, "model": 2, "replica": 2},
-        {"replica": 2, "data": 2, "model": 2},
-    ],
-)
+@pytest.mark.parametrize("axes", [{"data": 2, "replica": 2, "model": 2}, {"replica": 2, "data": 2, "model": 2}])
 def test_replica_varies_slowest_wherever_it_is_written(axes):
     """Names stand as written; but devices 0-3 are one replica, and the last of the other axes has neighbours."""
     mesh = jdp.make_mesh(**axes)
@@ -130,29 +121,23 @@ def test_the_batch_is_sharded_over_replica_and_data_only(axes, expected):
     [
         ({"model": 8}, "A mesh needs a `data` axis; given model=8. Add data=-1 to take the devices that are left."),
         ({"data": 8, "la la": 1}, "named like variables, and not `devices`; given 'la la'. Rename it."),
-        ({"data": 8, "m" * 101: 1}, "named like variables, and not `devices`; given 'mmm"),
-        ({"data": 8.0}, "Mesh axes are integers, as in make_mesh(data=8); given data=8.0."),
         ({"data": 0}, "positive sizes, at most one of them -1 (what is left); given data=0. Write 1 or more"),
-        ({"data": 4, "model": -2}, "positive sizes, at most one of them -1 (what is left); given data=4 × model=-2."),
         ({"data": -1, "model": -1}, "at most one of them -1 (what is left); given data=-1 × model=-1."),
         (
             {"replica": 2, "data": 3},
             "multiply to the number of devices: replica=2 × data=3 = 6, but there are 8 devices. "
             "Take data=4, or change an axis, or run on 6 devices (devices=jax.devices()[:6]).",
         ),
-        ({"data": 4, "model": 3}, "data=4 × model=3 = 12, but there are 8 devices. Change an axis, or run on 12"),
         (
             {"data": -1, "model": 3},
             "data=-1 × model=3 (the others make 3), but there are 8 devices. "
             "Change an axis, or run on 3 devices or a multiple of them (devices=jax.devices()[:3]).",
         ),
-        ({"data": -1, "model": 16}, "data=-1 × model=16 (the others make 16), but there are 8 devices."),
         (
             {"data": 16},
             "devices: data=16, but there are 8 devices. Take data=8, or change an axis, or run on 16 devices, by "
             'jax.config.update("jax_num_cpu_devices", 16) before the first use of jax.',
         ),
-        ({"replica": 8, "data": 8, "model": 8}, "replica=8 × data=8 × model=8 = 512, but there are 8 devices."),
     ],
 )
 def test_what_is_wrong_with_a_mesh_is_reported_with_the_whole_equation(axes, message):

@@ -59,13 +59,6 @@ def test_a_state_is_a_table_of_its_leaves_and_no_array_is_read(gone):
     assert re.search(rf"all of params +{elements / 1e3:.3g}k elements in 24 ", text)
 
 
-def test_bytes_a_device_are_the_plans(gone):
-    plan = plan_of()
-    held = sum(place.bytes_per_device for place in plan.placements(gone))
-    state, placements = repr(gone).splitlines()[-1], repr(plan.placements(gone)).splitlines()[-1]
-    assert f"{held / 2**10:.3g} KiB" in state and f"{held / 2**10:.3g} KiB" in placements
-
-
 def test_placements_are_a_list_with_the_reason_for_each(gone):
     plan = plan_of(offload="optimizer")
     placements = plan.placements(gone)

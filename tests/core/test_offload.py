@@ -62,11 +62,10 @@ def assert_same_bits(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path):
+def test_same_bits_through_steps_and_checkpoints(tmp_path):
     """Three steps with and without; saved after two, and restored onto the other plan."""
-    state, step = make(strategy, None)
-    off, off_step = make(strategy, "optimizer")
+    state, step = make("zero3", None)
+    off, off_step = make("zero3", "optimizer")
     before = kinds(off)
     first, second, third = batches()
     for batch in (first, second):
@@ -93,26 +92,6 @@ def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path):
     plan = off_step.plan
     evaluated = [float(jdp.make_eval_step(loss, p)(s, third)["loss"]) for p, s in ((step.plan, state), (plan, off))]
     assert evaluated[0] == evaluated[1]
-
-
-@pytest.mark.parametrize(("strategy", "accumulate"), [("zero3", 1), ("zero1", 2)])
-def test_same_bits_where_layers_send_while_they_compute(strategy, accumulate):
-    """The shards come in bf16 there, and their gradients in float32, as they do without offload."""
-    found = []
-    for offload in (None, "optimizer"):
-        state, step = make(strategy, offload, accumulate=accumulate, partitioning="manual")
-        state, metrics = step(state, batches()[0])
-        found.append((state.params, state.opt_state, metrics))
-    assert_same_bits(*jax.device_get(found))
-
-
-def test_a_step_that_is_not_finite_changes_nothing():
-    state, step = make("zero1", "optimizer")
-    kept = jax.tree.map(np.asarray, jax.device_get((state.params, state.opt_state)))
-    bad = {**batches()[0], "x": np.full((16, WIDTH), np.nan, "float32")}
-    state, metrics = step(state, bad)
-    assert int(metrics["skipped"]) == 1
-    assert_same_bits(kept, jax.device_get((state.params, state.opt_state)))
 
 
 def test_an_optimizer_that_mixes_leaves_and_parameters():

@@ -1,9 +1,10 @@
 """Any optax optimizer: its state lies where the parameters lie, stays there, and leads to one device's weights.
 
-The whole list of optax's aliases runs in one program: every alias has a kernel and a bias of its own and
-`multi_transform` hands each its part. All activations are positive and the targets far below them, so no gradient
-cancels: what sees only its sign, or divides by it, is not at the mercy of the last bit. float32 sums over eight devices
-run in another order, some 1e-7 of each gradient; the bound leaves room for what a few steps of dividing make of it.
+Optax's aliases run in two programs, and those of `optax.contrib` in another: every optimizer has a kernel and a bias of
+its own and `multi_transform` hands each its part. The lists are read from the modules: a new optimizer comes in by
+itself. All activations are positive and the targets far below them, so no gradient cancels: what sees only its sign, or
+divides by it, is not at the mercy of the last bit. float32 sums over eight devices run in another order, some 1e-7 of
+each gradient; the bound leaves room for what a few steps of dividing make of it.
 """
 
 import functools
@@ -17,39 +18,76 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from judged import judged
+from optax import contrib
 
 import jdp
+from jdp.core.update.optimizer_checks import check_update, products
 
 ROWS, FEATURES, OUT = 16, 32, 16
-ALIASES = sorted(
-    name
-    for name, value in vars(optax).items()
-    if inspect.isfunction(value) and value.__module__ == "optax._src.alias" and not name.startswith("_")
-)
-SETTINGS = {
+
+
+def functions_of(module, is_one):
+    return [name for name, value in sorted(vars(module).items()) if inspect.isfunction(value) and is_one(value)]
+
+
+REFUSED = {
+    "differentially_private_aggregate": "expects `grads` to have a batch dimension",
+    "dpsgd": "expects `grads` to have a batch dimension",
+    "hutchinson_estimator_diag_hessian": "obj_fn must be provided",
+    "sophia": "obj_fn must be provided",
+}
+"""Optimizers that need a gradient of each row, or the loss function: the reason, in optax's words."""
+NO_OPTIMIZERS = {"schedule_free_eval_params", *REFUSED}
+ALIASES = functions_of(optax, lambda f: f.__module__ == "optax._src.alias" and f.__name__[0] != "_")
+CONTRIB = [name for name in functions_of(contrib, lambda f: f.__name__[:9] != "scale_by_") if name not in NO_OPTIMIZERS]
+QUICK = ["adam", "adafactor", "lamb", "lbfgs", "sm3"]
+GROUPS = {"quick": QUICK, "optax": [name for name in ALIASES if name not in QUICK], "contrib": CONTRIB}
+SETTINGS = {  # estimates of a rate begin at 1e-6, with which three steps change nothing
     "adafactor": {"min_dim_size_to_factor": 8},
     "lbfgs": {"linesearch": None},
     "noisy_sgd": {"key": jax.random.key(1)},
     "optimistic_adam_v2": {"alpha": 0.5},
+    "polyak_sgd": {"max_learning_rate": 1e-3},
     "sgd": {"momentum": 0.9},
+    "dadapt_adamw": {"estim_lr0": 1e-2},
+    "differentially_private_aggregate": {"l2_norm_clip": 1.0, "noise_multiplier": 0.0, "key": jax.random.key(0)},
+    "dog": {"init_step": ("heuristic", 1e-3)},
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.0, "seed": 0},
+    "galore": {"rank": 1},  # more than the gradient has; see matrix_optimizers.md
+    "mechanize": {"base_optimizer": optax.adam(1e-2), "s_init": 0.1},
+    "momo": {"learning_rate": 1e-2},
+    "prodigy": {"estim_lr0": 1e-2},
+    "sam": {"optimizer": optax.adam(1e-3), "adv_optimizer": optax.chain(contrib.normalize(), optax.sgd(0.1))},
+    "schedule_free_sgd": {"learning_rate": 1e-4},
+    "schedule_free": {"base_optimizer": optax.adam(1e-3)},
+    "split_real_and_imaginary": {"inner": optax.adam(1e-3)},
 }
-RUNS = {"one device": ("ddp", 1), "ddp": ("ddp", 8), "zero1": ("zero1", 8), "zero3": ("zero3", 8)}
+RUNS = {"one device": ("ddp", 1), "zero1": ("zero1", 8), "zero3": ("zero3", 8), "ddp": ("ddp", 8)}
 
 
-def alias(name):
-    make = getattr(optax, name)
-    rate = "max_learning_rate" if name == "polyak_sgd" else "learning_rate"
+def optimizer(name):
+    make = getattr(contrib, name, None) or getattr(optax, name)
+    settings = dict(SETTINGS.get(name, {}))
+    rate = inspect.signature(make).parameters.get("learning_rate")
+    if rate is not None and rate.default in (inspect.Parameter.empty, None):
+        settings.setdefault("learning_rate", 1e-3)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # optimistic_adam, as long as optax has it
-        return make(**{rate: 1e-3}, **SETTINGS.get(name, {}))
+        warnings.simplefilter("ignore", DeprecationWarning)  # optimistic_adam; dpsgd hands its seed on
+        tx = make(**settings)
+    if name in ("normalize", "reduce_on_plateau"):  # of an update, and no optimizers by themselves
+        return optax.chain(tx, optax.sgd(0.1 if name == "normalize" else 1e-3))
+    if name == "sam":  # takes no `value`, which is handed to all of a program or to none
+        return optax.GradientTransformation(tx.init, lambda g, s, p=None: tx.update(g, s, p))
+    return tx
+
+
+def together(names):
+    return optax.multi_transform({name: optimizer(name) for name in names}, {name: name for name in names})
 
 
 def init_one(rng):
     return {"kernel": jax.random.uniform(rng, (FEATURES, OUT)), "bias": jnp.ones(OUT)}
-
-
-def init_all(rng):
-    return {name: init_one(jax.random.fold_in(rng, i)) for i, name in enumerate(ALIASES)}
 
 
 def regression(params, batch):
@@ -117,44 +155,73 @@ def assert_same(got, wanted, rtol=1e-5, atol=1e-6):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
-BEYOND_ELEMENTS = {"adafactor", "fromage", "lamb", "lars", "lbfgs", "noisy_sgd", "novograd", "polyak_sgd", "sm3"}
-"""Aliases that look at more of a parameter than an element, at the loss, or keep something of another shape."""
-
-
 @functools.cache
-def run_all(run):
-    names = [name for name in ALIASES if run != "zero1" or name in BEYOND_ELEMENTS]
-    tx = optax.multi_transform({name: alias(name) for name in names}, {name: name for name in names})
-    plan = plan_of(run)
-    return plan, train(plan, tx, lambda rng: {name: init_all(rng)[name] for name in names}, loss_all)
+def run_all(group, run):
+    names, plan = GROUPS[group], plan_of(run)
+    init = lambda rng: {name: init_one(jax.random.fold_in(rng, i)) for i, name in enumerate(names)}  # noqa: E731
+    return plan, train(plan, together(names), init, loss_all)
 
 
-RUNS_OF_ALL = [
-    pytest.param(name, run, marks=[pytest.mark.slow] if run == "ddp" else [])
-    for name in ALIASES
-    for run in ("ddp", "zero1", "zero3")
-    if run != "zero1" or name in BEYOND_ELEMENTS
-]
-
-
-@pytest.mark.parametrize(("name", "run"), RUNS_OF_ALL)
-def test_every_alias_is_laid_as_planned_and_trains_as_on_one_device(name, run):
-    """Under ddp each device has what one device has, and computes it: that is `slow`. zero1 lays a state as zero3 does
-    (below, for all of them); what an update of elements makes of it differs from zero3 in nothing."""
-    plan, (lay, first, state) = run_all(run)
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in GROUPS.items() for name in names])
+def test_every_optimizer_is_laid_as_planned_and_trains_as_on_one_device(group, name):
+    """Under zero3: zero1 lays a state as zero3 does (below, for all of them)."""
+    plan, (lay, first, state) = run_all(group, "zero3")
     for place in assert_laid_as_planned(plan, lay, state, f"/{name}/"):
         if place.shape in ((FEATURES, OUT), (OUT,)):  # sharded where the parameter is
-            assert place.rest == (P("data") if run != "ddp" and place.shape == (FEATURES, OUT) else P()), place
-    _, (_, _, alone) = run_all("one device")
+            assert place.rest == (P("data") if place.shape == (FEATURES, OUT) else P()), place
+    _, (_, _, alone) = run_all(group, "one device")
     last, wanted = (jax.device_get(s.params[name]) for s in (state, alone))
     assert_same(last, wanted)
     assert all(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (first[name], last)), strict=True))
 
 
-def test_every_alias_is_run():
-    """A new one in optax comes into the list by itself; this is to see that the list is one."""
-    assert {"adam", "adafactor", "lamb", "lars", "lbfgs", "lion", "sm3", "sgd"} <= set(ALIASES)
-    assert len(ALIASES) >= 29
+def test_every_optimizer_is_run():
+    assert {"lars", "lion", "sgd", *QUICK} <= set(ALIASES) and len(ALIASES) >= 29
+    assert {"galore", "muon", "sam", "schedule_free_sgd"} <= set(CONTRIB) and len(CONTRIB) >= 22
+
+
+def test_lookahead_keeps_both_copies_sharded_and_trains_as_on_one_device():
+    make = lambda: optax.lookahead(optax.adam(1e-3), 2, 0.5)  # noqa: E731
+    init = lambda rng: optax.LookaheadParams.init_synced(init_one(rng))  # noqa: E731
+    loss = lambda params, batch, rng: loss_one(params.fast, batch, rng)  # noqa: E731
+    plan = plan_of("zero3")
+    lay, _, state = train(plan, make(), init, loss)
+    places = assert_laid_as_planned(plan, lay, state, "opt_state/")
+    assert len([place for place in places if place.rest == P("data")]) == 2  # of both moments
+    alone = train(plan_of("one device"), make(), init, loss)[2]
+    assert_same(jax.device_get(state.params), jax.device_get(alone.params))
+
+
+# What is sent beside the strategy's row: nothing, but for matrix and inner products, which are reported.
+
+SHAPES = {"wide": (64, 128), "tall": (128, 64), "bias": (128,)}  # sharded on either dimension
+PRODUCTS = {"lbfgs", "dadapt_adamw", "galore", "mechanize", "momo", "momo_adam", "muon", "prodigy"}
+"""Optimizers of matrix or inner products, whose cost is reported."""
+BEYOND_ELEMENTS = ("adafactor", "fromage", "lamb", "lars", "noisy_sgd", "novograd", "polyak_sgd", "sm3")
+"""Aliases without products that look at more of a parameter than an element; others have nothing to send."""
+
+
+@pytest.mark.parametrize("name", [*ALIASES, *CONTRIB])
+def test_products_are_those_of_a_list(name):
+    params, tx = {key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in SHAPES.items()}, optimizer(name)
+    program = check_update(tx, params, jax.eval_shape(tx.init, params))
+    assert (64 * 128 in products(program)) == (name in PRODUCTS)
+
+
+def perceptrons(params, batch, rng):
+    total = sum((((batch["x"] @ p["wide"] + p["bias"]) @ p["tall"]) ** 2).sum() for p in params.values())
+    return jdp.Loss(total, jnp.float32(batch["x"].shape[0]))
+
+
+@pytest.mark.parametrize("names", [("adafactor", "lamb"), BEYOND_ELEMENTS], ids=["two", "all"])
+def test_without_products_no_optimizer_sends_more_than_its_row(names):
+    """Of norms and factors XLA sends a few numbers."""
+    plan = jdp.Plan(jdp.make_mesh(), "zero1", min_shard_size=32)
+    init = lambda rng: {name: {key: jnp.ones(shape) for key, shape in SHAPES.items()} for name in names}  # noqa: E731
+    state = jdp.abstract_state(init, together(names), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(perceptrons, plan, partitioning="manual", check_loss=False)
+    report = judged(step, state, {"x": jax.ShapeDtypeStruct((ROWS, 64), "float32")})
+    assert report.kept, report
 
 
 # What belongs to which parameter.
@@ -244,47 +311,13 @@ def test_a_leaf_that_is_made_from_a_parameter_gets_what_fits_it_and_says_so(name
     assert {place.rest for place in placed(ddp, shapes_of(stacked, make(), ddp)).values()} == {P()}
 
 
-# Wrappers, in steps.
-
-
-def init_lookahead(rng):
-    return optax.LookaheadParams.init_synced(init_one(rng))
-
-
-def loss_lookahead(params, batch, rng):
-    return loss_one(params.fast, batch, rng)
-
-
-WRAPPED = {
-    "lookahead": (lambda: optax.lookahead(optax.adam(1e-3), 2, 0.5), init_lookahead, loss_lookahead, 2),
-    "MultiSteps": (lambda: optax.MultiSteps(optax.adam(1e-3), 2), init_one, loss_one, 3),
-    "chain of wrappers": (
-        lambda: optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.masked(optax.inject_hyperparams(optax.lamb)(learning_rate=1e-3), {"kernel": True, "bias": False}),
-            optax.apply_if_finite(optax.partition({"a": optax.adam(1e-3)}, {"kernel": "a", "bias": "a"}), 3),
-            optax.add_decayed_weights(1e-4),
-        ),
-        init_one,
-        loss_one,
-        4,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_wrappers_keep_their_state_sharded_and_train_as_on_one_device(name):
-    make, init, loss_fn, copies = WRAPPED[name]
-    plan = plan_of("zero3")
-    lay, _, state = train(plan, make(), init, loss_fn)
-    places = assert_laid_as_planned(plan, lay, state, "opt_state/")
-    sharded = [place for place in places if place.rest == P("data")]
-    assert len(sharded) == copies
-    alone = train(plan_of("one device"), make(), init, loss_fn)[2]
-    assert_same(jax.device_get(state.params), jax.device_get(alone.params))
-
-
 # What a step cannot carry.
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_needs_more_is_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=rf"A step hands an optimizer .* raised ValueError: .*{REFUSED[name]}"):
+        shapes_of(init_one, optimizer(name), plan_of("zero3"))
 
 
 def test_an_optimizer_that_asks_for_more_than_a_step_has_is_refused_before_it_compiles():

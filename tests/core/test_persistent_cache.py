@@ -65,15 +65,6 @@ def test_a_folder_that_cannot_be_made_is_said_and_breaks_nothing(
     assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
-def test_without_a_home_folder_programs_are_compiled_each_time(
-    found: Compile, capsys: pytest.CaptureFixture[str], homeless: None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(notices, "_said", set())
-    assert jdp.keep_programs() is None
-    assert not found() and not found()
-    assert capsys.readouterr().err.startswith("jdp: nothing is kept for the next run: HOME is not set")
-
-
 @pytest.mark.parametrize(("mode", "who"), [(0o770, "its group"), (0o1777, "all users")])
 def test_a_folder_that_others_may_write_to_is_not_used(
     tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str], mode: int, who: str

@@ -130,11 +130,6 @@ def test_rules_give_the_compute_spec_and_may_pin_data(strategy, rules, rest, com
         assert NamedSharding(plan.mesh, place.compute).is_equivalent_to(NamedSharding(plan.mesh, compute), 2)
 
 
-def test_a_rule_may_shard_what_is_too_small_to_shard_by_itself():
-    plan = jdp.Plan(jdp.make_mesh(), "zero1", rules=[("b", P("data"))])
-    assert by_path(plan, abstract(plan, {"b": (16,)}))["opt_state/0/nu/b"].rest == P("data")
-
-
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -187,12 +182,6 @@ def test_a_plan_needs_a_data_axis_of_type_auto():
     for name, kind in (("model", AxisType.Auto), ("data", AxisType.Explicit), ("data", AxisType.Manual)):
         with pytest.raises(ValueError, match=line):
             jdp.Plan(jax.make_mesh((8,), (name,), axis_types=(kind,)))
-
-
-def test_the_batch_is_sharded_over_replica_and_data():
-    plan = jdp.Plan(jdp.make_mesh(replica=2, data=2, model=2))
-    assert plan.batch_shards == 4
-    assert plan.batch_sharding == NamedSharding(plan.mesh, P(("replica", "data")))
 
 
 # The twins differ in nothing but their path, of which one is the end of the other, and their rules pin different dims.

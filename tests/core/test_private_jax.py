@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax._src import cloud_tpu_init, xla_bridge
 from jax._src.clusters import OmpiCluster, SlurmCluster
 from jax._src.core import trace_state_clean
@@ -121,16 +120,3 @@ def test_global_state_knows_this_process_without_a_backend():
 def test_xla_bridge_says_whether_a_backend_is_started():
     assert sys.modules["jax._src.xla_bridge"] is xla_bridge
     assert jax.devices() and xla_bridge.backends_are_initialized()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("from jax._src.core import AxisEnv as env, trace_ctx", ["jax._src.core.AxisEnv", "jax._src.core.trace_ctx"]),
-        ("def f():\n    import jax._src.mesh", ["jax._src.mesh"]),
-        ("sys.modules.get('jax._src.xla_bridge')", ["jax._src.xla_bridge"]),
-        ("from jax import numpy\nimport jax.extend", []),
-    ],
-)
-def test_this_file_sees_what_is_taken(text, expected):
-    assert list(taken(ast.parse(text))) == expected

@@ -1,7 +1,6 @@
 """A loss that sees some rows of the batch draws exactly those rows of the global draw; other draws are refused."""
 
 import functools
-import math
 
 import jax
 import jax.extend.random as jexr
@@ -16,86 +15,10 @@ from jdp.core.types import PartsError
 
 KEY = jax.random.key(11)
 
-BATCH = 24
-LAYOUTS = [(1, 8), (4, 2), (3, 4), (24, 1), (6, 1)]  # (microbatches, shards): 3, 3, 2, 1 and 4 local rows
-
-
-def places(count, shards):
-    """Every (shard, microbatch) of a layout: its first global row, and all those it stands for."""
-    rows = BATCH // count // shards
-    for shard in range(shards):
-        for microbatch in range(count):
-            first = shard * (BATCH // shards) + microbatch
-            yield first, first + count * np.arange(rows)
-
-
-@functools.cache
-def on_plain_key(draw):
-    return jax.device_get(jax.jit(lambda: draw(KEY, BATCH))())
-
 
 def read(draw, rows, key=KEY):
     few, many = (jax.make_jaxpr(lambda k, n=n: draw(k, n))(row_key_shape(rows)).jaxpr for n in (rows, 2 * rows))
     return read_draws(few, many, rows, key)
-
-
-@functools.cache
-def on_row_key(draw, rows, count):
-    """`draw(key, rows)` as a loss draws it that sees every `count`-th row, `rows` of them: (first global row) -> it."""
-    draws = read(draw, rows)
-    return jax.jit(lambda offset: draw(draws.key(KEY, offset=offset, stride=count, total=BATCH), rows))
-
-
-def check_rows(draw, layout, equal=np.testing.assert_array_equal):
-    """`draw(key, rows)` -> arrays [rows, ...]: on row keys it gives rows of what it gives on the plain key."""
-    whole, local = on_plain_key(draw), on_row_key(draw, BATCH // math.prod(layout), layout[0])
-    for first, indices in places(*layout):
-        got = local(jnp.uint32(first))
-        jax.tree.map(lambda g, w, i=indices: equal(g, w[i]), got, whole)
-
-
-def bits_and_masks(key, rows):
-    shapes = [(rows,), (rows, 3, 7)]
-    bits = [jax.random.bits(key, shape, dtype) for shape in shapes for dtype in (jnp.uint8, jnp.uint16, jnp.uint32)]
-    tokens = jax.random.bernoulli(key, 0.5, (rows * 5, 2)).reshape(rows, 10)  # examples flattened into tokens
-    return bits, tokens, [jax.random.bernoulli(key, 0.9, shape) for shape in shapes]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_draws_are_the_rows_of_the_global_draw(layout):
-    check_rows(bits_and_masks, layout)
-
-
-def test_what_is_made_of_bits_follows():
-    """Within rounding: a shorter array may be vectorised another way."""
-
-    def draw(key, rows):
-        return jax.random.normal(key, (rows, 9)), jax.random.randint(key, (rows,), 0, 1000)
-
-    check_rows(draw, (3, 4), functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6))
-
-
-def test_fold_in_and_split_carry_the_rows_along():
-    def draw(key, rows):
-        folded = jax.random.fold_in(jax.random.fold_in(key, 3), 5)
-        second = jax.random.split(key)[1]
-        several = jax.random.split(jax.random.split(key, 5)[4], (2, 2))[1, 0]
-        return [jax.random.bits(k, (rows, 4)) for k in (folded, second, several)]
-
-    check_rows(draw, (3, 4))  # two local rows: a split in two is not one key an example
-    check_rows(draw, (6, 1))
-
-
-def test_one_key_an_example():
-    """`split(key, rows)` yields the examples' own keys, which then draw for themselves."""
-
-    def draw(key, rows):
-        own = jax.random.split(key, rows)
-        inner = jax.vmap(lambda k: jax.random.bits(jax.random.fold_in(k, 1), (4,)))  # 4 rows, and still plain
-        return inner(own), jax.vmap(jax.random.bits)(own)
-
-    check_rows(draw, (6, 1))
-    check_rows(draw, (24, 1))
 
 
 # Indices beyond 32 bits.
@@ -176,6 +99,7 @@ BY_ROW = {
     "rematerialised": rematerialised,
     "in a branch": in_a_branch,
     "in a derivative of its own": in_an_own_gradient,
+    "bytes": lambda k, ids: R.bits(k, (len(ids), WIDTH), jnp.uint8).astype(jnp.float32),
     "width and rows alike": lambda k, ids: R.uniform(k, (len(ids), WIDTH, 8))[:, :, 0] + R.uniform(k, (WIDTH, 4))[0, 0],
 }
 SAMPLERS = {
@@ -267,9 +191,3 @@ def test_a_draw_whose_rows_cannot_be_told_sees_the_whole_batch(name):
 def test_a_generator_without_indices_is_refused():
     with pytest.raises(PartsError, match=r"use jax\.random\.key"):
         read(lambda key, rows: jax.random.bits(key, (rows,)), 3, jax.random.key(0, impl="rbg"))
-
-
-def test_a_draw_that_was_not_read_is_refused():
-    key = RowDraws(4).key(KEY, offset=0, stride=1, total=8)
-    with pytest.raises(ValueError, match=r"a draw of shape \[4, 2\] was not there"):
-        jax.random.bits(key, (4, 2))

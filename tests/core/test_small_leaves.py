@@ -8,7 +8,6 @@ import optax
 import pytest
 
 import jdp
-from jdp.foresight.memory import memory
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report as written
@@ -19,30 +18,30 @@ LAYERS, SIDE = 12, 24
 
 
 @functools.cache
-def small_leaves(strategy, last=(24, 64), **settings):
-    """(report, memory) of a model most of whose leaves are below min_shard_size; `last` is the shape of one more."""
+def small_leaves(strategy, **settings):
+    """The report of a model most of whose leaves are below min_shard_size."""
     plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices), strategy)
 
     def init(rng):
         layers = {f"layer{i}": {"w": jnp.eye(SIDE), "b": jnp.zeros(SIDE)} for i in range(LAYERS)}
-        return layers | {"last": jnp.zeros(last)}
+        return layers | {"last": jnp.zeros((SIDE, 64))}
 
     def loss(params, batch, rng):
         x = batch["x"]
         for i in range(LAYERS):
             x = jnp.tanh(x @ params[f"layer{i}"]["w"] + params[f"layer{i}"]["b"])
-        y = jnp.tile(x, (1, last[0] // SIDE + 1))[:, : last[0]] @ params["last"]
+        y = x @ params["last"]
         return jdp.Loss(jnp.sum(y.astype(jnp.float32) ** 2), jnp.float32(y.shape[0]))
 
     state = jdp.abstract_state(init, optax.sgd(0.1, momentum=0.9), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, **settings)
     compiled = compile_step(step.lower(state, {"x": jax.ShapeDtypeStruct((96, SIDE), "float32")}))
-    return written(step, state, compiled, "h100:1x8"), memory(compiled, step, state)
+    return written(step, state, compiled, "h100:1x8")
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_leaves_below_min_shard_size_are_all_reduced_by_plan(strategy):
-    report, held = small_leaves(strategy, partitioning="manual")
+    report = small_leaves(strategy, partitioning="manual")
     payload = 4 * LAYERS * (SIDE * SIDE + SIDE)
     assert report.theory.unsharded.payload_bytes == payload
     assert report.kept, report
@@ -53,19 +52,11 @@ def test_leaves_below_min_shard_size_are_all_reduced_by_plan(strategy):
     assert note.startswith(
         "24 parameters of fewer than 1024 elements are all-reduced whole: 28.1 KiB a step, as planned"
     )
-    assert min(held.by_class().values()) >= 0
-
-
-def test_a_leaf_that_no_dimension_divides_is_promised_beside_small_ones():
-    report, held = small_leaves("zero1", last=(101, 13), partitioning="manual")
-    assert report.kept, report
-    assert report.ratio == pytest.approx(1, abs=0.01)
-    assert min(held.by_class().values()) >= 0
 
 
 def test_planned_all_reduces_stay_within_the_total():
     """In bf16 a gather takes half of what an all-reduce's second half takes: so small a model is better off in ddp."""
-    report, _ = small_leaves("zero1", partitioning="manual", precision="bf16")
+    report = small_leaves("zero1", partitioning="manual", precision="bf16")
     assert not report.kept
     assert report.ratio > 1.02
     [breach] = report.breaches

@@ -16,7 +16,6 @@ from judged import judged
 import jdp
 from jdp.base import notices
 from jdp.core.compiling.options import Compiler
-from jdp.core.gradients.wire import decode, encode, row_bytes
 
 ROWS, RATE = 16, 0.5
 SHAPES = {"a": (48, 96), "b": (3, 32, 40), "c": (48,), "d": (7, 5)}
@@ -64,9 +63,10 @@ def own(state):
 @pytest.mark.parametrize(
     ("wire", "strategy", "mesh", "settings"),
     [
-        *(("int8", strategy, "8", {}) for strategy in ("ddp", "zero1", "zero3")),
-        *(("int8", strategy, "2x4", {"accumulate": 2}) for strategy in ("zero2", "zero3")),
-        *(("int8", "ddp", "4x2", {}), ("int8", "zero3", "4x2", {"accumulate": 2}), ("bf16", "zero1", "2x4", {})),
+        ("int8", "ddp", "8", {}),
+        ("int8", "zero1", "2x4", {"accumulate": 2}),
+        ("int8", "zero3", "4x2", {"accumulate": 2}),
+        ("bf16", "zero2", "2x4", {}),
     ],
 )
 def test_rounding_is_right_on_average_and_small(wire, strategy, mesh, settings):
@@ -121,19 +121,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
 # The codes.
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_codes_are_right_on_average_and_off_by_a_step_at_most(wire):
-    random = np.random.default_rng(1)
-    rows = (random.normal(size=(512, 256)) * 2.0 ** np.arange(512)[:, None].clip(0, 40)).astype(np.float32)
-    codes = jax.jit(functools.partial(encode, wire))(rows, jax.random.key(0))
-    assert codes.nbytes == 512 * row_bytes(wire, 256)
-    largest = np.abs(rows).max(axis=1, keepdims=True)
-    step = {"bf16": np.abs(rows) * 2.0**-7, "int8": largest / 127}[wire]
-    error = np.asarray(jax.jit(functools.partial(decode, wire))(codes)) - rows
-    assert (np.abs(error) <= 1.001 * step).all()
-    assert abs(float((error / step).mean())) < 5 / np.sqrt(rows.size)  # a mean of numbers within 1, 5 sigma
-
-
 # The contract.
 
 
@@ -155,8 +142,8 @@ def report_of(strategy, wire, target=None, **settings):
 @pytest.mark.parametrize(
     ("wire", "most", "strategy"),
     [
-        *(("int8", 0.27, strategy) for strategy in ("ddp", "zero1", "zero2", "zero3")),
-        *(("bf16", 0.51, "ddp"), ("bf16", 0.51, "zero3")),  # as int8, with codes of another size
+        *(("int8", 0.27, strategy) for strategy in ("ddp", "zero1", "zero3")),
+        ("bf16", 0.51, "zero3"),  # as int8, with codes of another size
     ],
 )
 def test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them(strategy, wire, most):
@@ -171,11 +158,10 @@ def test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them(strateg
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_int8_on_the_wire_of_real_gpus(strategy):
-    report = report_of(strategy, "int8", "h100:1x8")
+def test_int8_on_the_wire_of_real_gpus():
+    report = report_of("zero3", "int8", "h100:1x8")
     assert report.kept, str(report)
-    assert report.wire_bytes_per_device < report_of(strategy, None).wire_bytes_per_device
+    assert report.wire_bytes_per_device < report_of("zero3", None).wire_bytes_per_device
 
 
 # Buckets.

@@ -3,10 +3,7 @@ page, several targets, and one clear error for each mistake."""
 
 import io
 import json
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +31,6 @@ length = 64
 steps = 10
 batch_size = 16
 """
-# Compiles in a fifth of the time.
 DIGITS = """
 name = "digits"
 strategy = "zero1"
@@ -85,11 +81,11 @@ def jdp_command(folder, monkeypatch, capfd):
 
 
 def plan_for_h100s(folder, *arguments):
-    """Run `jdp plan` on the small GPT, as `jdp_command` does, for what several tests read; (stdout, stderr)."""
+    """Run `jdp plan` on the digits, as `jdp_command` does, for what several tests read; (stdout, stderr)."""
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as out:
         patched.setenv("JDP_CACHE_DIR", str(folder / "cache"))
         with redirect_stderr(io.StringIO()) as err:
-            assert cli.main(["plan", str(folder / "small.toml"), "--target", "h100:1x8", *arguments]) == 0
+            assert cli.main(["plan", str(folder / "digits.toml"), "--target", "h100:1x8", *arguments]) == 0
     return out.getvalue(), err.getvalue()
 
 
@@ -120,21 +116,8 @@ def test_the_promised_object(planned):
         assert row["fits"] is True and row["error"] is None
         assert sum(row["memory"].values()) == row["bytes_per_device"]
         assert 0 <= row["exposed_fraction"] <= 1 and 0 < row["mfu"] < 1
-        assert row["tokens_per_second"] == pytest.approx(16 * 64 / row["step_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(4096 / row["step_seconds"])
     assert planned["choice"] in STRATEGIES and planned["choice"] in planned["why"]
-
-
-def test_memory_and_traffic_are_each_strategys(planned):
-    rows = {row["strategy"]: row for row in planned["strategies"]}
-    held = {name: row["memory"]["parameters"] for name, row in rows.items()}
-    # All but the small leaves, 1 % of the parameters here, are cut in eight.
-    assert held["zero1"] == held["zero3"] == pytest.approx(held["ddp"] / 8, rel=0.1)
-    for row in rows.values():
-        assert row["keeps_contract"] and row["partitioning"] == "manual"
-        assert row["wire_bytes_per_device"] <= 1.02 * row["theory_wire_bytes_per_device"]
-    # bf16 working copy, fp32 reduction: (4 + 2) against 2 × 4 bytes an element.
-    ratio = rows["zero1"]["theory_wire_bytes_per_device"] / rows["ddp"]["theory_wire_bytes_per_device"]
-    assert ratio == pytest.approx(6 / 8, rel=0.02)
 
 
 def test_the_second_plan_comes_from_the_cache_with_a_page(planned, again, folder):
@@ -178,11 +161,11 @@ def test_what_does_not_fit_has_no_times_and_options_are_the_compilers(jdp_comman
 
 
 def test_several_targets_have_a_row_each(jdp_command):
-    given = ("--target", "h100:1x2,h100:1x4", "--strategy", "ddp,zero1")
+    given = ("--target", "h100:1x2,h100:1x4", "--strategy", "zero1")
     found = json.loads(jdp_command("plan", *given, "--json", file="digits.toml")[1])
     assert [(each["target"], len(each["strategies"])) for each in found["targets"]] == [
-        ("h100:1x2", 2),
-        ("h100:1x4", 2),
+        ("h100:1x2", 1),
+        ("h100:1x4", 1),
     ]
     code, out, _ = jdp_command("plan", *given, file="digits.toml")
     rows = [line.split() for line in out.splitlines() if line.startswith("h100:")]
@@ -192,7 +175,7 @@ def test_several_targets_have_a_row_each(jdp_command):
 
 
 def test_verify_keeps_or_breaks(jdp_command, planned):
-    code, out, _ = jdp_command("verify", "--target", "h100:1x8", "--json")
+    code, out, _ = jdp_command("verify", "--target", "h100:1x8", "--json", file="digits.toml")
     report = json.loads(out)
     assert code == 0 and report["kept"] and report["breaches"] == []
     assert (report["strategy"], report["target"]) == ("zero1", "h100:1x8")
@@ -225,15 +208,6 @@ def test_mistakes(jdp_command, arguments, said):
     code, out, err = jdp_command(*arguments)
     assert code == 2 and out == ""
     assert said in err and "Traceback" not in err
-
-
-def test_without_a_target_it_is_this_machines_devices(folder):
-    """In a process of its own: virtual CPU devices are made when jax starts."""
-    command = [sys.executable, "-m", "jdp", "verify", str(folder / "digits.toml"), "--devices", "4", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
-    report = json.loads(done.stdout)
-    assert (report["target"], report["mesh"]) == ("cpu:4", {"data": 4})
-    assert (done.returncode, report["kept"], report["judged"]) == (0, None, False)
 
 
 def test_from_python_around_ones_own_model(folder, monkeypatch):

@@ -1,7 +1,6 @@
 """FLOPs and bytes of single instructions, counted by hand: in programs that XLA's GPU compiler made, and in texts whose
 every number is known."""
 
-import functools
 import gzip
 import json
 from pathlib import Path
@@ -13,12 +12,9 @@ import pytest
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.timing.attention import Attention, AttentionModel, attention_seconds
-from jdp.foresight.timing.kernels import CostModel, Rates, cost, seconds, unknown_work, utilisation
+from jdp.foresight.timing.kernels import CostModel, cost, unknown_work
 from jdp.foresight.timing.matmuls import Product
 from jdp.foresight.timing.timeline import timeline
-
-RATES = Rates({"bf16": 1000e12, "f32": 500e12, "f8e4m3fn": 2000e12}, 100e12, 1e12, 132)
-MODEL = CostModel(matmul_efficiency=0.8, memory_efficiency=0.8, kernel_seconds=1e-6)
 
 
 def compiled(function, *shapes, dtype="bfloat16"):
@@ -115,14 +111,6 @@ def test_a_slice_and_an_update_in_place_count_as_what_they_move():
     assert work.bytes == 4 * 5000 + 4 + 2 * 5000
     given = ["f32[12,1000]{1,0}", "bf16[1000]{0}", "s32[]"]
     assert fused(UPDATED, "f32[12,1000]{1,0} fusion(%p0, %p1, %p2)", given).bytes == 2 * 1000 + 4 + 4 * 1000
-
-
-def test_rows_gathered_and_rows_scattered():
-    table, rows, ids = "f32[5000,64]{1,0}", "f32[32,64]{1,0}", "s32[32,1]{1,0}"
-    gather = f"ROOT %g = {rows} gather(%p0, %p1), offset_dims={{1}}, slice_sizes={{1,64}}"
-    assert only(gather, parameters=[table, ids]).bytes == 2 * 4 * 32 * 64 + 4 * 32
-    scatter = f"ROOT %s = {table} scatter(%p0, %p1, %p2), update_window_dims={{1}}, to_apply=%add"
-    assert only(scatter, parameters=[table, ids, rows]).bytes == 3 * 4 * 32 * 64 + 4 * 32  # rows, and a sum of rows
 
 
 A, B, S8 = "[64,16]{1,0}", "[16,32]{1,0}", "s8[4194304]{0}"
@@ -226,35 +214,3 @@ def test_a_step_takes_as_long_as_measured_on_an_h100():
 
 
 # Seconds.
-
-
-def test_the_slowest_unit_sets_the_time():
-    line = "ROOT %d = bf16[{m},{m}]{{1,0}} dot(%p0, %p1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
-    large = only(line.format(m=16896), parameters=["bf16[16896,16896]{1,0}"] * 2)  # 132 x 132 tiles: whole waves
-    assert seconds(large, RATES, MODEL) == pytest.approx(1e-6 + 2 * 16896**3 / 0.8e15, rel=1e-12)
-    thin = only(line.format(m=2048), parameters=["bf16[2048,16]{1,0}", "bf16[16,2048]{1,0}"])
-    assert seconds(thin, RATES, MODEL) == pytest.approx(1e-6 + 2 * (2 * 2048 * 16 + 2048**2) / 0.8e12, rel=1e-12)
-    power = fused(
-        "  %a = f32[] parameter(0)\n  %b = f32[4000000]{0} broadcast(%a), dimensions={}\n"
-        "  %e = f32[4000000]{0} exponential(%b)\n"
-        "  %f = f32[4000000]{0} exponential(%e)\n  %g = f32[4000000]{0} exponential(%f)\n"
-        "  %z = f32[] constant(0)\n  ROOT %r = f32[] reduce(%g, %z), dimensions={0}, to_apply=%add",
-        "f32[] fusion(%p0)",
-        ["f32[]"],
-    )
-    assert seconds(power, RATES, MODEL) == pytest.approx(1e-6 + 4e6 * (3 * 8 + 1) / 50e12, rel=1e-12)
-
-
-def test_tiles_and_waves():
-    use = functools.partial(utilisation, cores=132, model=MODEL)
-    assert use(Product(1, 128 * 132, 128, 64, "bf16")) == 1.0
-    assert use(Product(1, 128 * 132, 130, 64, "bf16")) == pytest.approx(130 / 256)  # a second tile for two columns
-    assert use(Product(1, 128, 128, 16, "bf16")) == pytest.approx(1 / 132)  # one core works
-    assert use(Product(1, 128, 128, 1024, "bf16")) == pytest.approx(8 / 132)  # eight, each on 128 of k
-    assert use(Product(1, 128, 128, 65536, "bf16")) == pytest.approx(16 / 132)  # sixteen parts at most
-    assert use(Product(1, 128 * 133, 128, 16, "bf16")) == pytest.approx(133 / 264)  # one tile in the second wave
-    assert use(Product(1, 8, 128 * 132, 16, "bf16")) == pytest.approx(8 / 16)  # padded to what the units multiply
-    assert utilisation(Product(1, 8, 8, 8, "bf16"), 132, CostModel(tile=0)) == 1.0
-    sizes = (1, 7, 64, 129, 1000, 4096)
-    assert all(0 < use(Product(b, m, n, k, "bf16")) <= 1 for b in (1, 6) for m in sizes for n in sizes for k in sizes)
-    assert use(Product(64, 1024, 1024, 64, "bf16")) == pytest.approx(64 * 64 / (32 * 132))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jdp.foresight.targets.resolve import Target, target
-from jdp.foresight.timing.collectives import NOTHING, collective_cost, collective_seconds
+from jdp.foresight.timing.collectives import collective_cost, collective_seconds
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 US = 1e-6
@@ -106,20 +106,6 @@ def test_the_same_members_on_more_hosts_are_never_faster(chip, kind):
             for hosts in (1, 2, 4, 8)
         ]
         assert all(a <= b for a, b in itertools.pairwise(times)), f"2^{exponent} bytes: {times}"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_leaves_a_group_of_one(kind):
-    singles = tuple((i, i) if kind == "collective-permute" else (i,) for i in range(8))
-    assert collective_cost(kind, GIB, singles, target("h100:1x8")) == NOTHING
-
-
-@pytest.mark.parametrize(("fast", "slow"), [((0, 1, 2, 3), (4, 12)), ((0, 1), (4, 5, 6, 12))])
-def test_the_slowest_group_counts(fast, slow):
-    cluster = target("h100:2x8")
-    both = collective_seconds("all-reduce", MIB, (fast, slow), cluster)
-    assert both == collective_seconds("all-reduce", MIB, (slow,), cluster)
-    assert both > collective_seconds("all-reduce", MIB, (fast,), cluster)
 
 
 # One's own cluster, and what is refused.

@@ -24,7 +24,6 @@ from jdp.models import GPTConfig, MLPConfig, build
 GPT = GPTConfig(
     vocab_size=512, context=64, layers=3, width=256, heads=4, positions="learned", activation="gelu", tied=True
 )
-UNROLLED = GPTConfig(vocab_size=512, context=64, layers=1, width=256, heads=4, scan=False)
 MLP = MLPConfig(features_in=256, hidden=(512, 512), features_out=64)
 DEVICES = 8
 
@@ -65,15 +64,11 @@ def held(*case):
 CASES = [
     (MLP, "zero1", 1, 1024),
     (MLP, "ddp", 4, 256),
-    (GPT, "zero2", 4, 8),
     (GPT, "zero3", 4),
-    (UNROLLED, "zero1", 1),
 ]
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"{ {GPT: 'gpt', UNROLLED: 'unrolled', MLP: 'mlp'}[c[0]] }-{c[1]}-{c[2]}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{ {GPT: 'gpt', MLP: 'mlp'}[c[0]] }-{c[1]}-{c[2]}")
 def test_the_classes_add_up_and_arguments_are_those_of_the_plan(case):
     """Exact, from the placements; what XLA allocates is the other side of every account."""
     found, step, state, memory = compiled(*case)

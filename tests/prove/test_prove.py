@@ -21,7 +21,6 @@ from jdp.base.machine import available_memory
 from jdp.core.gradients import views
 from jdp.core.gradients.microbatch import Microbatch
 from jdp.core.random.row_keys import RowDraws
-from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
 from jdp.experiment.prove import prove_experiment
@@ -96,16 +95,6 @@ def test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_
     assert str(proof).splitlines()[-1].startswith(f"equal: {total - 5} runs of 2 steps")
 
 
-@pytest.mark.parametrize(
-    ("tx", "precision"),
-    [(optax.sgd(0.1, momentum=0.9), "fp32"), (optax.adamw(3e-3), "bf16")],
-    ids=["sgd", "bf16"],
-)
-def test_other_optimizers_and_bf16_are_equal_with_room(tx, precision):
-    proof = run("zero1 4 devices K=1", tx=tx, precision=precision)
-    assert proof.equal and largest(proof) < ROOM, str(proof)
-
-
 def test_a_tree_of_arrays_is_a_model_too_and_a_step_that_is_skipped_is_skipped_by_all():
     def tree(rng):
         return {"w": jax.random.normal(rng, (8, 4)), "b": jnp.zeros(4)}
@@ -161,16 +150,6 @@ def test_a_weight_that_is_no_sum_over_examples_is_named_before_the_loss():
     assert "Loss.weight is no sum over the examples" in first.words
 
 
-def test_masks_that_are_the_same_at_every_step_are_seen(monkeypatch):
-    """Also where all strategies have the fault in common: the reference does not share their code."""
-    monkeypatch.setattr(TrainState, "consumed", property(lambda self: jnp.zeros((), jnp.int32)))
-    proof = run(["ddp 1 device K=1", "zero2 4 devices K=2"], steps=2)
-    assert not any(each.equal for each in proof.runs)
-    first = proof.first_difference
-    assert (first.name, first.at.step, first.at.leaf) == ("ddp 1 device K=1", 2, "loss")
-    assert first.at.ratio > WIDE
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_masks_that_are_the_same_on_every_shard_are_seen(precision, monkeypatch):
     make = RowDraws.key
@@ -203,18 +182,6 @@ def test_a_missing_psum_names_the_leaf(monkeypatch):
     assert first.name == "zero3 2 devices K=1"
     assert first.at.step == 1 and first.at.leaf in BIASES and first.at.ratio > WIDE
     assert first.name in first.words and first.at.leaf in first.words and "2 of 3 runs differ" in first.words
-
-
-def test_a_fault_of_a_setting_is_not_blamed_on_resuming(monkeypatch):
-    """Neither setting is among the runs: they are made all the same, and named."""
-    forgets_a_bias(monkeypatch)
-    proof = run(steps=2, devices=2, quick=True, min_shard_size=64)
-    resumed, *settings = proof.runs
-    assert "resume after step 1" in resumed.name and not resumed.equal and len(settings) == 2
-    first = proof.first_difference
-    assert first.name == "zero3 2 devices K=1"
-    assert first.at.step == 1 and first.at.leaf in BIASES
-    assert "resum" not in first.words.partition(" runs differ")[0]
 
 
 def test_stale_data_and_state_that_is_not_restored_are_named(monkeypatch):
@@ -356,14 +323,12 @@ def test_numbers_that_are_none_do_not_pass_for_equal():
 # An experiment file
 
 
-def test_an_experiment_is_proven_as_it_is(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{number} plus {number} is {2 * number}.\n" for number in range(400)))
+def test_an_experiment_is_proven_as_it_is(scikit_learn, monkeypatch):
     table = {
         "name": "tiny",
         "strategy": "zero2",
-        "model": {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8},
-        "data": {"source": str(text)},
+        "model": {"name": "mlp", "features_in": 64, "hidden": [32], "features_out": 10, "dropout": 0.1},
+        "data": {"source": "digits"},
         "optimizer": {"lr": 3e-3, "warmup_steps": 10, "clip_norm": 1.0},
         "train": {"steps": 100, "batch_size": 8, "accumulate": 2},
     }
