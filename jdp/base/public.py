@@ -10,15 +10,15 @@ import sysconfig
 from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from jdp.base.errors import UserError
-from jdp.base.tree_paths import PACKAGE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_JDP = f"{PACKAGE}{os.sep}"
+_JDP = f"{Path(__file__).parents[1]}{os.sep}"
 _PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
