@@ -71,7 +71,7 @@ own, activations, MiB a device (gpt and unrolled send the same):
     zero3  K=1    0.850 (496)        0.824 (59)          84     0.830 (242)          48
            K=4    0.836 (1790)       0.824 (235)        336     0.830 (967)         192
 
-Before the collectives along `data` were issued on the parts of an array (gradients/model_axes.py) manual sent 8 times
+Before the collectives along `data` were issued on the parts of an array manual sent 8 times
 as much with model=8: XLA gathered along `model` first. auto, fp32, untied, width 512, data=8 model=8: 1.000 (zero3
 0.975; zero1 with K=4 2.5), but the embedding's gradient makes an all-to-all of activations along data, 1.3 to 3% of the
 row: zero1-3 break it, and manual is chosen.

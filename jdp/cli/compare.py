@@ -194,7 +194,7 @@ def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
 _IDENTITIES: tuple[Callable[[SentFrom], Any], ...] = (
     lambda line: (line.kind, line.source, line.text),
     lambda line: (line.kind, (line.source or "").rpartition(":")[0], line.text),
-    lambda line: (line.kind, f"{line.wire_bytes:.9g}"),
+    lambda line: (line.kind, f"{line.wire_bytes:.9g}" if line.wire_bytes else (line.source, line.text)),
     lambda line: (line.kind, line.source),
 )
 """What is equal of two lines that are the same, the surest first."""

@@ -116,7 +116,7 @@ def _help_with_keys(options: type[Any], name: str, *, every: bool) -> None:
         keys = {key.name: key for _, table in describe() for key in table}
         print(f"\nThe usual keys of an experiment (jdp {name} {ALL_KEYS} has every key, with its values and default)")
         for key in map(keys.__getitem__, USUAL_KEYS):
-            text = textwrap.shorten(f"{key.type}: {key.description}", _width() - 28, placeholder=" …")
+            text = _first_line(f"{key.type}: {key.description}", max(_width() - 28, 20))
             print(f"  --{key.name:<24}{text}")
         return
     for heading, keys in describe():
@@ -130,6 +130,11 @@ def _help_with_keys(options: type[Any], name: str, *, every: bool) -> None:
 def wrapped(text: str, first: str = "", later: str = "") -> str:
     """Return text in lines as wide as the terminal, at most 120; `first` and `later` begin the lines."""
     return textwrap.fill(text, _width(), initial_indent=first, subsequent_indent=later)
+
+
+def _first_line(text: str, width: int) -> str:
+    """Return the text in one line, cut inside of a word if it must be."""
+    return text if len(text) <= width else f"{text[: width - 2].rstrip()} …"
 
 
 def _width() -> int:

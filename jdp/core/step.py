@@ -105,7 +105,8 @@ class Step(Generic[Kind]):
             loss.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
         # `jax_debug_nans` may run the step again on the same state
-        run = self._compiled("keeping", donates=False) if debugs else loss.compiled.get("step") or self.jitted
+        keeps = debugs and self.settings.donate and self.settings.train
+        run = self._compiled("keeping", donates=False) if keeps else loss.compiled.get("step") or self.jitted
         if self.compiler_options and not trace_state_clean():
             notice("inside of another jit a step has that one's compiler options: its own are left out")
             run = self._jit(donated=(), options={})

@@ -71,7 +71,10 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     _anchor_paths(table, Path.cwd() if by_name else file.parent)
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
     for key, text in texts.items():
-        _check_limits({key[-1]: _value(text)}, "the command line")
+        nested = _value(text)
+        for part in reversed(key):
+            nested = {part: nested}
+        _check_limits(nested, "the command line")
         _put(table, key, _value(text), where=str(file))
     return _validated(table, texts, where=str(file), plugin=(overrides or {}).get("plugin"))
 
@@ -254,8 +257,13 @@ def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None
                 "remove one of the two"
             )
         table, changed = inner, changed[part]
-    old, new = table.get(last), changed[last]
-    table[last] = {**old, **new} if isinstance(old, dict) and isinstance(new, dict) else new
+    table[last] = _merged(table.get(last), changed[last])
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
 
 
 def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: str, plugin: Any) -> Experiment:

@@ -17,7 +17,7 @@ One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/
 | signal        | a signal came                                 | signal                                              |
 | deadline      | something did not end in time                 | doing, step, words, behind, stack                   |
 | finished      | all steps are done                            | step, stopped_early                                 |
-| stopped       | a signal, after saving                        | step, signal, code                                  |
+| stopped       | a signal                                      | step, signal, code                                  |
 | failed        | an error                                      | step, error, at, lost_peer                          |
 | nothing to do | the run was finished before                   | step                                                |
 | before        | the first line of a file that follows another | the account and the history of those before         |
@@ -57,18 +57,21 @@ class Flight:
         self._limit, self._size = limit_bytes, 0
         self._lock = threading.Lock()
         self._descriptor: int | None = None
+        self._is_closed = False
         self.last = time.monotonic()
         with self._reporting():
             folder.mkdir(parents=True, exist_ok=True)
             self._open()
 
     def event(self, event: str, **values: Any) -> None:
-        """Append an event. A disk that cannot be written stops the recorder, and not the run."""
+        """Append an event. A disk that cannot be written loses it, and does not stop the run."""
         line = json.dumps({"time": round(time.time(), 4), "event": event, **values}, default=str) + "\n"
         self.last = time.monotonic()
         with self._lock, self._reporting():
-            if self._descriptor is None:
+            if self._is_closed:
                 return
+            if self._descriptor is None:
+                self._open()
             self._size += os.write(self._descriptor, line.encode())
             if self._size > self._limit:
                 self._set_aside()
@@ -78,7 +81,7 @@ class Flight:
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
-            self._descriptor = None
+            self._descriptor, self._is_closed = None, True
 
     def _open(self) -> None:
         """Open the file; a half-written last line of a killed process is ended."""
@@ -101,7 +104,7 @@ class Flight:
 
     @contextlib.contextmanager
     def _reporting(self) -> Any:
-        """Turn an error of the disk into a notice, and stop recording."""
+        """Turn an error of the disk into a notice; the next event opens the file again."""
         try:
             yield
         except OSError as error:
@@ -109,7 +112,7 @@ class Flight:
                 with contextlib.suppress(OSError):
                     os.close(self._descriptor)
             self._descriptor = None
-            warn(f"{self.file} cannot be written ({error.strerror}): the flight recorder stops, the run goes on")
+            warn(f"{self.file} cannot be written ({error.strerror}): events are lost until it can, the run goes on")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -126,16 +129,20 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first and the last event of each visit that had steps to take; one that was killed has no last."""
-    found: list[dict[str, Any]] = []
+    found, begun = list[dict[str, Any]](), False
     for event in events:
         match event:
+            case {"event": "start"}:  # of a visit: an end before its first step is not the end of the one before
+                begun = False
             case {"event": "before", "history": list(kept)}:
                 found += history([each for each in kept if isinstance(each, dict)])
+                begun = bool(found) and found[-1]["event"] in BEGINNINGS
             case {"event": "started" | "resumed", "step": int()}:
                 found.append(event)
-            case {"event": "finished" | "stopped" | "failed", "step": int()} if found:
-                if found[-1]["event"] in BEGINNINGS:
-                    found.append(event)
+                begun = True
+            case {"event": "finished" | "stopped" | "failed", "step": int()} if begun:
+                found.append(event)
+                begun = False
             case _:
                 pass
     return found

@@ -159,7 +159,7 @@ def _visits(history: History) -> Iterator[Happened]:
         words: dict[str, str] = {
             **{begin: f"{begin} on {_devices(event)}" for begin in _BEGINS},
             "failed": f"failed: {event.get('error', '')}",
-            "stopped": f"stopped by {event.get('signal', 'a signal')}, after saving",
+            "stopped": f"stopped by {event.get('signal', 'a signal')}",
             "finished": "stopped early: evaluations no longer improved" if event.get("stopped_early") else "finished",
         }
         yield Happened(at, step, words.get(what, what), "bad" if what == "failed" else "")

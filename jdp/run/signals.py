@@ -146,7 +146,8 @@ class StopRequest:
                 self.heard, first = signal.Signals(number), now
                 self.on_signal(self.heard)
                 if self._agreement:
-                    self._agreement.store.put("asked", str(number))
+                    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
+                        self._agreement.store.put("asked", str(number))
                 elif not self.began:
                     self._leave(self.heard, _NOTHING)
         os.close(pipe)

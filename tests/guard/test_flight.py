@@ -77,7 +77,7 @@ def test_a_disk_that_cannot_be_written_stops_the_recorder_only(tmp_path, monkeyp
     flight = Flight(tmp_path / "file", 0)
     flight.event("step", step=1)
     flight.close()
-    assert "the flight recorder stops, the run goes on" in capsys.readouterr().err
+    assert "events are lost until it can, the run goes on" in capsys.readouterr().err
 
 
 def test_what_a_step_costs(tmp_path):

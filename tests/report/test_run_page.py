@@ -83,7 +83,7 @@ def test_the_page_has_the_numbers_of_the_run():
         "10 %",  # of a step waiting for data
         "250 ms",
         "4 × cpu",
-        "stopped by SIGTERM, after saving",
+        "stopped by SIGTERM",
         "resumed on 4 × cpu",
         "it was killed, or its machine was lost",
         "1.15 GiB",  # bytes of parameters: 1,234,567,890

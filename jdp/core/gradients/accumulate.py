@@ -34,7 +34,7 @@ from jdp.core.reading.collectives import gathers_by_layer, reduced_by_layer
 from jdp.core.reading.flops import count_flops
 from jdp.core.reading.jaxprs import every_eqn
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.traced_mesh import traced_mesh
+from jdp.core.sharding.traced_mesh import traced_mesh, traced_model_axes
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
@@ -91,7 +91,9 @@ def _sends_in_loops(collectives: Collectives, params: PyTree, *first: Any) -> bo
         return False
     layer = sum(elements // count for elements, count in reduced.values() if count)
     share = layer / sum(elements for elements, _ in reduced.values())
-    flops, itemsize = share * count_flops(traced), spec.settings.precision.compute_dtype.itemsize
+    shards = math.prod(traced_model_axes().values())  # of these axes the trace is whole
+    flops, layer = share * count_flops(traced) / shards, layer // shards
+    itemsize = spec.settings.precision.compute_dtype.itemsize
     if mesh is None or hides_collectives(flops, layer, itemsize, mesh, is_sharded=spec.strategy.shard_state):
         return True
     notice(

@@ -40,9 +40,9 @@ def hides_collectives(flops: float, elements: int, itemsize: int, mesh: Mesh, *,
         gathers = [("all-gather", (DATA,), itemsize * elements), ("reduce-scatter", (DATA,), 4 * elements)]
         sends = [*gathers, ("all-reduce", replicas, 4 * share)]
     latency = 0.0
-    for kind, along, payload in sends:
+    for name, along, payload in sends:
         if (group := _group(mesh, along)).members > 1:
-            latency += group_cost(kind, payload, group, chip).latency_seconds
+            latency += group_cost(name, payload, group, chip).latency_seconds
     return latency < _HIDING * flops / (chip.matmul_efficiency * chip.matmul_flops["bf16"])
 
 
