@@ -70,9 +70,8 @@ class Flight:
         with self._lock, self._reporting():
             if self._is_closed:
                 return
-            if self._descriptor is None:
-                self._open()
-            self._size += os.write(self._descriptor, line.encode())
+            descriptor = self._open() if self._descriptor is None else self._descriptor
+            self._size += os.write(descriptor, line.encode())
             if self._size > self._limit:
                 self._set_aside()
 
@@ -83,12 +82,13 @@ class Flight:
                 os.close(self._descriptor)
             self._descriptor, self._is_closed = None, True
 
-    def _open(self) -> None:
-        """Open the file; a half-written last line of a killed process is ended."""
-        self._descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._size = os.fstat(self._descriptor).st_size
-        if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
-            self._size += os.write(self._descriptor, b"\n")
+    def _open(self) -> int:
+        """Open the file, and end a half-written last line of a killed process."""
+        self._descriptor = descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._size = os.fstat(descriptor).st_size
+        if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
+            self._size += os.write(descriptor, b"\n")
+        return descriptor
 
     def _set_aside(self) -> None:
         """Begin a new file, whose first line has the account of those before."""
@@ -98,9 +98,9 @@ class Flight:
         events = read(self.file)
         kept = {**account(events).as_record(), "history": history(events)[-_MOST_KEPT:]}
         self.file.replace(_old(self.file))
-        self._open()
+        descriptor = self._open()
         line = json.dumps({"time": round(time.time(), 4), "event": "before", **kept}) + "\n"
-        self._size += os.write(self._descriptor, line.encode())  # pyright: ignore[reportArgumentType]
+        self._size += os.write(descriptor, line.encode())
 
     @contextlib.contextmanager
     def _reporting(self) -> Any:
