@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jdp.base.toml import parse, toml_key, toml_value
 from jdp.base.user_path import user_path
@@ -17,10 +17,12 @@ from jdp.experiment.file import ExperimentError
 from jdp.guard.flight_recorder import FLIGHT, history
 from jdp.guard.flight_recorder import read as read_flight
 from jdp.guard.time_account import account
-from jdp.report.run import Run
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
 from jdp.run.outputs.metrics import JSONL, read
 from jdp.run.outputs.samples import read_samples
+
+if TYPE_CHECKING:
+    from jdp.report.run import Run
 
 
 def find_run(given: str, runs: Path) -> Path:
@@ -40,6 +42,8 @@ def find_run(given: str, runs: Path) -> Path:
 
 def read_run(folder: Path, name: str) -> Run:
     """Read a run's folder as the report takes it, without its compiled step."""
+    from jdp.report.run import Run  # a run that trains needs no pages
+
     notes: list[str] = []
     try:
         toml = (folder / FILE).read_bytes().decode(errors="replace")

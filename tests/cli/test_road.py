@@ -21,4 +21,5 @@ def entered(file):
 def test_the_training_of_a_file_enters_eight_packages():
     files = [PACKAGE / name for name in ROAD]
     files += [file for folder in ("run", "run/outputs") for file in (PACKAGE / folder).glob("*.py")]
+    files.remove(PACKAGE / "run" / "read_folder.py")  # reads what a run left
     assert {name for file in files for name in entered(file)} == PACKAGES

@@ -160,7 +160,7 @@ def test_text_is_learnt_from_its_ids(tmp_path):
     own = text_data(f"hf:json:{tmp_path}/texts.jsonl", tokenizer=f"{tmp_path}/llama", **options)
     made = text_data(f"hf:parquet:{tmp_path}/ids.parquet", ids="input_ids", **options)
     assert own.documents == made.documents == len(TEXTS)
-    both = [np.concatenate([data.train.tokens, data.heldout.tokens]) for data in (own, made)]
+    both = [np.concatenate([data.train.ids, data.heldout.ids]) for data in (own, made)]
     assert np.array_equal(*(np.sort(tokens) for tokens in both))
     given = {"data.source": f"hf:parquet:{tmp_path}/ids.parquet", "data.ids": "input_ids", "train.steps": 20}
     losses = rows(trained("finetune_hf_llama", tmp_path, **given), "loss")

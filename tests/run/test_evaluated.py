@@ -106,7 +106,7 @@ def packed(tmp_path_factory):
     forward, parts = forward_of(file), assembled(file, "ddp", 1, None).data.parts
     spans = [list(zip(part.heldout.bounds[:-1], part.heldout.bounds[1:], strict=True)) for part in parts]
     found = [
-        [nats_of_document(forward, np.asarray(part.heldout.tokens[a:b], np.int32)) for a, b in inside]
+        [nats_of_document(forward, np.asarray(part.heldout.ids[a:b], np.int32)) for a, b in inside]
         for part, inside in zip(parts, spans, strict=True)
     ]
     return file, spans, found

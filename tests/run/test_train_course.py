@@ -388,8 +388,9 @@ def test_what_can_be_no_folder_is_refused_before_anything_is_made(file, capsys, 
 def test_what_a_damaged_record_lacks_is_said(file, capsys):
     with stopped_at(3):
         _, folder = train(file, "--train.eval_every", "3", "--train.keep_best", "true")
-    record = folder / "checkpoints" / "3" / "record" / "metadata"
-    whole = json.loads(record.read_bytes())
+    described = folder / "checkpoints" / "3" / "checkpoint.json"
+    description = json.loads(described.read_bytes())
+    whole = description["record"]
     damages = {
         "fingerprint is missing": {key: value for key, value in whole.items() if key != "fingerprint"},
         "done is '3'": whole | {"done": "3"},
@@ -398,13 +399,13 @@ def test_what_a_damaged_record_lacks_is_said(file, capsys):
         "watched.metric is missing": whole | {"watched": {"value": 1.0}},
     }
     for said, damage in damages.items():
-        record.write_text(json.dumps(damage))
+        described.write_text(json.dumps(description | {"record": damage}))
         vouch(folder / "checkpoints" / "3")
         assert f"is damaged, or not that of a run of jdp train: {said}" in refusal(capsys, file)
-    record.write_bytes(b"\0" * 50)
+    described.write_bytes(b"\0" * 50)
     vouch(folder / "checkpoints" / "3")
     assert "3 cannot be read; a file is damaged or missing: " in refusal(capsys, file)
-    record.write_text(json.dumps(whole))
+    described.write_text(json.dumps(description))
     vouch(folder / "checkpoints" / "3")
     assert train(file, "--train.eval_every", "3", "--train.keep_best", "true")[0] == 0
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]

@@ -188,8 +188,8 @@ def image_data(
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-        ValueError: a source that does not exist or is not as described, a package missing, fewer than two different
-            images, a number out of its range; when a sample is read, a corrupt image.
+        ValueError: a source that does not exist or is not as described, a missing package, fewer than two different
+            images, or a number out of its range. Reading a sample raises it for a corrupt image.
 
     >>> import pathlib, tempfile
     >>> import numpy as np

@@ -188,9 +188,9 @@ def text_data(
     """Read text and make samples of it.
 
     Args:
-        source: files of text (.txt, .md, .rst, .py), globs or directories; "stdlib", the source text of Python's own
-            standard library, about 12 MB; "hf:json:PATH", "hf:NAME" and others that `datasets` reads, also as they
-            arrive ("hf-stream:NAME:train"). With `ids` also .npz files.
+        source: files of text (.txt, .md, .rst, .py), globs or directories; or "stdlib", the source text of Python's
+            own standard library, about 12 MB. `datasets` reads "hf:json:PATH", "hf:NAME" and others. It reads
+            "hf-stream:NAME:train" as rows arrive. With `ids` also .npz files.
         length: targets in a sample.
         heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
         field: the column of text in rows.
