@@ -199,8 +199,10 @@ def test_fused_attention_takes_as_long_as_published():
 
 
 def test_a_step_takes_as_long_as_measured():
-    """GPT-2 124M on an H200: the program that ran, and its kernels. In this short run products reached 0.75 of the peak,
-    `CostModel`'s own rate; the chip's is that of long runs."""
+    """GPT-2 124M on an H200: the program that ran, and its kernels.
+
+    In so short a run products reached 0.75 of the peak, `CostModel`'s own rate; the chip's is that of long runs.
+    """
     file = Path(__file__).parents[2] / "experiments/benchmarks/kernels/gpt2_124m_32.json.gz"
     measured = json.loads(gzip.decompress(file.read_bytes()))
     program, kernels = parse(measured["text"]), measured["kernels"]
