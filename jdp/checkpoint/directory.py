@@ -356,7 +356,7 @@ class Checkpoints:
             value, chosen = read(Stored(folder, fix)), int(folder.name)
         return chosen, value
 
-    def _metrics(self) -> dict[int, dict[str, float | None]]:
+    def _metrics(self) -> dict[int, dict[str, float | None] | None]:
         """Return the metrics of all committed steps; without `best` nothing reads them."""
         steps = ownership.committed_steps(self.directory)
         return {step: read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
@@ -407,11 +407,18 @@ class Checkpoints:
         def finish() -> None:
             checksums.commit(folder, {name: file for each in shares for name, file in json.loads(each).items()})
             folder.rename(self.directory / str(step))
-            kept = self._retention.kept(metrics := self._metrics())
-            for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
-                ownership.delete(self.directory, old)
+            try:
+                self._delete_old()
+            except OSError as error:  # the new one is committed, and the next save tries again
+                warn(f"{self.directory}: older checkpoints stay, because they cannot be deleted: {error}")
 
         on_first_process(finish, f"the commit of a checkpoint in {self.directory}")
+
+    def _delete_old(self) -> None:
+        """Delete what the retention does not keep; what the mirror is sending is deleted after a later save."""
+        kept = self._retention.kept(metrics := self._metrics())
+        for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
+            ownership.delete(self.directory, old)
 
     @contextmanager
     def _save_errors(self, step: int) -> Generator[None]:
