@@ -205,8 +205,8 @@ class Checkpoints:
             1
 
         They are moved to the directory's `abandoned-1` (then `-2`, …), and this is reported. Each of these can be
-        restored from like any directory of checkpoints, and is yours to delete. Copies in memory after `step` are
-        forgotten.
+        restored from like any directory of checkpoints, and is yours to delete. Damaged ones after `step` are moved
+        too, and copies in memory are forgotten.
 
         Args:
             step: the last one that stays.
@@ -392,14 +392,19 @@ class Checkpoints:
 
     def _mark(self) -> None:
         ownership.mark(self.directory)
-        if self._memory is None:  # what is in memory is of another past than the step that is written now
+        self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        """Forget what an earlier run left in memory, if this one keeps no copies: it is of another past."""
+        if self._memory is None:
             (self.directory / RUN_ID).unlink(missing_ok=True)
 
     def _set_aside(self, step: int) -> None:
-        if later := [other for other in ownership.numbered_steps(self.directory) if other > step]:
+        self._leave_memory()
+        if later := ownership.names_after(self.directory, step):
             aside = ownership.set_aside(self.directory, later)
             warn(
-                f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(map(str, later))} set aside in "
+                f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(later)} set aside in "
                 f"{aside.name}, which can be restored from and is yours to delete"
             )
 
