@@ -418,7 +418,7 @@ class Checkpoints:
         share, problem = checksums.Files(), 0
         try:
             if process == 0:
-                (folder / DESCRIPTION).write_text(json.dumps(description))
+                checksums.write(folder / DESCRIPTION, json.dumps(description).encode())
             share = checksums.hash_share(folder, process, jax.process_count())
         except OSError as error:  # all processes raise it: the others would wait
             problem = error.errno or errno.EIO
@@ -435,6 +435,7 @@ class Checkpoints:
             checksums.commit(folder, files)
             folder.rename(self.directory / str(step))
             try:
+                checksums.sync(self.directory)  # before an older one is deleted
                 self._delete_old()
             except OSError as error:  # the new one is committed, and the next save tries again
                 warn(f"{self.directory}: older checkpoints stay, because they cannot be deleted: {error}")
