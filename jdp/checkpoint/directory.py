@@ -8,8 +8,10 @@ while a run trains.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -103,6 +105,7 @@ class Checkpoints:
         self.directory = user_path(directory).absolute()
         ownership.make_directory(self.directory)
         self._last: int | None = None  # the step that was saved or restored last
+        self._last_arrays: list[weakref.ref[jax.Array]] = []  # of its state
         self._saving: Saving | None = None
         self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
@@ -144,7 +147,7 @@ class Checkpoints:
         """Save `state` under the number of batches it has consumed, or any tree under `step`, in the background.
 
         The arrays are copied before this returns, so the next step may donate them. The step that was saved or restored
-        last is not written again.
+        last is not written again; if the arrays are others now, this is reported.
 
         Args:
             state: the whole train state; or any tree of arrays, numbers, NNX modules and optimizers, such as
@@ -165,22 +168,29 @@ class Checkpoints:
                 f"{self.directory} was closed, and nothing is saved after that. Save before close(), inside `with`, or "
                 "open it again: jdp.Checkpoints(...)."
             )
-        check_values(Content.of(state).leaves)  # before the step's number is taken
+        check_values(state_leaves := Content.of(state).leaves)  # before the step's number is taken
         numbers = self._retention.numbers(metrics or {})
         step = number_of(state, step)
         self.wait()
+        state_arrays = _references(state_leaves)
         if step == self._last:
+            if [id(array()) for array in state_arrays] != [id(array()) for array in self._last_arrays]:
+                warn(
+                    f"{self.directory} has checkpoint {step} already, of other arrays; these are not saved. Save them "
+                    f"under a later step, or call go_back({step - 1}) before"
+                )
             return
         self._check_newest(step)
         if self._memory is not None:
             self._memory.forget_after(step)
+        name = from_first_process("where a checkpoint is saved", str(self.directory))  # hosts may mount it elsewhere
         leaves, table = content.arrays_and_table(state)
         description = {**table, "record": to_json(record or {}, "record"), "metrics": numbers}
         with self._save_errors(step):
             on_first_process(self._mark)
             self._arrays.save(self._staging(step) / arrays.FOLDER, args=ocp.args.PyTreeSave(leaves), force=True)
-        self._saving = Saving(step, self._background.submit(self._commit, self._arrays, step, description))
-        self._last = step
+        self._saving = Saving(step, self._background.submit(self._commit, self._arrays, step, description, name))
+        self._last, self._last_arrays = step, state_arrays
 
     def go_back(self, step: int) -> None:
         """Set aside all checkpoints after `step`, so that training goes on from there. Every process calls this.
@@ -195,8 +205,8 @@ class Checkpoints:
             1
 
         They are moved to the directory's `abandoned-1` (then `-2`, …), and this is reported. Each of these can be
-        restored from like any directory of checkpoints, and is yours to delete. Copies in memory after `step` are
-        forgotten.
+        restored from like any directory of checkpoints, and is yours to delete. Damaged ones after `step` are moved
+        too, and copies in memory are forgotten.
 
         Args:
             step: the last one that stays.
@@ -262,7 +272,7 @@ class Checkpoints:
         self.wait()
         chosen, (state, record) = self._read(step, lambda source: (content.read_state(source, target), source.record()))
         is_stored = chosen in ownership.committed_steps(self.directory)
-        self._last = chosen if is_stored else None
+        self._last, self._last_arrays = chosen if is_stored else None, _references(Content.of(state).leaves)
         if self._memory is not None and is_stored:
             self._memory.restored(chosen)
         return state, record
@@ -356,7 +366,7 @@ class Checkpoints:
             value, chosen = read(Stored(folder, fix)), int(folder.name)
         return chosen, value
 
-    def _metrics(self) -> dict[int, dict[str, float | None]]:
+    def _metrics(self) -> dict[int, dict[str, float | None] | None]:
         """Return the metrics of all committed steps; without `best` nothing reads them."""
         steps = ownership.committed_steps(self.directory)
         return {step: read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
@@ -382,36 +392,61 @@ class Checkpoints:
 
     def _mark(self) -> None:
         ownership.mark(self.directory)
-        if self._memory is None:  # what is in memory is of another past than the step that is written now
+        self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        """Forget what an earlier run left in memory, if this one keeps no copies: it is of another past."""
+        if self._memory is None:
             (self.directory / RUN_ID).unlink(missing_ok=True)
 
     def _set_aside(self, step: int) -> None:
-        if later := [other for other in ownership.numbered_steps(self.directory) if other > step]:
+        self._leave_memory()
+        if later := ownership.names_after(self.directory, step):
             aside = ownership.set_aside(self.directory, later)
             warn(
-                f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(map(str, later))} set aside in "
+                f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(later)} set aside in "
                 f"{aside.name}, which can be restored from and is yours to delete"
             )
 
-    def _commit(self, writer: ocp.AsyncCheckpointer, step: int, description: Mapping[str, Any]) -> None:
-        """Wait for the arrays, then hash and commit the checkpoint. Runs in the background, on every process."""
+    def _commit(self, writer: ocp.AsyncCheckpointer, step: int, description: Mapping[str, Any], name: str) -> None:
+        """Wait for the arrays, then hash and commit the checkpoint. Runs in the background, on every process.
+
+        All processes know the directory by `name`, process 0's path of it.
+        """
         writer.wait_until_finished()
         folder, process = self._staging(step), jax.process_index()
-        if process == 0:
-            (folder / DESCRIPTION).write_text(json.dumps(description))
-        share = checksums.hash_share(folder, process, jax.process_count())
+        share, problem = checksums.Files(), 0
+        try:
+            if process == 0:
+                checksums.write(folder / DESCRIPTION, json.dumps(description).encode())
+            share = checksums.hash_share(folder, process, jax.process_count())
+        except OSError as error:  # all processes raise it: the others would wait
+            problem = error.errno or errno.EIO
         shares = from_every_process(
-            f"the checksums of a checkpoint in {self.directory}", json.dumps(share), seconds=HOURS
+            f"the checksums of a checkpoint in {name}", json.dumps([share, problem]), seconds=HOURS
         )
+        files: checksums.Files = {}
+        for share, problem in map(json.loads, shares):
+            if problem:
+                raise OSError(problem, os.strerror(problem))
+            files |= share
 
         def finish() -> None:
-            checksums.commit(folder, {name: file for each in shares for name, file in json.loads(each).items()})
+            checksums.commit(folder, files)
             folder.rename(self.directory / str(step))
-            kept = self._retention.kept(metrics := self._metrics())
-            for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
-                ownership.delete(self.directory, old)
+            try:
+                checksums.sync(self.directory)  # before an older one is deleted
+                self._delete_old()
+            except OSError as error:  # the new one is committed, and the next save tries again
+                warn(f"{self.directory}: older checkpoints stay, because they cannot be deleted: {error}")
 
-        on_first_process(finish, f"the commit of a checkpoint in {self.directory}")
+        on_first_process(finish, f"the commit of a checkpoint in {name}")
+
+    def _delete_old(self) -> None:
+        """Delete what the retention does not keep; what the mirror is sending is deleted after a later save."""
+        kept = self._retention.kept(metrics := self._metrics())
+        for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
+            ownership.delete(self.directory, old)
 
     @contextmanager
     def _save_errors(self, step: int) -> Generator[None]:
@@ -427,3 +462,8 @@ class Checkpoints:
             complete = ", ".join(map(str, ownership.committed_steps(self.directory))) or "none"
             what = f"Checkpoint {step} was not saved in {self.directory}"
             raise write_error(what, error, f" (those saved before are whole: {complete})") from error
+
+
+def _references(leaves: Mapping[str, Any]) -> list[weakref.ref[jax.Array]]:
+    """Return weak references to the arrays among the leaves of a state."""
+    return [weakref.ref(leaf) for leaf in leaves.values() if isinstance(leaf, jax.Array)]

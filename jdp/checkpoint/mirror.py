@@ -21,7 +21,7 @@ from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.stored import DESCRIPTION, read_metrics
 from jdp.checkpoint.retrying import retried
-from jdp.checkpoint.upkeep.ownership import committed_steps, set_damaged_aside
+from jdp.checkpoint.upkeep.ownership import ABANDONED, DAMAGED, committed_steps, set_damaged_aside
 from jdp.checkpoint.upkeep.retention import Retention
 from jdp.core.cluster.barrier import from_first_process
 
@@ -73,9 +73,15 @@ class Mirror:
         return ""
 
     def _fetch(self, _: bool) -> None:
-        """Fetch the newest complete checkpoint that is newer than those here, whole or not at all."""
+        """Fetch the newest complete checkpoint that is newer than those here, whole or not at all.
+
+        Copies of checkpoints that this directory has gone back from are left out, and deleted later.
+        """
         files, fresh, newest = self._files(), self._directory / ".fetched", max(self._known, default=-1)
-        for step in sorted((step for step in files if step > newest and COMMITTED in files[step]), reverse=True):
+        abandoned = {file.read_bytes() for file in self._directory.glob(f"{ABANDONED}*/*/{COMMITTED}")}
+        newer = {step for step in files if step > newest and COMMITTED in files[step]}
+        gone = {step for step in newer if abandoned and self._fs.cat_file(*self._paths(step, [COMMITTED])) in abandoned}
+        for step in sorted(newer - gone, reverse=True):
             shutil.rmtree(fresh, ignore_errors=True)
             self._fs.get(self._paths(step, files[step]), [str(fresh / name) for name in files[step]])
             if problem := checksums.verify(fresh):
@@ -87,6 +93,7 @@ class Mirror:
             self._say(f"checkpoint {step} is fetched")
             break
         shutil.rmtree(fresh, ignore_errors=True)
+        self._known |= gone
 
     def _follow(self) -> None:
         """Copy what is committed, until `close` is called and nothing is left to do."""
@@ -115,7 +122,8 @@ class Mirror:
             self._send(step, files.get(step, ()))
         self.sending = None
         for step in files.keys() - kept:
-            if step < newest or step in self._known:  # else it is of another machine
+            damaged = step > newest and (self._directory / f"{DAMAGED}{step}").exists()  # the next start fetches it
+            if step < newest or (step in self._known and not damaged):  # else it is of another machine
                 self._remove(step, files[step])
         return here
 

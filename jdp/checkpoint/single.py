@@ -152,9 +152,14 @@ def _move(fresh: Path, path: Path) -> None:
     """Move `fresh` to `path`; what was there is deleted after that."""
     old = _old_path(path)
     shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
+    if replaced := path.exists():
         path.rename(old)
-    fresh.rename(path)
+    try:
+        fresh.rename(path)
+    except OSError:
+        if replaced:
+            old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

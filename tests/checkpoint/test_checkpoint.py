@@ -12,6 +12,7 @@ import tensorstore as ts
 from flax import nnx
 
 import jdp
+from jdp.checkpoint import directory
 
 TX = optax.adamw(0.1)
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
@@ -312,6 +313,19 @@ def test_the_newest_of_equals_is_the_best_and_what_is_not_finite_never_is(tmp_pa
         for count in (2, 3, 4):
             checkpoints.save(tiny(count), metrics={"loss": jnp.float32(2 if count < 4 else 5)})
         assert (checkpoints.best, checkpoints.steps) == (3, [3, 4])
+
+
+def test_the_best_stays_while_its_metrics_cannot_be_read(tmp_path, monkeypatch):
+    read = directory.read_metrics
+    with jdp.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
+        for count, loss in ((1, 0.1), (2, 0.5)):
+            checkpoints.save(tiny(count), metrics={"loss": loss})
+            checkpoints.wait()
+        monkeypatch.setattr(directory, "read_metrics", lambda folder: None if folder.name == "1" else read(folder))
+        checkpoints.save(tiny(3), metrics={"loss": 0.4})
+        checkpoints.wait()
+        monkeypatch.undo()
+        assert (checkpoints.steps, checkpoints.best) == ([1, 3], 1)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,19 @@ def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_a
     assert names(tmp_path) == ["3", "4"] and weight(tmp_path) == 4
 
 
+@pytest.mark.parametrize("last", ["saved", "restored"])
+def test_another_state_under_the_step_at_hand_is_reported_as_not_saved(tmp_path, base, last, capsys):
+    fill(tmp_path, base, 1)
+    with jdp.Checkpoints(tmp_path) as saved:
+        state = at(base, 2) if last == "saved" else saved.restore(target())[0]
+        saved.save(state)
+        assert capsys.readouterr().err == ""
+        saved.save(at(base, int(state.step), 7.0))
+        said = f"has checkpoint {state.step} already, of other arrays; these are not saved"
+        assert said in capsys.readouterr().err
+        assert float(saved.restore(target())[0].params["w"][0]) == int(state.step)
+
+
 def test_a_reader_sees_the_steps_that_another_process_writes_and_deletes(tmp_path, base):
     with jdp.Checkpoints(tmp_path, best="loss") as reader, jdp.Checkpoints(tmp_path, keep=1) as writer:
         assert reader.latest is None and reader.best is None

@@ -177,13 +177,13 @@ def test_where_none_is_whole_nothing_is_moved_and_all_are_named(own):
 
 
 @pytest.mark.parametrize("damage", [cut, lambda file: flip(file, 40), lambda file: file.unlink()])
-def test_a_checkpoint_whose_metrics_are_damaged_is_not_the_best(own, base, damage):
+def test_a_checkpoint_whose_metrics_are_damaged_is_not_the_best_and_stays(own, base, damage):
     with jdp.Checkpoints(own, best="loss", keep=1) as checkpoints:
         assert checkpoints.best == 2
         damage(own / "2" / "checkpoint.json")
         assert checkpoints.best == 1
         checkpoints.save(at(base, 3))
-    assert names(own) == ["1", "3"]
+    assert names(own) == ["1", "2", "3"]
 
 
 def test_what_others_put_beside_and_inside_changes_nothing(own, base, capsys):

@@ -125,6 +125,30 @@ def test_a_run_that_goes_back_takes_its_copies_back(bucket, base, tmp_path):
         assert restored(saved, base) == 7
 
 
+def test_a_run_that_is_killed_after_it_went_back_does_not_fetch_what_it_left(bucket, base, tmp_path):
+    train(tmp_path / "one", bucket, base, (1, 2, 3))
+    with jdp.Checkpoints(tmp_path / "one") as killed:  # no mirror: no copy is deleted
+        killed.go_back(1)
+    assert copies(bucket) == whole(1, 2, 3)
+    assert train(tmp_path / "one", bucket, base, ()) == 1
+    assert copies(bucket) == whole(1)
+
+
+def test_the_copy_of_a_damaged_newest_stays_until_it_is_fetched_or_given_up(bucket, base, tmp_path):
+    train(tmp_path / "one", bucket, base, (1, 2, 3))
+    manifest = tmp_path / "one" / "3" / "state" / "manifest.ocdbt"
+    manifest.unlink()
+    assert train(tmp_path / "one", bucket, base, ()) == 2
+    assert copies(bucket) == whole(1, 2, 3)
+    assert train(tmp_path / "one", bucket, base, ()) == 3
+    manifest.unlink()
+    assert train(tmp_path / "one", bucket, base, ()) == 2
+    with jdp.Checkpoints(tmp_path / "one") as killed:
+        killed.go_back(2)
+    assert train(tmp_path / "one", bucket, base, ()) == 2
+    assert copies(bucket) == whole(1, 2)
+
+
 def test_a_damaged_newest_is_fetched_and_an_older_machine_catches_up(bucket, base, tmp_path):
     train(tmp_path / "one", bucket, base, (1, 2))
     shutil.copytree(tmp_path / "one" / "1", tmp_path / "old" / "1")

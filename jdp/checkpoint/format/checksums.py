@@ -10,7 +10,9 @@ With several processes each hashes the arrays that it wrote, and process 0 the r
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +31,31 @@ Files = dict[str, tuple[int, str]]
 """Path in the folder, with "/" -> size in bytes, hash."""
 
 
+def write(file: Path, content: bytes) -> None:
+    """Write a file; when this returns its bytes are on the disk."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Return when the names in a folder are on the disk, on file systems that can tell."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
 def write_table(file: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object after a line with its hash; the file appears complete or not at all."""
     text = json.dumps(content).encode()
     fresh = file.with_name(f"{file.name}.new")
-    fresh.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
+    write(fresh, xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
     fresh.replace(file)
 
 
@@ -61,8 +83,9 @@ def hash_share(folder: Path, process: int, processes: int) -> Files:
 
 
 def commit(folder: Path, files: Files) -> None:
-    """Write the table of all files."""
+    """Write the table of all files; when this returns it is on the disk."""
     write_table(folder / COMMITTED, {"format": _FORMAT, "files": files})
+    sync(folder)
 
 
 def verify(

@@ -68,9 +68,9 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / checksums.COMMITTED).is_file() and (folder / arrays.FOLDER).is_dir()
 
 
-def read_metrics(folder: Path) -> dict[str, float | None]:
-    """Return the metrics that were saved beside the arrays; none of a damaged checkpoint."""
+def read_metrics(folder: Path) -> dict[str, float | None] | None:
+    """Return the metrics that were saved beside the arrays; None if they cannot be read, for now or ever."""
     with contextlib.suppress(OSError):  # it is being deleted
         if not checksums.verify(folder, _is_description):
             return json.loads((folder / DESCRIPTION).read_bytes())["metrics"]
-    return {}
+    return None

@@ -16,7 +16,7 @@ import jax
 from jdp.base.notices import warn
 from jdp.base.public import public
 from jdp.base.user_path import user_path
-from jdp.checkpoint.errors import CheckpointError, DamagedError
+from jdp.checkpoint.errors import HOURS, CheckpointError, DamagedError
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.content import Source
 from jdp.checkpoint.format.stored import Stored, is_checkpoint
@@ -99,7 +99,8 @@ def read_newest(directory: Path, read: Callable[[Source], _T]) -> tuple[_T, int,
             if error.__cause__ is not None and not checksums.verify(folder):
                 raise  # its bytes are those that were saved: it cannot be read, but is not damaged
             problem = error.problem
-        problem = next(filter(None, from_every_process("what was read of a checkpoint", problem)), "")
+        problems = from_every_process("what was read of a checkpoint", problem, seconds=HOURS)
+        problem = next(filter(None, problems), "")
         if not problem:
             return value, step, damaged  # pyright: ignore[reportReturnType]
         damaged[step] = problem

@@ -5,7 +5,7 @@ complete; to be deleted it is first renamed to `.deleted-STEP`. So a numbered fo
 nothing else is ever deleted. A link is never followed to delete.
 
 A step whose files have changed since it was saved is renamed to `damaged-STEP`, and an earlier one takes its place.
-Steps that a run has gone back from are moved to `abandoned-1`, `abandoned-2`, …
+Steps that a run has gone back from, damaged or not, are moved to `abandoned-1`, `abandoned-2`, …
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MARKER = ".jdp-checkpoints"
 """The file that makes a directory jdp's."""
 SAVING, DELETED, ABANDONED, DAMAGED = ".saving-", ".deleted-", "abandoned-", "damaged-"
 _STEP = re.compile(r"0|[1-9][0-9]*")
+_STEP_OR_DAMAGED = re.compile(rf"({_STEP.pattern})|{DAMAGED}({_STEP.pattern})(-[0-9]+)?")
 _LEFTOVER = re.compile(rf"({re.escape(SAVING)}|{re.escape(DELETED)})({_STEP.pattern})")
 
 
@@ -89,19 +90,26 @@ def delete(directory: Path, step: int) -> None:
         remove(doomed)
 
 
-def set_aside(directory: Path, steps: Sequence[int]) -> Path:
-    """Move the folders of these steps into a new folder `abandoned-N`, and return that."""
+def names_after(directory: Path, step: int) -> list[str]:
+    """Return the names of the folders of later steps, in order; those of damaged ones too."""
+    found = filter(None, (_STEP_OR_DAMAGED.fullmatch(path.name) for path in directory.iterdir()))
+    later = sorted((number, match[0]) for match in found if (number := int(match[1] or match[2])) > step)
+    return [name for _, name in later]
+
+
+def set_aside(directory: Path, names: Sequence[str]) -> Path:
+    """Move these folders into a new folder `abandoned-N`, and return that."""
     number = 1
     while (aside := directory / f"{ABANDONED}{number}").exists() or aside.is_symlink():
         number += 1
     aside.mkdir()
-    for step in steps:
-        folder = directory / str(step)
+    for name in names:
+        folder = directory / name
         if folder.is_symlink():  # a relative one would lead elsewhere from there
-            (aside / str(step)).symlink_to(folder.resolve())
+            (aside / name).symlink_to(folder.resolve())
             folder.unlink()
         else:
-            folder.rename(aside / str(step))
+            folder.rename(aside / name)
     return aside
 
 

@@ -11,8 +11,8 @@ from jdp.base.errors import UserError
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint.errors import CheckpointError
 
-Metrics = Mapping[int, Mapping[str, float | None]]
-"""Step -> the metrics that were measured on it; None for one that was not finite."""
+Metrics = Mapping[int, Mapping[str, float | None] | None]
+"""Step -> the metrics that were measured on it, None if they cannot be read; None for one that was not finite."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Retention:
     def best_step(self, metrics: Metrics) -> int | None:
         """Return the step that is best by the metric, the newest of equals; None if none has a finite value."""
         sign = -1.0 if self.mode == "min" else 1.0
-        values = {step: numbers.get(self.best or "") for step, numbers in metrics.items()}
+        values = {step: (numbers or {}).get(self.best or "") for step, numbers in metrics.items()}
         scores = [(sign * value, step) for step, value in values.items() if value is not None]
         return max(scores)[1] if scores else None
 
@@ -43,6 +43,8 @@ class Retention:
         steps = sorted(metrics)
         kept = {*steps} if self.keep is None else {*steps[-self.keep :]}
         kept |= {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
+        if self.best is not None:
+            kept |= {step for step, numbers in metrics.items() if numbers is None}  # it may be the best
         best = self.best_step(metrics)
         return kept if best is None else kept | {best}
 
