@@ -98,7 +98,7 @@ REST = {
     "experiment/test_nanogpt.py::test_a_step_is_nanogpts": "",
     "experiment/test_muon.py::test_updates_are_those_of_optax_written_by_hand": "0.003",
     "experiment/test_prepare.py::test_a_chat_is_learnt_from_its_answers": "",
-    "experiment/test_experiments.py::test_fits_its_devices": "quickstart | quickstart_muon",
+    "experiment/test_experiments.py::test_fits_its_devices": "quickstart_muon | digits_resnet",
     "models/test_decode.py::test_top_p_draws_among_the_likeliest_that_have_the_probability": "",
     "models/test_vision_models.py::test_an_unrolled_vit_is_the_scanned_one": "",
     "experiment/test_toy_recipes.py::test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one": "llama-lora",

@@ -118,7 +118,7 @@ def inline(figure: Figure, described: str) -> Markup:
 
 def write(figure: Figure, path: Path, described: str) -> None:
     """Write a figure as an SVG file, which needs nothing beside it."""
-    text = inline(figure, described).replace("</title>", f"</title><style>{_FILE_STYLE}</style>", 1)
+    text = str(inline(figure, described)).replace("</title>", f"</title><style>{_FILE_STYLE}</style>", 1)
     text = text.replace("xlink:href", "href")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
