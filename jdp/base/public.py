@@ -24,7 +24,7 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 
 
 def public(check: Callable[..., None] | None = None) -> Callable[[Function], Function]:
-    """Decorate a public function that calls functions of the user: shorten the traceback of an exception.
+    """Decorate a public function: shorten the traceback of an exception.
 
     Args:
         check: called with the function's own arguments after an exception, it raises the UserError that takes the
@@ -57,7 +57,7 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
 def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None:
     """Return a traceback with one frame for each row of jdp's frames that leads to a frame of the user's.
 
-    `at_end` leaves out a row that leads to none.
+    With `at_end`, jdp's frames at the end are left out too.
     """
     entry: TracebackType | None = None  # the first frame of such a row
     row: list[TracebackType] = []  # the frames since then

@@ -74,8 +74,8 @@ def _sends_in_loops(collectives: Collectives, params: PyTree, *first: Any) -> bo
     """Return whether layer loops gather and reduce, which needs that the loss uses their weights nowhere else.
 
     A weight that two loops use, or a loop and a penalty, would be reduced in each. Read from the trace of a backward
-    pass. Under zero3 each use gathers and reduces in any case. Nor do they where layers compute too shortly
-    to hide collectives.
+    pass. Under zero3 each use gathers and reduces in any case. Otherwise they do not if a layer computes for too short
+    a time to hide its collectives.
     """
     spec = collectives.spec
     if not collectives.by_layer or spec.strategy.gather == "use":
@@ -97,8 +97,8 @@ def _sends_in_loops(collectives: Collectives, params: PyTree, *first: Any) -> bo
     if mesh is None or hides_collectives(flops, layer, itemsize, mesh, is_sharded=spec.strategy.shard_state):
         return True
     notice(
-        "scan_layers: all layers share their collectives, because one layer computes for less time than its own would "
-        "take to start"
+        "scan_layers: all layers share their collectives, because a layer computes for less time than collectives of "
+        "its own take to start"
     )
     return False
 

@@ -1,7 +1,7 @@
 """Whether a layer computes for long enough to hide collectives of its own.
 
-A collective for each layer hides behind the layers beside it, and waits for the links in each of them. With little
-work a device and many hosts that is longer than what is hidden, and one collective for all layers is faster.
+The collectives of a layer hide behind the layers before and after it, but each takes time to start. If devices have
+little work and there are many hosts, that time is longer than what is hidden: sharing one collective is faster.
 
 gpt2_124m under zero1, compiled for H100s and simulated, takes 10.7 ms by layer and 9.5 for all, on 64 GPUs with 2k
 tokens each. With 16k tokens it takes 40.0 and 41.3, and on 512 GPUs 55.7 and 44.7.
