@@ -1,16 +1,16 @@
-"""Muon under ZeRO: an update that needs whole matrices. What is sent if XLA gathers them, and if devices own them?
+"""Muon under ZeRO: an update that needs whole matrices. How much is sent if XLA gathers them, and if devices own them?
 
-ZeRO cuts an update anywhere, as Adam's works on each element alone. Muon's does not: five Newton-Schulz steps multiply
-a matrix by itself. AdamW sends D for gradients and D for weights. Guess first: how many D does Muon send?
+ZeRO cuts an update anywhere, because Adam's works on each element alone. Muon's does not: five Newton-Schulz steps
+multiply a matrix by itself. AdamW sends D for gradients and D for weights. Guess first: how many D does Muon send?
 
-The lesson runs Newton-Schulz on shards: no error is raised, and the numbers are wrong. It counts what XLA sends to make
-them right. Then, by hand, an all-to-all gives each device whole matrices of its own, which it computes. Another returns
-the shards. Bytes and losses are compared with those of the naive step, and of jdp's.
+The lesson runs Newton-Schulz on shards: no error is raised, and the numbers are wrong. It counts the bytes that XLA
+sends to make them right. Then, by hand, an all-to-all gives each device whole matrices of its own, which it computes.
+Another returns the shards. Bytes and losses are compared with those of the naive step, and of jdp's.
 
     python experiments/lessons/zero_muon.py [--picture FILE.svg]
 
 With Ψ float32 elements in matrices on N devices, and D = 4Ψ(N−1)/N: an all-gather or a reduce-scatter of them sends D,
-an all-to-all D/N, as a device has only Ψ/N of them to send. A step with owners, under zero1:
+an all-to-all D/N, because a device has only Ψ/N of them to send. A step with owners, under zero1:
 
     reduce-scatter    all-to-all              all-to-all               all-gather
     gradients, D      momentum, D/N           updates, D/N             weights, D
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [(s, *(r.total / d for r in each.values()), *[*update[s].values()][1:]) for s, each in found.items()]
     said = """Under ddp the naive step sends nothing more, but each device computes all matrices. With owners each
         computes its part, and an all-gather returns the updates, D. Under zero1 and zero3 XLA divides each product by
-        rows: naive costs no more FLOPs, but bytes."""
+        rows: the naive form costs bytes, not FLOPs."""
     headers = ("strategy", "AdamW, × D", "naive, × D", "owned, × D", "naive, MFLOPs", "owned, MFLOPs")
     show("Sent a step, and computed by a device beyond AdamW's step", headers, rows, said)
     stacks = {m: sent_by_owners(mesh, m) / (2 * d / n) * n / m for m in (max(n // 4, 1), n, n + n // 2)}
