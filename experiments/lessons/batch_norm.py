@@ -3,7 +3,7 @@
 The claims: "data parallelism computes what one device computes" (not if a layer mixes rows); "always synchronise
 BatchNorm".
 
-A small network learns scikit-learn's digits on eight devices, from 2 to 32 rows a device, from the same start and the
+A small network learns scikit-learn's digits on eight devices, from 2 to 32 rows per device, from the same start and the
 same batches. One step uses the statistics of each device's rows, the other the statistics of all rows. Held-out loss
 and accuracy are compared over three seeds, and so are bytes and times. The fewer rows, the noisier a device's own
 statistics.
@@ -35,7 +35,7 @@ from jdp.foresight.program.collectives import collectives
 from jdp.foresight.traffic.theory import ring_bytes
 from jdp.report.charts import chart
 
-ROWS, STEPS, SEEDS, HELD_OUT, CHANNELS = (2, 4, 8, 32), 60, 3, 392, (8, 16, 32)  # rows a device; digits held out
+ROWS, STEPS, SEEDS, HELD_OUT, CHANNELS = (2, 4, 8, 32), 60, 3, 392, (8, 16, 32)  # rows per device; digits held out
 NORMS = {"local": LocalNorm, "sync.": nnx.BatchNorm}
 
 
@@ -137,13 +137,13 @@ def main(argv: list[str] | None = None) -> None:
         rows they are nearly equal ({least}, {most}); differences within the deviation of the seeds mean nothing.
         Synchronising sends few bytes in many collectives, so it costs latency, not bandwidth."""
     title = f"{STEPS} steps on {plan.mesh.size} devices, {SEEDS} seeds ± deviation; sent: bytes in how many collectives"
-    show(title, ("rows a device", *heads), table, said)
+    show(title, ("rows per device", *heads), table, said)
     figure, (panel,) = chart(width=6)
     for i, name in enumerate(("local", "synchronised")):
         panel.errorbar(ROWS, losses[:, i].mean(1), losses[:, i].std(1, ddof=1), fmt="o-", capsize=3, label=name)
-    panel.set(xscale="log", xlabel="rows a device", ylabel="held-out loss, nats", title="Statistics of BatchNorm")
+    panel.set(xscale="log", xlabel="rows per device", ylabel="held-out loss, nats", title="Statistics of BatchNorm")
     panel.legend()
-    keep(figure, options.picture, "Held-out loss with local and synchronised statistics, by rows a device")
+    keep(figure, options.picture, "Held-out loss with local and synchronised statistics, by rows per device")
 
 
 if __name__ == "__main__":

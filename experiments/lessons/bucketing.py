@@ -1,6 +1,6 @@
 """Buckets: how many all-reduces should synchronise one gradient, and can they hide behind the backward pass?
 
-The claim: PyTorch's DDP groups gradients into buckets of 25 MB, because one collective a tensor is slow. It sends a
+The claim: PyTorch's DDP groups gradients into buckets of 25 MB, because one collective per tensor is slow. It sends a
 bucket as soon as its gradients are ready.
 
 Two real processes exchange gradients over a real socket (Gloo, loopback). All-reduces of many sizes are timed, which
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     picture = parser(__file__, __doc__).parse_args(argv).picture
     found = in_processes(__file__, 2, limits=LIMITS, layers=16, width=256, rows=64, rounds=6)
     (alpha, beta), backward, ways = fit(found["links"]), found["backward"], found["ways"]
-    rows = [("α: cost of a collective, ms", 1e3 * alpha), ("β: MB a second", beta / 1e6)]
+    rows = [("α: cost of a collective, ms", 1e3 * alpha), ("β: MB per second", beta / 1e6)]
     rows += [("the backward pass alone, ms", 1e3 * backward), ("√(backward / α): buckets", math.sqrt(backward / alpha))]
     said = f"""An all-reduce of {alpha * beta / 1e3:.0f} kB (α·β) spends half its time on latency: smaller tensors
         should be sent together."""

@@ -10,9 +10,9 @@ other devices. Last, `jdp.foresee` predicts the same for eight H100s.
 
     python experiments/lessons/communication_overhead.py [--picture FILE.svg]
 
-With Ψ parameters: 6·Ψ FLOPs a row, 2(N-1)/N·4·Ψ bytes a step, so 3/4·N/(N-1)·rows FLOPs a byte. Times are processor
-time over eight devices. `jdp train --profile` writes such a profile; `jdp plan` predicts an experiment's step. The step
-has `partitioning="manual"`: each device runs these parts on its own rows.
+With Ψ parameters: 6·Ψ FLOPs per row, 2(N-1)/N·4·Ψ bytes per step, so 3/4·N/(N-1)·rows FLOPs per byte. Times are
+processor time over eight devices. `jdp train --profile` writes such a profile; `jdp plan` predicts an experiment's
+step. The step has `partitioning="manual"`: each device runs these parts on its own rows.
 """
 
 import functools
@@ -87,7 +87,7 @@ def roofline(rows: int, width: int = 4096, devices: int = 8) -> dict[str, float]
     peak = chip.matmul_flops["bf16"]
     work = {"memory": (rows * width / (width + 2 * rows), chip.memory_bandwidth)}
     work |= {"NVLink": (sends, chip.link_bandwidth), "InfiniBand": (sends, chip.network_bandwidth)}
-    return {name: peak / bandwidth / flops_a_byte for name, (flops_a_byte, bandwidth) in work.items()}
+    return {name: peak / bandwidth / flops_per_byte for name, (flops_per_byte, bandwidth) in work.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -97,14 +97,14 @@ def main(argv: list[str] | None = None) -> None:
     found, n, psi = {rows: measure(rows, rounds=7) for rows in ROWS}, jax.device_count(), 4 * 512**2
     few, many = found[ROWS[0]], found[ROWS[-1]]
     columns = (*PARTS, "sum", "step", "ratio")
-    headers = ("rows a device", *PARTS, "their sum", "jdp's step", "sync / (forward + backward)")
+    headers = ("rows per device", *PARTS, "their sum", "jdp's step", "sync / (forward + backward)")
     said = f"""Sync takes nearly the same time for any number of rows, forward and backward grow with them: the ratio
         falls from {few["ratio"]:.2f} to {many["ratio"]:.2f}. The parts add up to the step, apart from other work on the
         cores."""
     show("Processor time of a device, ms", headers, [(rows, *map(found[rows].get, columns)) for rows in ROWS], said)
     flops, sent = np.array([(found[rows]["FLOPs"], found[rows]["bytes"]) for rows in ROWS]).T
     counted = (ROWS, flops / (6 * psi * np.array(ROWS)), sent / (2 * (n - 1) / n * 4 * psi), flops / sent)
-    headers = ("rows a device", "FLOPs / formula", "bytes / formula", "FLOPs a byte sent")
+    headers = ("rows per device", "FLOPs / formula", "bytes / formula", "FLOPs per byte sent")
     said = """Both formulas hold. The number of parameters is in both, so it cancels, and the rows remain. (0.918: the
         first of four layers needs no gradient of its input, which is one product of twelve.)"""
     show("Counted in the program", headers, [*zip(*counted, strict=True)], said)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     said = """Above 1, computing waits. With few rows it waits for memory, because each weight is read for few FLOPs.
         The network needs more rows, and a slow link the most: this is the roofline model, with one roof for each."""
     table = [(rows, *each.values()) for rows, each in lines.items()]
-    show("Roofline of an H100: time over computing time", ("rows a device", *lines[16]), table, said)
+    show("Roofline of an H100: time over computing time", ("rows per device", *lines[16]), table, said)
     seen = profile(64, steps=5)
     rows = [("all-reduce", seen["collectives"] / seen["all"])]
     rows += [("without waiting", (seen["collectives"] - seen["waiting"]) / (seen["all"] - seen["waiting"]))]
@@ -123,14 +123,14 @@ def main(argv: list[str] | None = None) -> None:
     said = [f"with {rows} rows {ratio:.0%} of the time that computing takes" for _, rows, *_, ratio in plans]
     said = f"""On H100s sending takes {", ".join(said)}. Compare sends with exposed: hardly any of it is hidden, because
         one all-reduce of all gradients waits for the last one. `bucketing.py` starts earlier."""
-    headers = ("devices", "rows a device", "computes, ms", "sends, ms", "exposed, ms", "sends / computes")
+    headers = ("devices", "rows per device", "computes, ms", "sends, ms", "exposed, ms", "sends / computes")
     show("Predicted for H100s", headers, plans, *[said] * bool(plans))
     figure, (axes,) = chart()
     axes.loglog(ROWS, [found[rows]["ratio"] for rows in ROWS], "o-", label="sync / (forward + backward), measured")
     axes.loglog(ROWS, sent / flops, "o-", label="bytes / FLOPs, counted")
-    axes.set(title="Communication to computation", xlabel="rows a device")
+    axes.set(title="Communication to computation", xlabel="rows per device")
     axes.legend()
-    keep(figure, picture, "Communication to computation falls as rows a device grow.")
+    keep(figure, picture, "Communication to computation falls as rows per device grow.")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import jdp
 from jdp.data.order import sample_index
 
 SAMPLES, RANKS, FEWER, BATCH = 1003, 8, 5, 40  # samples: no multiple of anything; rows of a global batch
-RESUMED = ("from the epoch's start", "as many rows a rank", "by position")
+RESUMED = ("from the epoch's start", "as many rows per rank", "by position")
 KEYS = ("one key", "a key for each rank", "by global row")
 Order = Callable[[int, int, int], np.ndarray]  # (rank, ranks, epoch) -> the samples that a rank reads
 

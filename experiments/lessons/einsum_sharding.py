@@ -9,7 +9,7 @@ for two and for eight devices, read, and drawn.
 
     python experiments/lessons/einsum_sharding.py [--sizes 5120 2048 1024] [--target h100:1x8] [--picture FILE.svg]
 
-    sharded                     forward           backward                                         FLOPs a byte, 8 H100s
+    sharded                     forward           backward                                         FLOPs/byte, 8 H100s
     batch (data parallel)       -                 all-reduce of ∂w, D·F elements                   549
     weight (tensor parallel)    -                 all-reduce of ∂x, B·D                            110
     both, one axis (ZeRO-3)     all-gather of w   all-gather of w, reduce-scatter of ∂w            366
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         case = count(way, chosen, b, d, f)
         kinds = [", ".join(f"{k} {v / 1e6:.3g} MB" for k, v in c.items()) or "-" for c in (case.forward, case.backward)]
         rows.append((len(chosen), way, "{} {}".format(*case.has), *kinds, 6 * b * d * f / len(chosen) / case.sent))
-    headers = ("devices", "sharded", "x and w on a device", "forward", "backward", "FLOPs a byte sent")
+    headers = ("devices", "sharded", "x and w on a device", "forward", "backward", "FLOPs per byte sent")
     said = """Splitting the batch sends the gradient of w, splitting w the gradient of x; the smaller one is cheaper.
         With the batch split there are 0.75·B/(N−1) FLOPs for each byte sent: the rows per device decide, not the
         layer's size. Splitting both on one axis keeps less on a device and gathers w for each pass; XLA:GPU then

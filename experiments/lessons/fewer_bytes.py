@@ -33,7 +33,7 @@ from jdp.foresight.program.collectives import collectives, total_wire_bytes
 from jdp.report.charts import chart
 
 # 1. The schemes. Under `zero1` a step reduces gradients (to the device that updates them) and gathers the new weights:
-# two flows of 4 bytes a parameter. `wire` encodes the first.
+# two flows of 4 bytes per parameter. `wire` encodes the first.
 
 STEPS, RATE, SHARES = 100, 3e-3, (0.1, 0.01)  # of the elements that top-k sends
 Wire = Literal["bf16", "int8"] | None
@@ -48,7 +48,7 @@ def loss_fn(params: Any, rows: dict[str, Any], rng: jax.Array) -> jdp.Loss:
 
 
 def train(plan: jdp.Plan, wire: Wire, state: jdp.TrainState, steps: int) -> tuple[float, float]:
-    """Return (bytes of gradients that a device sends a step, held-out loss)."""
+    """Return (bytes of gradients that a device sends per step, held-out loss)."""
     rows = (jax.device_put(make_batch(i), plan.batch_sharding) for i in itertools.count())
     step = jdp.make_train_step(loss_fn, plan, wire=wire, partitioning="manual", check_loss=False, donate=False)
     run = step.compile(state, next(rows))
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, (sent, loss) in found.items():
         panel.loglog([sent / 1e3], [loss], "o")
         panel.annotate(name, (sent / 1e3, loss), (4, 4), textcoords="offset points", fontsize=8)
-    panel.set(title=f"After {steps} steps", xlabel="kB of gradients that a device sends a step", ylabel="loss, nats")
+    panel.set(title=f"After {steps} steps", xlabel="kB of gradients that a device sends per step", ylabel="loss, nats")
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter("{x:g}"), axis.set_minor_formatter("{x:g}")
-    keep(figure, options.picture, "Bytes of gradients that a device sends a step against the held-out loss")
+    keep(figure, options.picture, "Bytes of gradients that a device sends per step against the held-out loss")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Gradient accumulation: a large batch in small parts, reduced once a step or once a microbatch.
 
 The claim: "accumulation gives the large batch's result in less memory, for free". The result is right if sums are added
-and divided once. Memory falls until the accumulated gradient is most of it. The bytes sent depend on where the loop
-reduces: after the last microbatch, or in each.
+and divided once. Memory falls until most of it is the accumulated gradient. Bytes depend on where the loop reduces:
+after the last microbatch or in each.
 
 Three loops by hand: reduce once, all-reduce each microbatch (a loop that forgot PyTorch's `no_sync`), reduce-scatter
 each, which keeps 1/N of the sum. Bytes and memory are those of the compiled programs. Then jdp's strategies do the
@@ -128,9 +128,8 @@ def main(argv: list[str] | None = None) -> None:
     most, (least, few), each = (found[job] for job in (("once", 1), ("once", 8), ("each", 8)))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(given[0]))
     said = f"""The gradient is the same, to rounding, however the batch is cut. Eight microbatches take
-        {few / most[1]:.0%} of the temporary memory, not an eighth, because the gradients themselves ({size / 1e6:.2f}
-        MB) do not shrink. Reducing in each microbatch sends {each[0] / least:.0f} times as much; a reduce-scatter keeps
-        an eighth of the sum."""
+        {few / most[1]:.0%} of the temporary memory, not an eighth: the gradients ({size / 1e6:.2f} MB) do not shrink.
+        Reducing in each sends {each[0] / least:.0f} times as much; a reduce-scatter keeps an eighth of the sum."""
     heads = ("way", "microbatches", "sent, bytes", "temporary, bytes", "error / gradient's norm")
     show(f"One gradient of {ROWS} rows on {mesh.size} devices", heads, rows, said)
     trained = [(name, k, *with_jdp(mesh, name, k)) for name in STRATEGIES for k in (1, 4)]
@@ -143,8 +142,8 @@ def main(argv: list[str] | None = None) -> None:
     heads = ("real rows", *(f"error, {how}" for how in HOWS.values()))
     show("Gradient of four microbatches", heads, table, said)
     sent = {name: [found[way, k][0] / 1e6 for k in MICROBATCHES] for way, name in WAYS.items()}
-    figure = curves("Sent by a device a step", ("microbatches", MICROBATCHES), "MB", sent)
-    keep(figure, options.picture, "Bytes that a device sends a step, by number of microbatches, for three loops")
+    figure = curves("Sent by a device per step", ("microbatches", MICROBATCHES), "MB", sent)
+    keep(figure, options.picture, "Bytes that a device sends per step, by number of microbatches, for three loops")
 
 
 if __name__ == "__main__":

@@ -3,17 +3,17 @@
 The claim: "gradients are synchronised bucket by bucket, last layers first, while the backward pass goes on".
 
 The backward pass starts at the loss, so the last layer's gradients come first. Their order is read from the jaxpr,
-JAX's list of operations. A bucket is a group of gradients that are sent together, ready when the last is computed. Its
-collective starts then, or when the previous one has ended. A clock that counts FLOPs draws this for each strategy (ddp;
-zero1 to zero3 shard state, lesson 7), with microbatches: parts of a batch. Heat maps show each device's part of each
-gradient, before and after.
+JAX's list of operations. A bucket is gradients that are sent together, ready when the last is computed. Its collective
+starts then, or when the previous one has ended. A clock that counts FLOPs draws this for each strategy (ddp; zero1 to
+zero3 shard state, lesson 7), with microbatches: parts of a batch. Heat maps show each device's part of each gradient,
+before and after.
 
     python experiments/lessons/gradient_sync_visualizer.py [--bucket-bytes 65536] [--accumulate 2]
         [--flops-per-byte 32] [--picture FILE.svg] [--page FILE.html]
 
 XLA may choose another order than the jaxpr's. `--flops-per-byte` is how many FLOPs a device does while it sends a byte.
 The gathers of zero3 are left out. jdp: `Plan(mesh, strategy)` says where gradients rest; `jdp plan` has the compiled
-step's timeline. Li et al. 2020, arXiv:2006.15704, section 3.2.3 (25 MB a bucket).
+step's timeline. Li et al. 2020, arXiv:2006.15704, section 3.2.3 (25 MB per bucket).
 """
 
 from collections.abc import Sequence

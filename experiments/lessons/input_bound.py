@@ -99,7 +99,7 @@ def run(plan: jdp.Plan, readers: int, prefetch: int, read: float, steps: int = S
 
 
 def waiting(hosts: int, read: float, compute: float, spread: float, steps: int = 2000) -> tuple[float, float, float]:
-    """Return seconds a step, and a host's mean wait for its own input and in the all-reduce; `spread`: σ of log r."""
+    """Return seconds per step, and a host's mean wait for its own input and in the all-reduce; `spread`: σ of log r."""
     reads = read * np.exp(np.random.default_rng(0).normal(-(spread**2) / 2, spread, (steps, hosts)))  # of mean `read`
     own = np.maximum(reads - compute, 0)  # its batch is read while the step before computes
     last = own.max(axis=1, keepdims=True)
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
         call returns before a GPU is done; these CPU devices do part of it in the call.) Then train on one batch, made
         once: if that is faster, the input was the limit."""
     heads = ("input", *LINES, "a step", "formula", "waited for input")
-    show(f"Milliseconds a step; reading takes {1e3 * read:.0f}", heads, rows, said)
+    show(f"Milliseconds per step; reading takes {1e3 * read:.0f}", heads, rows, said)
     rows = [(n, *(1e3 * each for each in waiting(n, 0.08, 0.1, 0.5))) for n in HOSTS]
     said = f"""Reading takes 80 ms on average and computing 100, so one host hardly waits. Of {HOSTS[-1]} hosts one is
         nearly always late: a step takes {rows[-1][1] / rows[0][1]:.1f} times as long. Each waits little for its own
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     heads = ("hosts", "a step", "waits for its own input", "waits in the all-reduce")
     show("Simulated, in ms: reading times vary (lognormal, σ 0.5), compute is 100", heads, rows, said)
     parts = {"its own input": [row[2] for row in rows], "the all-reduce": [row[3] for row in rows]}
-    figure = curves("What a host waits for", ("hosts", HOSTS), "ms a step", parts)
+    figure = curves("What a host waits for", ("hosts", HOSTS), "ms per step", parts)
     keep(figure, options.picture, "Waiting for a host's own input and in the all-reduce, by number of hosts")
 
 

@@ -3,7 +3,7 @@
 The claims: scale the rate linearly with the batch and warm it up, whatever the optimizer; a larger batch is better.
 More devices make the batch larger, so this decides how many are useful.
 
-An MLP learns scikit-learn's digits from 4, 16, 64 or 256 rows a step. Its rate was tuned for 4 rows and is scaled by
+An MLP learns scikit-learn's digits from 4, 16, 64 or 256 rows per step. Its rate was tuned for 4 rows and is scaled by
 three rules; then the best of seven rates is taken. The lesson counts the steps to a loss of 0.1. Then the noise scale
 estimates the largest useful batch from two norms that data parallelism has anyway, in one training.
 
@@ -34,7 +34,7 @@ import jdp
 from jdp.report.charts import chart
 
 BATCHES = (4, 16, 64, 256)
-OPTIMIZERS = {"SGD": (optax.sgd(1.0), 2**-3), "Adam": (optax.adam(1.0), 2**-8)}  # with rates tuned for 4 rows a step
+OPTIMIZERS = {"SGD": (optax.sgd(1.0), 2**-3), "Adam": (optax.adam(1.0), 2**-8)}  # with rates tuned for 4 rows per step
 TARGET, MOST, WARMUP = 0.1, 700, 20  # nats, mean over the first 256 digits; steps; steps
 RULES = {"same rate": 0, "square root": 1, "linear": 2}  # the rate for 4 · 4^i rows: the tuned one times 1, 2^i, 4^i
 
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
         columns["fit"] = [least * (1 + critical / batch) for batch in BATCHES]
         for label, steps in columns.items():
             panel.loglog(BATCHES, steps, "--" if label == "fit" else "o-", label=label)
-        panel.set(title=name, xlabel="rows a step", ylabel=f"steps to a loss of {TARGET}")
+        panel.set(title=name, xlabel="rows per step", ylabel=f"steps to a loss of {TARGET}")
         panel.legend()
         columns["work of a row"] = list(best[0] / best * BATCHES[0] / np.array(BATCHES))
         holds = [rule for rule in ("square root", "linear") if np.isfinite(columns[rule]).all()]

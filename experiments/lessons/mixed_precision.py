@@ -45,7 +45,7 @@ RATE, SMALL = 3e-3, 1e-4  # of Adam
 
 
 def bytes_a_parameter(name: str, plan: jdp.Plan) -> tuple[float, ...]:
-    """Return bytes a parameter, of all devices: weights and Adam's moments at rest, a gradient and a weight sent."""
+    """Return bytes per parameter, of all devices: weights and Adam's moments at rest, a gradient and a weight sent."""
     precision = SETTINGS[name]
     start = lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params_dtype), init(key))  # noqa: E731
     state = jdp.init_state(start, optax.adam(RATE), plan, rng=jax.random.key(0))
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     said = """With bf16 the model multiplies and gathers weights in 16 bits; state at rest is as large as before.
         Gradients are summed in 32 bits by default, because a sum over many devices rounds in each addition."""
     heads = ("precision", "weights at rest", "moments at rest", "a gradient sent", "a weight sent")
-    show("Bytes a parameter", heads, table, said)
+    show("Bytes per parameter", heads, table, said)
     learnt = train("f4")[0]
     table = [(s, *lost(learnt, "f2", s), *lost(learnt, jnp.bfloat16, s)) for s in SCALES]
     said = f"""Without a factor float16 makes {table[2][1]:.1%} of this toy's gradient zero, and

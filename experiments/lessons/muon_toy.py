@@ -32,7 +32,7 @@ def total_loss(layers: jax.Array, rows: dict[str, Any]) -> jax.Array:
 
 @dataclass(frozen=True)
 class Result:
-    """`sent`: kind of collective -> bytes that a device sends a step; `flops`: a device's; `losses`: of each step."""
+    """`sent`: kind of collective -> bytes that a device sends per step; `flops`: a device's; `losses`: of each step."""
 
     sent: dict[str, float]
     flops: float

@@ -11,11 +11,11 @@ from jdp.foresight.foresee import make_plan_report
 from jdp.foresight.targets.resolve import target_of
 
 FILES = Path(__file__).parents[1]
-HOSTS, FORESEEN = (1, 2, 8, 64), ("efficiency", "step, ms", "GiB a GPU")
+HOSTS, FORESEEN = (1, 2, 8, 64), ("efficiency", "step, ms", "GiB per GPU")
 WAYS = {  # experiment, sequences a GPU, strategy, whether each host of 8 GPUs is a replica
-    "gpt2_124m, 2k tokens a GPU": ("gpt2_124m", 2, "zero1", False),
-    "the same, a replica a host": ("gpt2_124m", 2, "zero1", True),
-    "gpt2_124m, 16k tokens a GPU": ("gpt2_124m", 16, "zero1", False),
+    "gpt2_124m, 2k tokens per GPU": ("gpt2_124m", 2, "zero1", False),
+    "the same, a replica per host": ("gpt2_124m", 2, "zero1", True),
+    "gpt2_124m, 16k tokens per GPU": ("gpt2_124m", 16, "zero1", False),
     "gpt_1b, 16k, 2 microbatches": ("gpt_1b", 8, "zero2", False),
 }
 FEW, REPLICAS, MANY, LARGE = WAYS
@@ -44,7 +44,7 @@ def show_planned(planned: dict[str, list[tuple[float, float, float]]], axes: Axe
     end, host = {way: each[-1][0] for way, each in planned.items()}, {way: each[0] for way, each in planned.items()}
     on_64 = planned[FEW][HOSTS.index(8)][2]
     said = (
-        f"""At 16k tokens a GPU 512 GPUs are {end[MANY]:.0%} efficient, at 2k {end[FEW]:.0%}. A ring of 512 takes 511
+        f"""At 16k tokens per GPU 512 GPUs are {end[MANY]:.0%} efficient, at 2k {end[FEW]:.0%}. A ring of 512 takes 511
             sends one after the other for any size: jdp has all layers share one there, although nothing hides it. With
             a replica on each host weights are gathered inside the host, and only gradients cross hosts:
             {end[REPLICAS]:.0%}. That gains nothing here, because the sum over hosts waits for the sum inside each.""",

@@ -69,7 +69,7 @@ WAYS: dict[str, Way] = {"ring": ring, "naive": naive, "psum": lambda own: jax.la
 
 @dataclass(frozen=True)
 class Counted:
-    """One way on N devices. `sent` is bytes a device; `error` the largest difference from the sum made by NumPy."""
+    """One way on N devices. `sent` is bytes per device; `error` the largest difference from the sum made by NumPy."""
 
     way: str
     devices: int
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         after 6 on all: a device has sent 6 quarters of its array."""
     headers = ("round", *(f"device {i}" for i in range(4)))
     show("A ring of 4: how many devices' parts are in each of four chunks", headers, drawn(4), said)
-    headers = ("way", "devices", "collectives", "sent a device, × M", "by formula, × M", "largest error")
+    headers = ("way", "devices", "collectives", "sent per device, × M", "by formula, × M", "largest error")
     said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more device.
         All three compute the same sum, up to the order of float32 additions."""
     show(f"M = {size / 1e6:g} MB, counted in the compiled program", headers, rows, said)
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     time.set(title="Time by the model α, β", xlabel="devices", ylabel="ms")
     time.xaxis.set_major_formatter("{x:g}"), time.yaxis.set_major_formatter("{x:g}")
     sent.legend(), time.legend()
-    keep(figure, options.picture, "Bytes a device sends and modelled time of a ring and of a naive exchange, over N")
+    keep(figure, options.picture, "Bytes sent by a device and modelled time, for a ring and a naive exchange, over N")
 
 
 if __name__ == "__main__":

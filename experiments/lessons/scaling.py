@@ -40,7 +40,7 @@ def step_on(devices: tuple, width: int) -> tuple[jdp.Step, jdp.TrainState]:
 
 
 def prepared(devices: list, rows: int, width: int = 512) -> tuple:
-    """Return jdp's step on some devices, a state, and a batch of `rows` rows a device."""
+    """Return jdp's step on some devices, a state, and a batch of `rows` rows per device."""
     step, state = step_on(tuple(devices), width)
     return step, state, {"x": spread(np.ones((rows, width), np.float32), step.plan.mesh)}
 
@@ -77,14 +77,14 @@ def gustafson(counts: list[int], speedups: list[float]) -> float:
 
 def claimed_175b() -> dict[str, float]:
     """Return the claimed speed-up, the one by the claim's own numbers (0.3 of 82 s exposed), and the batch's tokens."""
-    return {"64 at 95 %": 64 * 0.95, "by its own numbers": 64 * (1 - 0.1 * 3 / 82), "tokens a batch": 64 * 2e6}
+    return {"64 at 95 %": 64 * 0.95, "by its own numbers": 64 * (1 - 0.1 * 3 / 82), "tokens per batch": 64 * 2e6}
 
 
 def show_scaling(kind: str, found: list[tuple[float, float]], axes) -> None:
     times = [each for _, each in found]
     speedups = [times[0] / each * (n if kind == "weak" else 1) for n, each in zip(COUNTS, times, strict=True)]
     cells = zip(COUNTS, *1e3 * np.array(found).T, speedups, np.divide(speedups, COUNTS), strict=True)
-    headers = ("devices", "clock, ms", "processor time a device, ms", "speed-up by it", "efficiency")
+    headers = ("devices", "clock, ms", "processor time per device, ms", "speed-up by it", "efficiency")
     (same, split), lost = amdahl(COUNTS, times), gustafson(COUNTS, speedups)
     said = f"""Twice the devices do not halve a step: {same / (same + split):.0%} of it (s by Amdahl) is repeated by
         every device, such as AdamW on all weights. The fewer rows a device has, the larger this share."""

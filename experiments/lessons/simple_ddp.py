@@ -1,8 +1,7 @@
 """Data parallelism by hand: the same start, local gradients, one sum, the same update.
 
 The claim, from every tutorial: copy the model to all devices, give each a part of the batch, average the gradients, and
-the copies stay equal. True, but two mistakes raise no error: a mean of means if shards differ in size, and no sum at
-all.
+the copies stay equal. True, but two mistakes raise no error: a mean of means of unequal shards, and no sum at all.
 
 Replicas start with different weights on purpose. A broadcast makes them equal. Each device takes the gradient of its
 own rows, a sum over the devices makes one gradient, and all make the same update. The lesson repeats this without the

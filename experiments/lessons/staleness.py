@@ -1,7 +1,6 @@
 """Staleness: what if devices do not wait for each other?
 
-The claim: "asynchronous updates are faster, because nobody waits for a straggler". They are, but their gradients are of
-old weights.
+The claim: "asynchronous updates are faster: nobody waits for a straggler". But their gradients are of old weights.
 
 An MLP learns digits from gradients that are 0 to 8 updates old, with many rates. Then the pace of synchronous steps is
 simulated. Last, today's method: each replica trains by itself for H steps, then all average, with 1/H of the bytes.
@@ -64,8 +63,7 @@ def sweep(ages: Sequence[int], rates: np.ndarray, seeds: int, updates: int = UPD
 
 
 def limit(age: int) -> float:
-    """Return the highest stable rate with gradients `age` updates old, over the one with fresh gradients, on a
-    quadratic."""
+    """Return the highest stable rate on a quadratic with gradients `age` updates old, over that with fresh ones."""
     return float(np.sin(np.pi / (4 * age + 2)))
 
 
@@ -129,24 +127,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append((age, *map(float, found)))
     headers = (f"loss at a rate of {FIXED}", "highest rate that learns", "by formula", "best rate", "loss at it")
     said = f"""An old gradient overshoots, because the weights have moved since. The older it is, the lower the rate
-        must be, nearly as the formula says, and the best loss is worse too: {rows[-1][-1]:.2g}, not
-        {rows[0][-1]:.2g}."""
+        must be, nearly by the formula, and the best loss is worse: {rows[-1][-1]:.2g}, not {rows[0][-1]:.2g}."""
     show(f"{UPDATES} updates with old gradients", ("updates old", *headers), rows, said)
     paces = [(name, n, *(pace(name, n, local) for local in (1, 16, 0))) for name in TIMES for n in (2, 8, 64, 512)]
     names = ("time of one device's step", "devices", "waiting every step", "every 16", "never")
-    said = """The more devices, the slower the slowest. Waiting every 16 steps averages out occasional delays, but not a
-        device that is always slow."""
+    said = """The more devices, the slower the slowest. Waiting every 16 steps averages out occasional delays."""
     show("Time of a step, in mean times of one device", names, paces, said)
     found = {method: [train(method, steps) for steps in LOCAL] for method in METHODS}
     rows = [*zip(LOCAL, sent := [slow_bytes("SGD, mean", steps) for steps in LOCAL], *found.values(), strict=True)]
-    said = """H times fewer bytes cross the slow links. This is one seed: differences below a factor of two mean
-        nothing."""
-    show(f"Loss after {SAMPLES} samples, 4 replicas", ("local steps H", "slow bytes a sample", *found), rows, said)
+    said = """H times fewer bytes cross the slow links. With one seed a factor below two means nothing."""
+    show(f"Loss after {SAMPLES} samples, 4 replicas", ("local steps H", "slow bytes per sample", *found), rows, said)
     figure, (left, right) = chart(2)
     _ = [left.loglog(RATES, each, "o-", label=f"{age} updates old") for age, each in zip(AGES, losses, strict=True)]
     _ = [right.loglog(sent, each, "o-", label=method) for method, each in found.items()]
     left.set(title="Old gradients", xlabel="learning rate", ylabel="loss, nats")
-    right.set(title="Local steps, H = 16, 4, 1", xlabel="bytes a sample over slow links", ylabel="loss, nats")
+    right.set(title="Local steps, H = 16, 4, 1", xlabel="bytes per sample over slow links", ylabel="loss, nats")
     left.legend(), right.legend()
     keep(figure, picture, "Left: loss by rate and age of gradients. Right: loss by bytes sent over the slow links.")
 

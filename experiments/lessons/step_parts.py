@@ -65,7 +65,7 @@ def step_and_state(**size: int) -> tuple[jdp.Step, jdp.TrainState]:
 
 
 def setup(rows: int, **size: int) -> tuple[jdp.Step, jdp.TrainState, dict[str, jax.Array]]:
-    """Return jdp's step, a state and a batch of `rows` rows a device."""
+    """Return jdp's step, a state and a batch of `rows` rows per device."""
     step, state = step_and_state(**size)
     x = np.ones((rows * step.plan.mesh.size, len(state.params[0])), np.float32)
     return step, state, jax.device_put({"x": x}, step.plan.batch_sharding)

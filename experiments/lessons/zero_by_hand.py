@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     figure, (left, right) = chart(2)
     at_rest, sent = (np.array([r[key] for r in found.values()]).T for key in ("at_rest", "sent"))
     stacked(left, "At rest on a device, bytes", STAGES, dict(zip(classes, at_rest, strict=True)))
-    stacked(right, "Sent by a device a step, × D", STAGES, dict(zip(PHASES, sent, strict=True)))
+    stacked(right, "Sent by a device per step, × D", STAGES, dict(zip(PHASES, sent, strict=True)))
     keep(figure, options.picture, "Bytes at rest by class, and bytes sent by phase, for ddp and the stages of ZeRO")
 
 

@@ -33,4 +33,4 @@ def show_claims(sent: dict[str, list[float]]) -> None:
     said = """"zero1 sends what ddp sends, zero3 1.5 times as much" holds if gradients and weights have the same width.
         jdp's bf16 sums gradients in 32 bits and gathers weights in 16: zero1 sends less than ddp, zero3 as much."""
     headers = ("stage", "gradients and weights in 16 bits", "gradients in 32, weights in 16")
-    show("GB that a device sends a step, 70B on 8 devices", headers, sent_by_width(), said)
+    show("GB that a device sends per step, 70B on 8 devices", headers, sent_by_width(), said)

@@ -72,7 +72,7 @@ def buckets(function: Callable[..., Any]) -> None:
 
 def sends_over_computes(function: Callable[..., Any]) -> None:
     found = function(1026, 8, 0.4 * 989e12, 450e9)
-    assert abs(found - 1) < 1e-3, f"1026 rows a device hide an all-reduce of 8 H100s at 40 % of peak; given {found}"
+    assert abs(found - 1) < 1e-3, f"1026 rows per device hide an all-reduce of 8 H100s at 40 % of peak; given {found}"
 
 
 def zero1_update(function: Callable[..., Any]) -> None:

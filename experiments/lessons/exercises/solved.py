@@ -43,7 +43,7 @@ def buckets(sizes: list[int], limit: int) -> list[list[int]]:
 
 
 def sends_over_computes(rows: int, devices: int, flops: float, bandwidth: float) -> float:
-    sends = 2 * (devices - 1) / devices * 4 / bandwidth  # seconds a parameter
+    sends = 2 * (devices - 1) / devices * 4 / bandwidth  # seconds per parameter
     return sends / (6 * rows / flops)
 
 
