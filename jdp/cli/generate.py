@@ -40,13 +40,13 @@ class Options:
     """Text to continue; "-" reads it from stdin. May be given several times. Default: a line break."""
     length: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Most tokens to add. Default: 200, or what the context leaves."""
-    temperature: float = 1.0
+    temperature: Annotated[float, tyro.conf.arg(metavar="T")] = 1.0
     """Divides the logits; 0 = always the likeliest token."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
     """Draw among the K likeliest tokens. Default: among all."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
     """Of these, draw among the likeliest that together have the probability P. Default: among all."""
-    seed: int = 0
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Where the draws start: with the same seed a prompt has the same text."""
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
     """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
