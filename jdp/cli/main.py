@@ -21,7 +21,6 @@ options answer at once. The help of a command is kept on disk: its imports take 
 import contextlib
 import errno
 import importlib
-import importlib.util
 import io
 import os
 import platform
