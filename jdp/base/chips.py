@@ -1,8 +1,7 @@
-"""Published numbers of the chips that a step can be planned for: rates, memory, links, and what XLA's compiler asks.
+"""Published numbers of the chips that a step can be planned for: rates, memory, links, and inputs of XLA's compiler.
 
-`CHIPS["h100"]` is a `Gpu`, `CHIPS["tpu-v5e"]` a plain `Chip`: a TPU's compiler knows its chips itself. Every number has
-its source above the row or table it stands in. All are peaks: what a data sheet promises, which no program reaches. The
-efficiencies, which programs do see, are those that NCCL itself counts on.
+`CHIPS["h100"]` is a `Gpu`, `CHIPS["tpu-v5e"]` a plain `Chip`: a TPU's compiler knows its chips itself. Sources are in
+the comment above each row or table. Rates are data-sheet peaks, which no program reaches. Link efficiencies are NCCL's.
 """
 
 from collections.abc import Mapping
@@ -17,8 +16,8 @@ _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 class Chip:
     """Rates of one device, in bytes and floating-point operations a second."""
 
-    name: str  # as jax gives it (`device_kind`)
-    memory_bytes: int  # of the device's own memory, as its bandwidth is
+    name: str  # `device_kind` in jax
+    memory_bytes: int  # the device's own memory
     memory_bandwidth: float
     # dense peak of the matrix units by the XLA element type of the operands ("bf16", "f16", "f32", "f64", "f8e4m3fn",
     # "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" is what jax's default precision uses:
@@ -28,16 +27,15 @@ class Chip:
     link_bandwidth: float  # inside a host (a TPU: inside a slice), in one direction
     network_bandwidth: float  # between hosts (a TPU: slices), in one direction, for each device
     host_bandwidth: float | None = None  # to its host's memory, in one direction; None: not known
-    link_efficiency: float = 1.0  # the part of `link_bandwidth` that arrives as payload; so for the next two
+    link_efficiency: float = 1.0  # payload as a share of `link_bandwidth`; likewise the next two
     network_efficiency: float = 1.0
     host_efficiency: float = 1.0
     link_latency: float = 0.0  # seconds a hop, added to the tables in `jdp.foresight.timing.collectives`
     network_latency: float = 0.0
-    matmul_efficiency: float = 0.8  # share of `matmul_flops` that large products reach through a training run
-    # how far foreseen times are from published runs on it, in words
+    matmul_efficiency: float = 0.8  # share of `matmul_flops` that large products reach in a training run
+    # how far predicted times are from published runs on this chip, in words
     compared_with: str = "they were not compared with runs on this device"
-    # the largest of these errors, as a share: 0.22 where foreseen over published was within 1 / 1.22 and 1.22; None
-    # where they were not compared
+    # the largest error, as a share: 0.22 if predicted over published is between 1 / 1.22 and 1.22; None if not compared
     time_error: float | None = None
 
 
@@ -57,7 +55,7 @@ class Gpu(Chip):
 
 
 def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
-    """Return peaks given in units of 10^12 in units of 1; the two 8-bit floating-point formats are equally fast."""
+    """Convert peaks from units of 10^12; both 8-bit floating-point formats are equally fast."""
     peaks = {dtype: 1e12 * rate for dtype, rate in tera.items()}
     return peaks | ({"f8e5m2": peaks["f8e4m3fn"]} if "f8e4m3fn" in peaks else {})
 
@@ -68,7 +66,7 @@ def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
 # and 10.0). NVLinks: datasheets (600, 900, 900 and 1800 GB/s over 12, 18, 18 and 18 links). Clocks, exact bandwidth
 # (memory clock times bus width), memory as CUDA reports it, and the B200's cores and L2: openxla/xla,
 # xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200}.txtpb, in agreement with the datasheets' 2039
-# GB/s, 3.35, 4.8 and 7.7 TB/s. Two exceptions: for the H200 that folder has 141 GiB of memory and 50 MiB of L2, and
+# GB/s, 3.35, 4.8 and 7.7 TB/s. Two exceptions: that folder gives the H200 141 GiB of memory and 50 MiB of L2, but
 # CUDA reports 139.80 GiB (the "total capacity" in its out-of-memory messages) and 60 MiB on the card.
 #
 # Matrix peaks, dense (the sheets' headline numbers are for 2:4 sparsity, twice as much). A100: "NVIDIA A100 Tensor Core
@@ -83,22 +81,22 @@ def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
 # (ConnectX-6), 400 Gb/s in the DGX H100, H200 and B200 (ConnectX-7): the DGX user guides, "Network Connections".
 # Efficiencies: NCCL plans with 20, 20.6 and 40.1 GB/s for an NVLink of 25, 25 and 50 (NVIDIA/nccl, src/graph/topo.h,
 # SM80_, SM90_ and SM100_NVLINK_BW); its authors explain the rest as protocol overhead and give 370 of 450 GB/s for the
-# H100 (NVIDIA/nccl-tests issue 212). Between a card and its GPU it counts 24 and 48 GB/s for PCIe 4 and 5 (the
+# H100 (NVIDIA/nccl-tests issue 212). Between a card and its GPU NCCL counts 24 and 48 GB/s for PCIe 4 and 5 (the
 # topologies in its logs), which is 0.96 of the card's 25 and 50.
 # Host: 16 lanes of PCIe 4 (A100) and 5 (the others), 64 and 128 GB/s in both directions together by the same sheets
-# ("Interconnect"); of one direction's 32 and 64 NCCL's 24 and 48 are 0.75. Not counted: GPUs that share a PCIe switch,
-# or together want more than the processors' memory has (8 H100s reading: 384 GB/s).
+# ("Interconnect"); NCCL's 24 and 48 are 0.75 of the 32 and 64 in one direction. Not modelled: GPUs that share a PCIe
+# switch, or that together need more than the host memory's bandwidth (8 H100s reading: 384 GB/s).
 _PCIE = 0.96
 _HOST_PCIE = 0.75
 
 # Efficiency of products, fitted to the runs marked so in experiments/benchmarks/published_runs.py. The best single
 # product reaches more (0.80 on H100 and H200, 0.87 on A100, 0.78 on B200: Bekman, "Maximum Achievable Matmul FLOPS",
-# stas00/ml-engineering, compute/accelerator/README.md), those of GPT-2 124M in a short run on an H100 0.75; in long
-# runs the clock falls under the power limit. MPT's runs are of 2023, and one of 2026 on an H200 was 1.2 times as fast
-# as foreseen: newer libraries reach more. The B200's is the H100's times 0.776 / 0.803.
+# stas00/ml-engineering, compute/accelerator/README.md); GPT-2 124M reached 0.75 in a short run on an H100. In long
+# runs the power limit lowers the clock. MPT's runs date from 2023; a run of 2026 on an H200 was 1.2 times as fast
+# as predicted, because newer libraries are faster. The B200's is the H100's times 0.776 / 0.803.
 _WORST = 0.22
 _HELD = (
-    "of 21 runs published by others that nothing was fitted on half are foreseen within 7 %, all within "
+    "of 21 runs published by others and not used for fitting, half are predicted within 7 %, all within "
     f"{100 * _WORST:.0f} % (experiments/benchmarks/published.py)"
 )
 _HOPPER_PEAKS = {"bf16": 989.4, "f16": 989.4, "f32": 494.7, "f64": 66.9, "f8e4m3fn": 1978.9, "s8": 1978.9}

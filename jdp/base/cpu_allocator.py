@@ -1,10 +1,10 @@
 """Keep the memory that a CPU computes in, on huge pages, instead of asking the kernel for it in every step.
 
-XLA:CPU allocates the buffers of a step when it starts and frees them when it ends. glibc's `malloc` maps large ones
-from the kernel and gives them back, so each step touches fresh pages, which the kernel fills with zeros. That is a
-quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The settings below leave
-freed memory on one heap of the process, in pages of 2 MiB if the kernel has them. The price: the process keeps the most
-memory that it ever used, and all its threads allocate from one arena.
+XLA:CPU allocates the buffers of a step when it starts and frees them when it ends. glibc's `malloc` maps large buffers
+from the kernel and returns them, so each step touches fresh pages, which the kernel fills with zeros. That takes a
+quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The settings below keep
+freed memory on one heap of the process, in pages of 2 MiB if the kernel has them. The price: the process stays at its
+peak memory, and all its threads allocate from one arena.
 """
 
 import ctypes
@@ -21,10 +21,10 @@ _KEPT = "memory is kept between steps, on huge pages: the process stays at the m
 # mallopt(3), from <malloc.h>: parameter -> value
 _ARENA_MAX, _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -8, -4, -1, -2
 _SETTINGS = {
-    _ARENA_MAX: 1,  # arenas of other threads are mapped, and given back
+    _ARENA_MAX: 1,  # arenas of other threads would be mapped and returned
     _MMAP_MAX: 0,  # large blocks come from the heap too
-    _TRIM_THRESHOLD: -1,  # whose end is never given back
-    _TOP_PAD: 64 * 2**20,  # and which grows by so many bytes more than were asked for
+    _TRIM_THRESHOLD: -1,  # the heap never shrinks
+    _TOP_PAD: 64 * 2**20,  # the heap grows by this many bytes more than requested
 }
 _MADV_HUGEPAGE = 14  # madvise(2), from <asm-generic/mman-common.h>
 _HUGE_PAGE = 2 * 2**20
@@ -34,16 +34,16 @@ _OTHER_ALLOCATORS = ("mallctl", "mi_malloc", "tc_malloc")  # jemalloc, mimalloc,
 
 @public()
 def keep_memory() -> str | None:
-    """Keep the memory that this process frees, and use huge pages for it: a small model's step takes a quarter less.
+    """Keep the memory that this process frees, on huge pages: a small model's step takes a quarter less time.
 
         >>> line = jdp.keep_memory()  # first, on CPUs
 
-    Call it before JAX starts its devices, in a process that computes on CPUs (`jdp train` does, by itself). Data on its
-    way to a GPU gains nothing. It needs glibc on Linux; elsewhere nothing is done. The process keeps the most memory
-    that it ever used. JDP_FRESH_MEMORY=1 in the environment turns it off.
+    Call it before JAX starts its devices, in a process that computes on CPUs (`jdp train` does so itself). It does not
+    speed up transfers to a GPU. It needs glibc on Linux and does nothing elsewhere. The process stays at its peak
+    memory. JDP_FRESH_MEMORY=1 in the environment turns it off.
 
     Returns:
-        A line that reports it; None if nothing was done.
+        A line that reports the change; None if nothing was done.
     """
     library = _glibc(os.environ)
     if library is None:
@@ -71,9 +71,9 @@ def _glibc(environment: Mapping[str, str]) -> ctypes.CDLL | None:
 
 
 def _advise_huge_pages(library: ctypes.CDLL, size: int) -> None:
-    """Have the next `size` bytes of the heap use huge pages; after the settings above they stay part of it.
+    """Have the next `size` bytes of the heap use huge pages; the settings above keep them on the heap.
 
-    The block is freed unwritten, so it costs addresses only. Without huge pages, or so many addresses, nothing changes.
+    The block is freed unwritten, so it costs only addresses. Without huge pages, or enough addresses, nothing changes.
     """
     block = library.malloc(size) if size > _HUGE_PAGE else None
     if block is None:

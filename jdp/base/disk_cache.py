@@ -1,4 +1,4 @@
-"""Results on disk, found again by content: compiled programs, tokens of large texts.
+"""A cache on disk, keyed by content: compiled programs, tokens of large texts.
 
 An entry's name is a hash of everything that determines its result, so the cache cannot change a result. An entry that
 cannot be read is made again, and a folder that cannot be written is reported once.
@@ -30,7 +30,7 @@ _NOWHERE = Path(os.devnull) / "jdp"
 def default_folder() -> Path:
     """Return $JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification).
 
-    Without a home folder it is one below which nothing can be written: see `without_home`.
+    Without a home folder, return a folder that cannot be written: see `without_home`.
     """
     if chosen := os.environ.get("JDP_CACHE_DIR"):
         return user_path(chosen)
@@ -43,14 +43,14 @@ def default_folder() -> Path:
 
 
 def without_home(folder: Path) -> str | None:
-    """Return why nothing is kept below the cache's folder if that is because the user has no home; else None."""
+    """Return the message that nothing is cached because the user has no home folder; else None."""
     if not folder.is_relative_to(_NOWHERE):
         return None
     return f"nothing is kept for the next run: HOME is not set, and user {os.getuid()} has no home folder"
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder of the cache; the cache's own folder is the user's alone if it is made here."""
+    """Make a folder of the cache; if the cache's root is made here, only the user can access it."""
     if folder.is_relative_to(root := default_folder()) and not root.exists():
         root.parent.mkdir(parents=True, exist_ok=True)
         root.mkdir(0o700, exist_ok=True)
@@ -58,7 +58,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def others_may_write(folder: Path) -> str | None:
-    """Return who else may write to a folder, and the command that ends it; None: nobody, or there is no folder."""
+    """Return who else may write to a folder, and the command that forbids it; None if nobody, or no such folder."""
     try:
         found = folder.stat()
     except OSError:
@@ -80,13 +80,13 @@ class Cache:
     """
 
     folder: Path  # made when the first entry is stored
-    limit_bytes: int = 512 * 2**20  # of all entries together
+    limit_bytes: int = 512 * 2**20  # all entries together
     names: str = r"[0-9a-f]{64}\.json\.z"
     contents: str = "compiled results"  # the kind of entries, for the message if they cannot be kept; "": no message
 
     @staticmethod
     def usual(wanted: bool = True) -> "Cache | None":
-        """Return the user's cache of compiled results; None if none is wanted."""
+        """Return the user's cache of compiled results; None unless `wanted`."""
         return Cache(default_folder()) if wanted else None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The error of a mistake that a user made."""
+"""The error that a user's mistake raises."""
 
 
 class UserError(ValueError):

@@ -1,6 +1,6 @@
-"""Numbers with units as text, three digits each; tables and long lists of names; numbers as JSON has them.
+"""Numbers with units as text, in three digits; tables and long lists of names; numbers for JSON.
 
-Also a table as HTML for a notebook, and text for a terminal: without control characters, in lines of its width.
+Also HTML tables for a notebook, and text for a terminal: without control characters, wrapped to its width.
 """
 
 import math
@@ -72,14 +72,14 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escaped(text: str) -> str:
-    r"""Return text with control characters, other than tabs and line breaks, as Python writes them: "\x1b"."""
+    r"""Escape control characters, except tabs and line breaks, as Python does: "\x1b"."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """Return lines as a stream, such as sys.stderr, shows them: on a terminal `escaped` and wrapped to its width.
+    """Return text for a stream such as sys.stderr: on a terminal it is `escaped` and wrapped to the width.
 
-    Words longer than a line, such as paths, are left whole.
+    Words longer than a line, such as paths, are not broken.
     """
     if not stream.isatty():
         return text
@@ -87,7 +87,7 @@ def for_stream(text: str, stream: TextIO) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return each line of a text wrapped between words; what follows a break is indented."""
+    """Wrap each line of a text between words; continuation lines are indented."""
     wrapper = textwrap.TextWrapper(max(width, 20), subsequent_indent="    ", expand_tabs=False)
     wrapper.replace_whitespace = wrapper.break_long_words = wrapper.break_on_hyphens = False
     return "\n".join(line if len(line) <= width else wrapper.fill(line) for line in text.split("\n"))

@@ -1,8 +1,8 @@
 """Sources that `datasets` reads, as they are written in an experiment file: "hf:parquet:rows/*.parquet:train".
 
-A builder reads files: "hf:BUILDER:PATH". Without one it is a data set of the hub ("hf:NAME", "hf:OWNER/NAME",
-"hf:OWNER/NAME/CONFIG"), or a folder that has one ("hf:/local/path"). "hf-stream:" reads the same as it arrives. A split
-may follow: ":train", ":train[:1000]".
+A builder reads files: "hf:BUILDER:PATH". Without a builder, the source names a data set of the hub ("hf:NAME",
+"hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG") or a folder with a data set ("hf:/local/path"). "hf-stream:" streams the same
+sources. A split may follow: ":train", ":train[:1000]".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUILDERS = {
     "imagefolder": (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"),
     "webdataset": (".tar",),
 }
-"""The builders that read files, and the suffixes of theirs."""
+"""The builders that read files, and their files' suffixes."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _SOURCE = re.compile(
     rf"(?P<prefix>{HF}|{STREAM})(?:(?P<builder>{'|'.join(BUILDERS)}):)?"
@@ -37,31 +37,31 @@ class HubSource:
 
     prefix: str  # HF or STREAM
     builder: str | None
-    path: str  # of files or a folder; or the name of a data set
+    path: str  # files, a folder, or the name of a data set
     split: str | None
 
     @staticmethod
     def of(source: str | os.PathLike[str]) -> HubSource | None:
-        """Return the parts of a source; None for one that does not begin as these do."""
+        """Return the parts of a source; None if it does not begin with a prefix of these."""
         found = _SOURCE.fullmatch(str(source))
         if found is None:
             return None
         parts = HubSource(found["prefix"], found["builder"], found["path"], found["split"])
         whole = f"{parts.path}:{parts.split}"
         if parts.split is not None and "\0" not in whole and Path(whole).expanduser().exists():
-            return replace(parts, path=whole, split=None)  # a path that exists is a path, whatever is in its name
+            return replace(parts, path=whole, split=None)  # an existing path stays a path, even with colons
         return parts
 
     @property
     def is_path(self) -> bool:
-        """Whether it leads to files of this machine, rather than to a name on the hub or an address."""
+        """Whether the source names files of this machine, rather than a data set on the hub or an address."""
         if "://" in self.path:
             return False
         return self.builder is not None or self.path.startswith((".", "~", "/"))
 
     @property
     def no_builder(self) -> str | None:
-        """What is wrong with a source such as "hf:jsonl:rows.jsonl", whose first word is no builder; None: nothing."""
+        """The problem of a source such as "hf:jsonl:rows.jsonl", whose first word is not a builder; else None."""
         word, colon, rest = self.path.partition(":")
         file = rest if colon else self.split or ""
         if self.builder is not None or "://" in self.path or word[:1] in ("", ".", "~", "/"):
@@ -77,7 +77,7 @@ class HubSource:
 
 
 def builder_of(name: str) -> str | None:
-    """Return the builder that reads a file, by its suffix, with or without one of `COMPRESSED`; None: there is none."""
+    """Return the builder for a file's suffix, ignoring a suffix of `COMPRESSED`; None if no builder reads it."""
     plain = name.lower()
     for suffix in COMPRESSED:
         plain = plain.removesuffix(suffix)

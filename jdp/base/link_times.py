@@ -1,22 +1,22 @@
-"""How long a collective of GPUs takes, by the model that NCCL itself chooses its algorithms with.
+"""How long a collective of GPUs takes, by the cost model with which NCCL chooses its algorithms.
 
-`group_cost` gets who takes part (members of a group, on how many hosts), times every algorithm and protocol that NCCL
-has for the kind, and keeps the fastest:
+`group_cost` takes the members of a group and their hosts, times every algorithm and protocol that NCCL has for the
+kind, and keeps the fastest:
 
-    seconds        base latency + hops x latency a hop + wire bytes / (bus bandwidth x what the protocol leaves of it)
+    seconds        base latency + hops x latency a hop + wire bytes / (bus bandwidth x the protocol's share of it)
     bus bandwidth  min(NVLink, members on one host x network card), each times its efficiency (`base/chips.py`)
 
 A ring all-reduce of n members on h hosts takes 2(n-1) hops, 2(h-1) of them over the network. It sends 2(n-1)/n of the
 payload; reduce-scatter and all-gather take half of both. A tree (all-reduce only) takes 2(n/h - 1) hops inside and
-2 log2 h between hosts, and sends the payload twice. Protocols: LL (half the bandwidth at most, least latency), LL128
-(0.92 of it), Simple (all of it). All-to-all and permute are direct sends: one hop, inside over NVLink and outside over
-each device's own card at the same time. Sources: NVIDIA/nccl 2.28, src/graph/tuning.cc (`ncclTopoTuneModel`,
+2 log2 h between hosts, and sends the payload twice. Protocols: LL (at most half the bandwidth, least latency), LL128
+(0.92 of it), Simple (all of it). All-to-all and permute are direct sends: one hop, over NVLink inside a host and at the
+same time over each device's network card. Sources: NVIDIA/nccl 2.28, src/graph/tuning.cc (`ncclTopoTuneModel`,
 `ncclTopoGetAlgoTime`), every number below; NVIDIA/nccl-tests, doc/PERFORMANCE.md, for wire bytes.
 
-Left out is reduction in the switches (NVLS, SHARP): on Hopper and later an all-reduce inside a host is up to 1.3 times
-faster (NVIDIA/nccl-tests issue 212). So are the PAT algorithm, XLA's own small all-reduce kernels, limits a channel,
-and the time until the last device arrives. A tree on two hosts crosses the network less than a ring, and groups or jobs
-may share a card or a switch: neither counts. NCCL has no model for direct sends: theirs uses a ring's first hop.
+Not modelled: reduction in the switches (NVLS, SHARP), with which an all-reduce inside a host of Hopper or later is up
+to 1.3 times faster (NVIDIA/nccl-tests issue 212); the PAT algorithm; XLA's own small all-reduce kernels; limits per
+channel; the wait for the last device; a tree's smaller network traffic on two hosts; groups or jobs that share a card
+or a switch. NCCL has no model for direct sends: they are timed with a ring's first hop.
 """
 
 import math
@@ -29,7 +29,7 @@ from jdp.base.chips import Chip, Gpu
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Seconds of one execution: latency and transfer; `algorithm` is the one that is fastest, such as "ring LL128"."""
+    """Seconds of one execution: latency and transfer; `algorithm` is the fastest, such as "ring LL128"."""
 
     latency_seconds: float
     wire_seconds: float
@@ -41,7 +41,7 @@ class CollectiveCost:
 
 
 class Group(NamedTuple):
-    """Members of a group, the hosts they are on, and the least and most of them that share a host."""
+    """Number of members, number of their hosts, and the fewest and most members on one host."""
 
     members: int
     hosts: int
@@ -50,12 +50,12 @@ class Group(NamedTuple):
 
 
 class _Protocol(NamedTuple):
-    """A protocol's numbers for ring and tree: microseconds to start, a hop over NVLink, a hop over the network."""
+    """A protocol's microseconds for ring and tree: to start, per hop over NVLink, per hop over the network."""
 
     name: str
     ring: tuple[float, float, float]
     tree: tuple[float, float, float]
-    overhead: float  # least time of a ring's hop inside a host when others go over the network (Intel hosts)
+    overhead: float  # least time of a ring's hop inside a host if other hops use the network (Intel hosts)
     flushes: int  # how often a network hop waits for the card
 
 
@@ -66,13 +66,13 @@ _PROTOCOLS = (
     _Protocol("Simple", (8.4, 3.4, 14.0), (8.4, 4.0, 14.0), 3.0, 2),
 )
 
-# llMaxBws: the most that LL carries, in B/s. On one host by the GPU's generation, else by the processor (Intel's here)
-# and for two hosts, or more.
+# llMaxBws: LL's largest bandwidth in B/s: on one host by the GPU's generation, else by the processor (Intel here), for
+# two hosts and for more.
 _LL_ONE_HOST = {8: 87.7e9, 9: 141e9, 10: 282e9}
 _LL_TWO_HOSTS, _LL_MORE_HOSTS = 39.0e9, 20.4e9
 
-# "Plateau effect of ring": a Simple all-reduce over the network waits this much longer, from sizes on at which Simple
-# is the protocol of choice at all.
+# "Plateau effect of ring": a Simple all-reduce over the network waits this much longer, at the sizes for which NCCL
+# chooses Simple.
 _PLATEAU = 1.4
 
 # treeCorrectionFactor: the part of a tree's bandwidth reached with 64 B, 128 B, ... 256 MiB.
@@ -102,7 +102,7 @@ def group_cost(kind: str, payload: float, group: Group, chip: Gpu) -> Collective
 
 
 def _bus(group: Group, chip: Chip) -> float:
-    """B/s that every member can send at once along a ring or tree; between hosts, over its members' network cards."""
+    """B/s that all members can send at once along a ring or tree; between hosts, over the members' network cards."""
     inside = chip.link_bandwidth * chip.link_efficiency
     outside = group.fewest * chip.network_bandwidth * chip.network_efficiency
     return inside if group.hosts == 1 else min(inside, outside)
@@ -129,12 +129,12 @@ def _ring(kind: str, payload: float, group: Group, chip: Gpu) -> Iterator[Collec
 
 
 def _hops(protocol: _Protocol, group: Group, chip: Gpu) -> tuple[float, float, float]:
-    """Seconds for a ring to start, for a hop inside a host, for one between hosts."""
+    """Seconds for a ring to start, for a hop inside a host, and for a hop between hosts."""
     start, inside, outside = protocol.ring
     if group.hosts > 1:
         inside = max(inside, protocol.overhead)
     if group.most == 1:
-        outside = protocol.tree[2]  # nothing inside a host to hide it behind
+        outside = protocol.tree[2]  # no hop inside a host hides it
     outside_hop = 1e-6 * outside + protocol.flushes * chip.network_latency
     return 1e-6 * start, 1e-6 * inside + chip.link_latency, outside_hop
 
@@ -147,7 +147,7 @@ def _tree(payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:
         latency = start + 2 * ((group.most - 1) * (inside + chip.link_latency) + deep * outside)
         packed = 7 / 9 if group.hosts == 1 else 120 / 128
         left = {"LL": min(bus / 3.8, _ll_limit(group, chip)), "LL128": packed * bus, "Simple": bus}[protocol.name]
-        table = _TREE_REACHES[protocol.name]  # interpolated, so that no larger message is faster
+        table = _TREE_REACHES[protocol.name]  # interpolated: a larger message is never faster
         position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
         below = min(int(position), len(table) - 2)
         reached = table[below] + (position - below) * (table[below + 1] - table[below])
@@ -155,7 +155,7 @@ def _tree(payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:
 
 
 def _direct(kind: str, payload: float, group: Group, chip: Gpu) -> Iterator[CollectiveCost]:
-    """Sends straight to every peer: inside a host over its links and outside over the network, at the same time."""
+    """Direct sends to every peer: over NVLink inside a host and over the network between hosts, at the same time."""
     n, local = group.members, group.fewest
     inside, outside = (1.0, 0.0) if group.hosts == 1 else (0.0, 1.0)  # a permute's pair
     if kind != "collective-permute":

@@ -1,4 +1,4 @@
-"""This machine, without starting JAX: its devices and which of them JAX will start, its memory, its addresses."""
+"""This machine's devices, memory and addresses, and the platform that JAX will start; nothing here starts JAX."""
 
 import os
 import re
@@ -12,12 +12,12 @@ from jdp.base.notices import notice_anywhere
 
 _NVIDIA_PATHS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_MOST_RUN = 256  # devices: a program for more virtual ones is only compiled
+_MOST_RUN = 256  # devices: a program for more virtual devices is only compiled
 _OTHER_PLUGINS = ("libtpu", "jax_rocm7_plugin", "jax_rocm60_plugin", "jax_oneapi_plugin", "intel_extension_for_openxla")
 
 
 def choose_platform(devices: int | None = None) -> None:
-    """Choose the platform that JAX will start; call it before anything asks JAX for its devices."""
+    """Choose the platform that JAX will start; call it before any code asks JAX for its devices."""
     import jax
 
     if devices is not None:
@@ -42,10 +42,10 @@ def use_cpu_devices(count: int) -> None:
 
 
 def provide_threads() -> None:
-    """Have XLA start two threads for each of the CPU devices that JAX was asked for; report if it is too late.
+    """Have XLA start two threads for each CPU device of JAX; report if it is too late.
 
-    By default it starts one for each core or device. Programs of two steps then hold the threads that a collective
-    waits for, until XLA aborts: "Expected 8 threads to join the rendezvous, but only 7 of them arrived on time".
+    By default XLA starts one for each core or device. Two steps in flight can then occupy the threads that a collective
+    needs, and XLA aborts: "Expected 8 threads to join the rendezvous, but only 7 of them arrived on time".
     """
     import jax
 
@@ -71,7 +71,7 @@ def provide_threads() -> None:
 
 
 def jax_has_started() -> bool:
-    """Return True if JAX has its devices; it is neither imported nor started."""
+    """Return True if JAX has its devices; this neither imports nor starts JAX."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bridge.backends_are_initialized()
 
@@ -82,10 +82,7 @@ def cores() -> int:
 
 
 def starts_cpus_alone() -> bool:
-    """Return True if JAX will start CPU devices and nothing else, as far as that is known before; it starts nothing.
-
-    After `choose_platform`, and in an environment with JAX_PLATFORMS.
-    """
+    """Return True if JAX is known to start CPU devices only: after `choose_platform`, or by JAX_PLATFORMS."""
     import jax
 
     if platforms := jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,9 +91,9 @@ def starts_cpus_alone() -> bool:
 
 
 def cpu_only(environment: Mapping[str, str]) -> bool:
-    """Return True if a CUDA plugin is installed that would find no device, and nothing hints at other accelerators.
+    """Return True if a CUDA plugin is installed without a device for it, and no other accelerator is likely.
 
-    False if the environment says by JAX_PLATFORMS what to start.
+    False if the environment sets JAX_PLATFORMS.
     """
     if "JAX_PLATFORMS" in environment or "TPU_LIBRARY_PATH" in environment or has_nvidia():
         return False
@@ -111,8 +108,8 @@ def has_nvidia() -> bool:
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """Return the NVIDIA GPUs that a process with this environment would use, as CUDA_VISIBLE_DEVICES names them.
 
-    Empty if JAX has no CUDA plugin, or JAX_PLATFORMS excludes GPUs. In a container CUDA counts its GPUs from 0,
-    whatever numbers the device files have.
+    Empty if JAX has no CUDA plugin, or JAX_PLATFORMS excludes GPUs. In a container CUDA numbers its GPUs from 0,
+    independent of the device files' numbers.
     """
     if not any(map(find_spec, _CUDA_PLUGINS)):
         return []
@@ -126,23 +123,23 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def memory_bytes() -> int | None:
-    """Return the bytes of memory of this machine, or of its control group if that is less; None without Linux."""
+    """Return the memory of this machine in bytes, or of its control group if less; None without Linux."""
     total = _meminfo("MemTotal")
     limits = [limit for limit, _ in _group_memory()]
     return None if total is None else min([total, *limits])
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process may still take, of the machine and its control group; None without Linux."""
+    """Return the bytes that the machine and the control group leave for this process; None without Linux."""
     free = _meminfo("MemAvailable")
     return None if free is None else min([free, *(limit - used for limit, used in _group_memory())])
 
 
 def _group_memory() -> list[tuple[int, int]]:
-    """Return limit and use of memory in this process' control group and in those above it, in both versions.
+    """Return memory limit and use of this process' control group and each group above it (cgroups v1 and v2).
 
-    A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost that
-    can be seen is the container's.
+    A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost
+    visible group is the container's.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -168,7 +165,7 @@ def _meminfo(entry: str) -> int | None:
 
 
 def _number(file: Path) -> int | None:
-    """Return the number in a file of a control group; None if there is no file, or it says "max": there is no limit."""
+    """Return the number in a control group's file; None without a file, or for "max", which means no limit."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -179,5 +176,5 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a server on one address of this machine, or on all for ""."""
     dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
-    # As many may wait as the kernel allows: whoever comes when its queue is full is heard a second later.
+    # The longest queue that the kernel allows: a connection to a full queue is retried a second later.
     return socket.create_server((host, port), family=family, dualstack_ipv6=dual, backlog=socket.SOMAXCONN)

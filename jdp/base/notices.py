@@ -1,8 +1,8 @@
-"""Notices: a choice made, a leaf replicated or a fallback taken is reported once in each process.
+"""Notices: each choice, replicated leaf or fallback is reported once per process.
 
-They go to the logger "jdp" if the application has enabled it at level INFO. If nobody configured logging, they are
-printed to standard error. (A handler without a level, which a library may have added, does not count.) At the start of
-`jdp train` few are printed, and the others counted (`in_few_lines`).
+They go to the logger "jdp" if the application has enabled it at level INFO. If logging is not configured, they are
+printed to standard error. (A handler without a level, which a library may have added, does not count.) The start of
+`jdp train` prints few notices and counts the others (`in_few_lines`).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ logger = logging.getLogger("jdp")
 _said: set[str] = set()
 _MOST_LINES = 3
 _start: list[str] | None = None
-"""The notices of the start of a command that prints few of them; None: all are printed."""
+"""The notices held back at the start of a command; None if all are printed."""
 
 
 def notice(message: str) -> None:
@@ -28,7 +28,7 @@ def notice(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Report as `notice` does what is damaged, lost or in the way: it is never held back."""
+    """Report damage, loss or an obstacle as `notice` does, but never hold it back."""
     import jax
 
     if jax.process_index() == 0:
@@ -36,7 +36,7 @@ def warn(message: str) -> None:
 
 
 def notice_anywhere(message: str) -> None:
-    """Report as `notice` does, on any process: for notices before JAX has chosen its devices."""
+    """Report as `notice` does, on every process: for notices before JAX has its devices."""
     _report(message, counts=True)
 
 
@@ -61,7 +61,7 @@ def _print(message: str) -> None:
 
 @contextlib.contextmanager
 def in_few_lines(wanted: bool = True) -> Generator[None]:
-    """Print notices in three lines at most until `end_of_start`, or the end of `with`; warnings are not counted."""
+    """Print at most three lines of notices until `end_of_start` or the end of `with`; warnings do not count."""
     global _start
     _start = [] if wanted else None
     try:
@@ -71,7 +71,7 @@ def in_few_lines(wanted: bool = True) -> Generator[None]:
 
 
 def end_of_start() -> None:
-    """Print what is left of the notices of the start: one, or the number of them; from now on all are printed."""
+    """Print the notice held back, or the number of several; print all notices from now on."""
     global _start
     held, _start = (_start or [])[_MOST_LINES - 1 :], None
     if held:

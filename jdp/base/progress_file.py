@@ -1,4 +1,4 @@
-"""Files in which a process tells the supervisor that may restart it (`jdp launch`) how far it has come."""
+"""Files in which a process reports its progress to the supervisor that may restart it (`jdp launch`)."""
 
 import contextlib
 import os
@@ -7,15 +7,15 @@ from pathlib import Path
 PROGRESS_FILE = "JDP_PROGRESS_FILE"
 """The environment variable that names this process' file; `jdp launch` sets it."""
 JOINED = "joined"
-"""The file beside it that exists once the processes of this machine have joined their cluster."""
+"""The file beside it that exists after the processes of this machine have joined their cluster."""
 
 _noted = -1
 
 
 def note_progress(step: int) -> None:
-    """Note that the run can be resumed after this step, as far as this process knows; do nothing without a supervisor.
+    """Record that, for this process, the run can be resumed after this step; do nothing without a supervisor.
 
-    Steps before the newest that this process has noted are left out.
+    Steps before the newest recorded step are ignored.
     """
     global _noted
     if name := os.environ.get(PROGRESS_FILE):
@@ -27,14 +27,14 @@ def note_progress(step: int) -> None:
 
 
 def note_joined() -> None:
-    """Note that all processes have joined; do nothing without a supervisor."""
+    """Record that all processes have joined; do nothing without a supervisor."""
     if name := os.environ.get(PROGRESS_FILE):
         with contextlib.suppress(OSError):
             Path(name).with_name(JOINED).touch()
 
 
 def read_progress(folder: Path) -> int | None:
-    """Return the newest step that all processes of this machine have noted; None if none has."""
+    """Return the newest step that all processes of this machine have recorded; None without such a step."""
     steps: list[int] = []
     for file in folder.glob("progress.*"):
         with contextlib.suppress(OSError, ValueError):

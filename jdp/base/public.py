@@ -1,8 +1,8 @@
-"""A public function, as a user sees it when an error passes through it.
+"""Short tracebacks for public functions.
 
-An exception of the user's own function, such as a loss, passes some ten functions of jdp on its way. Its traceback
-keeps the first of them, the public function, and leaves out the others. That of a `UserError` of jdp ends in the
-user's line. A fault of jdp keeps all frames, and `JAX_TRACEBACK_FILTERING=off` JAX's too.
+An exception of the user's own function, such as a loss, passes through some ten functions of jdp. Its traceback keeps
+only the first, the public function. The traceback of a `UserError` ends in the user's line. A fault of jdp keeps all
+frames, and `JAX_TRACEBACK_FILTERING=off` keeps JAX's too.
 """
 
 import os
@@ -24,11 +24,11 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 
 
 def public(check: Callable[..., None] | None = None) -> Callable[[Function], Function]:
-    """Decorate a public function: shorten the traceback of an exception.
+    """Decorate a public function: shorten the tracebacks of its exceptions.
 
     Args:
-        check: called with the function's own arguments after an exception, it raises the UserError that takes the
-            place of that exception, if an argument is at fault. So a call that goes well does not wait for it.
+        check: called with the function's arguments after an exception; if an argument is at fault, it raises a
+            UserError, which replaces the exception. A call that succeeds does not wait for it.
     """
 
     def decorate(function: Function) -> Function:
@@ -55,9 +55,9 @@ def public(check: Callable[..., None] | None = None) -> Callable[[Function], Fun
 
 
 def shortened(first: TracebackType | None, at_end: bool) -> TracebackType | None:
-    """Return a traceback with one frame for each row of jdp's frames that leads to a frame of the user's.
+    """Reduce each row of jdp's frames that leads to a frame of the user to its first frame.
 
-    With `at_end`, jdp's frames at the end are left out too.
+    With `at_end`, drop jdp's frames at the end too.
     """
     entry: TracebackType | None = None  # the first frame of such a row
     row: list[TracebackType] = []  # the frames since then

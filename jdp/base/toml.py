@@ -1,6 +1,6 @@
-"""TOML: values and keys written, shortened for messages, and read within limits.
+"""TOML: write values and keys, shorten them for messages, and parse within limits.
 
-A message must not repeat ten megabytes of what was given.
+A message must not repeat ten megabytes of input.
 """
 
 import json
@@ -35,7 +35,7 @@ def toml_key(key: str) -> str:
 LONGEST = 100
 """Characters of a value that a message repeats."""
 _ENTRIES, _UNCUT = 3, 10
-"""Entries shown of a long array or table; one of up to `_UNCUT` is shown in full."""
+"""Entries shown of a long array or table; up to `_UNCUT` entries are shown in full."""
 
 
 def brief(value: Any) -> str:
@@ -55,7 +55,7 @@ def brief(value: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """Return what a Python value is, in a few words: a number or a text itself, of anything larger its kind."""
+    """Describe a Python value in a few words: numbers and text as they are, anything larger by its type."""
     if value is None or isinstance(value, bool | int | float | str):
         return cut(repr(value))
     if isinstance(value, type):
@@ -71,7 +71,7 @@ def described(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """Return a key for a message: as it is if it is short and printable, else in quotes and cut."""
+    """Return a key for a message: unchanged if it is short and printable, else quoted and cut."""
     return key if len(key) <= LONGEST and key.isprintable() and key.strip() else brief(key)
 
 
@@ -123,10 +123,8 @@ def check(table: Mapping[str, Any]) -> None:
             remaining += [(inner, (*path, "")) for inner in cast("list[Any]", value)]
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             key = ".".join(shown_key(name) for name in path if name)
-            raise UserError(f"has a whole number beyond 64 bits, which TOML has not: {key} = {brief(value)}")
+            raise UserError(f"has a whole number beyond 64 bits, which TOML does not allow: {key} = {brief(value)}")
 
 
 def _too_deep() -> str:
-    return (
-        f"is nested too deeply: tables and arrays may stand in one another {DEEPEST} levels deep, an experiment has 4"
-    )
+    return f"is nested too deeply: tables and arrays may be nested {DEEPEST} levels deep; an experiment needs 4"

@@ -20,7 +20,7 @@ def path_of(path: Any) -> str:
 
 
 def path_in_model(number: int, models: int, path: str) -> str:
-    """Return the path of a leaf of one of the models that a gradient takes: which model, where there are several."""
+    """Return the path of a leaf, with the model's number if a gradient takes several models."""
     return path if models == 1 else f"model {number}: {path}"
 
 

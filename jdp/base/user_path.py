@@ -1,7 +1,7 @@
-"""Check paths that users write before they are used, and refuse addresses such as s3://bucket/run.
+"""Check paths from users, and refuse addresses such as s3://bucket/run.
 
-To pathlib `gs://bucket/run` is a folder `gs:` below the working directory: files written there would be on this
-machine's disk only. For other paths it raises errors without a rule or a fix. So every path from a user goes through
+For pathlib `gs://bucket/run` is a folder `gs:` below the working directory: files written there would be on this
+machine's disk only. Its errors for other paths name no rule and no fix. So every path from a user passes through
 `user_path`.
 """
 
@@ -16,7 +16,7 @@ from jdp.base.toml import brief, described
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")
-"""Also with one slash, or none at the end: pathlib reduces two to one. One letter is a drive."""
+"""Also with one slash, or none at the end, because pathlib reduces two to one. One letter is a drive."""
 
 _KNOWN = re.compile(r"(gs|gcs|s3a?|az|abfss?|adl|oss|hdfs|https?|ftp|file|memory):", re.IGNORECASE)
 """Kinds that are addresses even if the slashes are missing, or if a folder of that name exists."""
@@ -24,7 +24,7 @@ _KNOWN = re.compile(r"(gs|gcs|s3a?|az|abfss?|adl|oss|hdfs|https?|ftp|file|memory
 _ON_THIS_MACHINE = ("file", "local", "memory")
 
 _HUB = ("hf:", "hf-stream:")
-"""Prefixes of an experiment's sources and models, which may stand before the path of a folder."""
+"""Prefixes of an experiment's sources and models that may precede the path of a folder."""
 
 
 class PathError(UserError):
@@ -32,7 +32,7 @@ class PathError(UserError):
 
 
 def user_path(given: str | os.PathLike[str]) -> Path:
-    """Return the path with `~` and `~user` expanded. Nothing need exist there."""
+    """Return the path with `~` and `~user` expanded. The path need not exist."""
     if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PathError(f'a path must be text or a pathlib.Path, given {described(given)}: write one, such as "runs"')
     text = os.fspath(given)
@@ -77,7 +77,7 @@ def _check_text(text: str) -> None:
 
 
 def address_of(given: object) -> str | None:
-    """Return an address as text, its kind in lower case, with two slashes and none at its end; None for a path.
+    """Return an address with its kind in lower case, two slashes, and none at its end; None for a path.
 
     An address without slashes, such as s3:bucket/run, stays as it is. A path whose first part looks like a kind and
     exists here is a path.

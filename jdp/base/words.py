@@ -1,4 +1,4 @@
-"""The words that settings take, as types, so that a type checker finds a misspelt one; checks and hints for them."""
+"""The words that settings take, as types, so that a type checker finds misspellings; checks and hints for them."""
 
 import difflib
 from collections.abc import Iterable
