@@ -1,6 +1,6 @@
-"""An experiment file: its keys, its checks, the objects it stands for.
+"""An experiment file: its keys, its checks, and the objects that it describes.
 
-`file.py` reads and validates it, `schema/` has its keys, the others make the objects.
+`file.py` reads and validates it, `schema/` has its keys, the other modules make the objects.
 """
 
 from jdp.experiment.file import ExperimentError as ExperimentError

@@ -1,6 +1,6 @@
-"""From a validated experiment to the objects of a run: data, mesh, plan, state, steps. Nothing below sees the file.
+"""From a validated experiment to the objects of a run: data, mesh, plan, state, steps. Only this layer sees the file.
 
-`jdp.run` reaches models and their FLOPs through an `Assembly` only.
+`jdp.run` reaches models and their FLOPs only through an `Assembly`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from jdp.models.sizes import build, parameter_shapes
 
 @dataclass(frozen=True)
 class Assembly:
-    """The objects of a run. Costly ones are made at first use, and kept.
+    """The objects of a run. Expensive objects are made at first use and kept.
 
     Attributes:
         experiment: the validated file.
-        mesh: real devices, or described ones to compile for.
+        mesh: real devices, or described devices to compile for.
     """
 
     experiment: Experiment
@@ -63,14 +63,14 @@ class Assembly:
 
     @staticmethod
     def on_devices(experiment: Experiment, devices: list[Device] | None = None) -> Assembly:
-        """Return an assembly on the given devices, by default on all of this machine or cluster."""
+        """Return an assembly on the given devices, by default on all devices of this machine or cluster."""
         if devices is not None:
             mesh_sizes(experiment.mesh, len(devices))  # its error names [mesh]
         return Assembly(experiment, make_mesh(devices=devices, **experiment.mesh))
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of mesh, strategy and [rules], in which "" is an unsharded dimension.
+        """The plan of mesh, strategy and [rules] ("" is an unsharded dimension).
 
         Raises ExperimentError for a rule that matches no parameter, or does not divide one.
         """
@@ -86,12 +86,12 @@ class Assembly:
 
     @cached_property
     def tx(self) -> optax.GradientTransformation:
-        """The optimizer of [optimizer]."""
+        """The optimizer."""
         return optimizer(self.experiment, self.parameter_shapes)
 
     @cached_property
     def learning_rate(self) -> optax.Schedule:
-        """The learning rate as a function of the optimizer steps done before."""
+        """The learning rate as a function of the number of completed optimizer steps."""
         return learning_rate(self.experiment)
 
     @cached_property
@@ -109,7 +109,7 @@ class Assembly:
         bytes_are_read = data.tokenizer == "bytes" and data.knows_text
         if self.experiment.kind == "text" and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
-                f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}: "
+                f"model.vocab_size must be at least {VOCAB_SIZE} because tokens are bytes; given {config.vocab_size}: "
                 "raise it, or name a data.tokenizer"
             )
         platform = self.mesh.devices.flat[0].platform
@@ -121,7 +121,7 @@ class Assembly:
 
     @cached_property
     def loss(self) -> LossFn:
-        """The loss function of [loss], or that of the model's kind."""
+        """The loss function of [loss], or the usual loss for the kind of model."""
         table, kind = self.experiment.loss, self.experiment.model.kind
         if table.make is not None:
             return functools.partial(function_of(table.make), **table.keywords)
@@ -143,25 +143,25 @@ class Assembly:
 
     @cached_property
     def eval_sets(self) -> dict[str, Source]:
-        """The data sets that are evaluated, by the prefix of their metrics: "eval", "eval_NAME"."""
+        """The evaluation sets by the prefix of their metrics: "eval", "eval_NAME"."""
         return open_eval_sets(self.experiment, self.data)
 
     def train_batches(self, start: int) -> Iterable[NumpyBatch]:
-        """Return the batches to train on, all rows of each, from the one of step `start` on."""
+        """Return the training batches from step `start` on, all rows of each."""
         return self._batches(self.data.train, start=start, **self._train_order)
 
     def train_feed(self, start: int, samples: int) -> Feed:
-        """Return the batches to train on, after `start` steps and `samples` samples, on the devices, read ahead."""
+        """Return the training batches after `start` steps and `samples` samples, on the devices, read ahead."""
         return self.feed(self.data.train, start=start, samples=samples, **self._train_order)
 
     def feed(self, source: Source, *, most: int | None = None, **order: Any) -> Feed:
-        """Return global batches of `source` on the devices, read ahead: at most `most`, in the order that the keywords
-        of `global_batches` say (seed, shuffle, start, samples, epochs)."""
+        """Return at most `most` global batches of `source` on the devices, read ahead; `order` has keywords of
+        `global_batches` (seed, shuffle, start, samples, epochs)."""
         rows = process_rows(self.plan, self.experiment.train.batch_size)
         return shard_batches(itertools.islice(self._batches(source, rows=rows, **order), most), self.plan)
 
     def _batches(self, source: Source, **order: Any) -> Iterable[NumpyBatch]:
-        # Images and samples of data.make take a millisecond each, others microseconds.
+        # An image or a sample of data.make takes a millisecond, any other sample microseconds.
         threads = min(16, len(os.sched_getaffinity(0))) if self.experiment.kind in ("images", "own") else 2
         return global_batches(source, batch_size=self.experiment.train.batch_size, threads=threads, **order)
 
@@ -171,7 +171,7 @@ class Assembly:
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
-        """The function that makes the model from a key. It raises ExperimentError if the result is no model."""
+        """The function that makes the model from a key. It raises ExperimentError if the result is not a model."""
         config, table = self.config, self.experiment.model
 
         def make(rng: jax.Array) -> Any:
@@ -201,7 +201,7 @@ class Assembly:
 
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter by path, such as `layers/attention/query/kernel`."""
+        """The shape of each parameter by path, such as `layers/attention/query/kernel`."""
         if isinstance(self.config, ModelConfig):
             return parameter_shapes(self.config)
         params = jax.eval_shape(lambda rng: split(built(self.init, rng)[0])[0], self.rng)
@@ -226,7 +226,7 @@ class Assembly:
         return self.experiment.train.batch_size * (self.experiment.data.length if self.unit == "tokens" else 1)
 
     def state(self) -> TrainState:
-        """Make a fresh state, sharded as the plan says."""
+        """Make a fresh state, sharded by the plan."""
         return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def abstract_state(self) -> TrainState:
@@ -238,7 +238,7 @@ class Assembly:
         return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def check_memory(self) -> None:
-        """Check that weights, a batch and the state can fit into memory, before the data is read. Raises ValueError."""
+        """Check, before data is read, that weights, a batch and the state can fit into memory. Raises ValueError."""
         given, own = self.experiment, isinstance(self.config, ModelConfig)  # a user's model must be traced first
         count = parameter_lower_bound(self.config) if own else 0
         check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
@@ -277,17 +277,17 @@ class Assembly:
             buckets=self.experiment.buckets,
             **self._step_options,
         )
-        _ = step.compiler_options  # refused now, not when the first batch is there
+        _ = step.compiler_options  # refuse wrong options now, before the first batch
         return step
 
     @cached_property
     def inspection(self) -> Inspection:
-        """Computes a step's gradient once more to find the parts that are not finite; compiled once."""
+        """Recomputes a step's gradient to find the parts that are not finite; compiled once."""
         return Inspection(self.train_step)
 
     @cached_property
     def seconds_at_peak(self) -> float | None:
-        """Seconds that a training step would take at the devices' peak; None where that is not known."""
+        """Seconds that a training step would take at the devices' peak; None if the peak is unknown."""
         return seconds_at_peak(self.train_step, self.abstract_state(), self.abstract_batch())
 
     @cached_property
@@ -297,7 +297,7 @@ class Assembly:
 
     @property
     def _step_options(self) -> dict[str, Any]:
-        """The options of both steps. Losses and models of jdp's own are tried in its tests, not in every run."""
+        """The options of both steps. jdp's own losses and models are tried in its tests, not in every run."""
         experiment = self.experiment
         return {
             "check_loss": experiment.loss.make is not None or experiment.model.make is not None,

@@ -1,10 +1,10 @@
-"""From [data] and [eval.NAME] to data sets that fit the model; nothing below sees the file.
+"""From [data] and [eval.NAME] to data sets that fit the model; only this layer sees the file.
 
-1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or what data.make returns.
-2. Compare it with the model's configuration: vocabulary, image size, channels, classes. A misfit is one error
-   with the value to set.
-3. Open the evaluation sets likewise. Their training and held-out sides are joined, so all of a set is evaluated. The
-   held-out side of each part of a mixture is an evaluation set too.
+1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or the samples of data.make.
+2. Compare it with the model's configuration: vocabulary, image size, channels, classes. The error for a mismatch has
+   the value to set.
+3. Open the evaluation sets likewise. Their training and held-out sides are joined, so each set is evaluated in full.
+   The held-out side of each part of a mixture is an evaluation set too.
 
 Only the training side of [data] is augmented.
 """
@@ -30,7 +30,7 @@ from jdp.experiment.schema.evaluate import BITS_PER_BYTE
 from jdp.experiment.schema.experiment import Experiment
 
 LEAST_AREA = 0.08
-"""Least share of a picture's area that a resized crop shows (arXiv:1409.4842)."""
+"""Smallest share of an image's area in a resized crop (arXiv:1409.4842)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Sides:
-    """A data set made from images: its two sides, and what is done to them, in words and for the fingerprint."""
+    """A data set made from images: its two sides, and their augmentation in words and for the fingerprint."""
 
     images: ImageData
     train: Source
@@ -63,7 +63,7 @@ class Sides:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits, of the images and their augmentation."""
+        """16 hex digits for the images and their augmentation."""
         own = self.images.fingerprint
         return hashlib.blake2b(f"{own} {self.drawn}".encode(), digest_size=8).hexdigest() if self.drawn else own
 
@@ -72,7 +72,7 @@ class Sides:
 
 
 def _augmented(images: Any, experiment: Experiment) -> Any:
-    """Return a data set of images whose training side is cropped and flipped anew in every epoch, as [data] asks."""
+    """Crop and flip the training side of a data set of images anew in every epoch, if [data] sets augment."""
     chosen, seed = experiment.data.augment, experiment.seed
     if chosen is None:
         return images
@@ -91,7 +91,7 @@ def open_data(experiment: Experiment) -> Any:
     if not given.mixture:
         return _augmented(_fitting(experiment, "data", _opened(experiment, given.source, given.field)), experiment)
     parts: list[tuple[Any, float]] = []
-    for name, part in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
+    for name, part in given.mixture.items():  # each opened alone, then mixed by weight
         opened = _opened(experiment, part.source, given.field if part.field is None else part.field)
         fitting = _fitting(experiment, f"data.mixture.{name}", opened)
         if parts:
@@ -104,8 +104,8 @@ def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
     """Open the evaluation sets."""
     if BITS_PER_BYTE in experiment.train.eval_metrics and data.tokenizer.byte_counts() is None:
         raise ExperimentError(
-            f'train.eval_metrics has "{BITS_PER_BYTE}", for which tokens are pieces of text (byte-level, or as '
-            f"SentencePiece has them); given {data.tokenizer.name}, which adds or drops some: remove the metric"
+            f'train.eval_metrics has "{BITS_PER_BYTE}", for which tokens must be pieces of the text (byte-level or '
+            f"SentencePiece); given {data.tokenizer.name}, which adds or drops text: remove the metric"
         )
     sets: dict[str, Source] = {"eval": data.heldout}
     if experiment.data.mixture:
@@ -170,19 +170,19 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
 
 
 def _holds_images(path: str, field: str | None) -> bool:
-    """Return True if an .npz holds images, which are then normalised and flattened, rather than features."""
+    """Return True if an .npz holds images, to be normalised and flattened, rather than features."""
     try:
         with np.load(path) as arrays:
             return field is None and "images" in arrays.files and "features" not in arrays.files
     except Exception:  # a damaged file makes NumPy and zipfile raise nearly anything
-        return False  # its reader reports what is wrong
+        return False  # its reader reports the problem
 
 
 def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
     """Return `data` if the model can learn it. Raises ExperimentError with the value to set."""
     config: Any = experiment.model.config
     if experiment.kind == "text":
-        if isinstance(data, ArrayData):  # tokens of text were compared with the vocabulary when they were read
+        if isinstance(data, ArrayData):  # tokens of text were checked against the vocabulary during reading
             check_tokens(data, config.vocab_size)
             ((tokens,), length) = data.shape, experiment.data.length
             if tokens != length:
@@ -199,7 +199,7 @@ def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
                 f"{config.features_in}: set model.features_in = {size}"
             )
         _check_classes(key, data, "features_out", config.features_out)
-    else:  # its images were fitted to model.image_size and model.channels when they were opened
+    else:  # opening fitted the images to model.image_size and model.channels
         _check_classes(key, data, "classes", config.classes)
     return data
 
@@ -222,10 +222,11 @@ def _check_classes(key: str, data: Any, field: str, outputs: int) -> None:
 
 
 def _check_same_classes(key: str, learnt: tuple[str, ...], evaluated: tuple[str, ...]) -> None:
-    """Raise ExperimentError unless the evaluated classes are the first of the learnt ones, in order of names."""
+    """Raise ExperimentError unless the evaluated classes are the first of the learnt classes, sorted by name."""
     if learnt[: len(evaluated)] != evaluated:
-        odd = next((f"{b!r} where {a!r} is" for a, b in zip(learnt, evaluated, strict=False) if a != b), "more classes")
+        pairs = zip(learnt, evaluated, strict=False)
+        odd = next((f"{b!r} instead of {a!r}" for a, b in pairs if a != b), "more classes")
         raise ExperimentError(
-            f"{key} must have the classes that are learnt, {len(learnt)} ({', '.join(learnt[:5])}…); it has {odd}: "
+            f"{key} must have the {len(learnt)} classes of training ({', '.join(learnt[:5])}…); it has {odd}: "
             "give every class a folder, or the same numbers"
         )

@@ -1,8 +1,8 @@
-"""The validated experiment file: read it, change it from the command line, write it back, compare it with the devices.
+"""The validated experiment file: read it, change it from the command line, write it back, check it for the devices.
 
-`load` makes an `Experiment` of a TOML file (its keys are in `schema/`): parse, merge the `--a.b value` overrides,
-validate; all problems are reported at once, as one `ExperimentError`. `to_toml` writes it as resolved. Checks that need
-the number of devices are in `check_for_devices`. Nothing below the training loop sees an experiment.
+`load` makes an `Experiment` from a TOML file (its keys are in `schema/`): parse, merge the `--a.b value` overrides,
+validate. One `ExperimentError` reports all problems at once. `to_toml` writes the resolved file. Checks that need the
+number of devices are in `check_for_devices`. Nothing below the training loop sees an experiment.
 """
 
 import copy
@@ -34,14 +34,14 @@ from jdp.models.configs.sizes import SIZES
 KeyPath = tuple[str, ...]
 HUB = "hf:"
 MOST_BYTES = 2**20
-"""Of an experiment file: more is another file, named by mistake, and a million wrong keys take a minute to report."""
+"""Largest experiment file: a larger one was named by mistake, and a million wrong keys take a minute to report."""
 PATHS = (
     *("data.source", "data.tokenizer", "data.heldout", "data.mixture.NAME.source"),
     *("eval.NAME.source", "train.init_from", "model.name"),
 )
-"""The keys that are paths, or words."""
+"""The keys with paths, or words."""
 UNSET = (NONE, "default")
-"""Words in place of a table that has nothing in it."""
+"""Words in place of an empty table."""
 
 
 class ExperimentError(UserError):
@@ -53,14 +53,14 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
 
     Args:
         path: a TOML file, up to 1 MiB, or the name of an experiment that jdp ships, such as "quickstart". Relative
-            paths in `data.source` start at the file's own folder; of one given by name, at the working directory.
-        overrides: dotted key -> text as on a command line, such as {"train.steps": "50"}: read as a TOML value where
+            paths in `data.source` start at the file's folder; for a shipped experiment, at the working directory.
+        overrides: dotted key -> text as on a command line, such as {"train.steps": "50"}: read as a TOML value if
             that fits the key, else as text. Relative paths in an overriding `data.source` start at the working
-            directory. `make` is imported only from the package that is given here as `plugin`.
+            directory. `make` is imported only from the package given here as `plugin`.
 
     Raises:
-        ExperimentError: the file cannot be read, is not TOML, or does not make an experiment. Or `make` names another
-            package than `plugin`, or one that does not import.
+        ExperimentError: the file cannot be read, is not TOML, or is not a valid experiment; or `make` names a package
+            that is not `plugin` or cannot be imported.
     """
     try:
         file = user_path(path)
@@ -80,22 +80,22 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
 
 
 def from_table(table: Mapping[str, Any], *, where: str = "experiment", plugin: str | None = None) -> Experiment:
-    """Check a table that did not come from a file. Relative paths in it stay as they are.
+    """Check a table that is not from a file. Its relative paths stay unchanged.
 
     Args:
         table: the keys of an experiment file, nested as in TOML.
-        where: the beginning of a message, in place of the file's name.
-        plugin: the package that `make` in the table may import; None: none.
+        where: the start of a message, in place of the file's name.
+        plugin: the package that `make` in the table may import, if any.
 
     Raises:
-        ExperimentError: the table does not make an experiment, or names another package.
+        ExperimentError: the table is not a valid experiment, or names another package.
     """
     _check_limits(table, where)
     return _validated(copy.deepcopy(dict(table)), {}, where=where, plugin=plugin)
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the experiment as TOML, as resolved: every key is written, and `load` reads it back as an equal one.
+    """Return the resolved experiment as TOML with every key; `load` reads it back as an equal experiment.
 
     Args:
         experiment: validated.
@@ -104,7 +104,7 @@ def to_toml(experiment: Experiment) -> str:
 
 
 def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
-    """Return the lines of a table: its keys, then the tables in it, each below its heading."""
+    """Return the lines of a table: its keys, then its subtables, each below its heading."""
     fields = type(table).model_fields if isinstance(table, BaseModel) else {}
     items = {name: getattr(table, name) for name in fields} if isinstance(table, BaseModel) else table
     if isinstance(table, Made) and table.make is not None:
@@ -114,7 +114,7 @@ def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
         f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
         for key, value in items.items()
         if key not in inner
-        and not (value is None and key in fields and table_class(fields[key]))  # a table left out is not "none"
+        and not (value is None and key in fields and table_class(fields[key]))  # an omitted table is not "none"
     ]
     heading = [f"\n[{'.'.join(map(toml_key, path))}]"] if path and (lines or not inner) and items else []
     return [*heading, *lines, *(line for key, value in inner.items() for line in _written(value, (*path, key)))]
@@ -125,13 +125,13 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
 
     Args:
         experiment: validated.
-        device_count: devices of all processes together.
+        device_count: number of devices in all processes together.
 
     Returns:
         The mesh with its -1 filled in: axis -> size.
 
     Raises:
-        ExperimentError: the mesh does not multiply to `device_count`, or the batch does not divide over it.
+        ExperimentError: the mesh does not multiply to `device_count`, or does not divide the batch.
     """
     sizes = mesh_sizes(experiment.mesh, device_count)
     unit = BatchUnit({**batch_unit(sizes).factors, "train.accumulate": experiment.train.accumulate})
@@ -143,7 +143,7 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
 
 
 def describe() -> list[tuple[str, list[Key]]]:
-    """Return every key of an experiment file, in groups with a heading, as `jdp train --help-all` shows them."""
+    """Return all keys of an experiment file in groups with a heading, as in `jdp train --help-all`."""
     groups = [("top level", table_keys(Experiment))]
     for path, table in Schemas(Experiment, {}).tables():
         groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
@@ -163,7 +163,7 @@ def _prefixed(table: str, keys: list[Key]) -> list[Key]:
 def _read(file: Path) -> dict[str, Any]:
     """Return the file's table. Raises ExperimentError."""
     try:
-        check_regular(file)  # a pipe could be read once only, and processes each read the file anew
+        check_regular(file)  # each process reads the file, and a pipe can be read only once
         if (size := file.stat().st_size) > MOST_BYTES:
             raise ExperimentError(
                 f"an experiment file has at most {format_bytes(MOST_BYTES)}; {file} has {format_bytes(size)}: name the "
@@ -177,7 +177,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a TOML file that you may read") from None
     try:
-        return parse(content.decode("utf-8-sig"))  # editors of Windows put a mark before the text
+        return parse(content.decode("utf-8-sig"))  # Windows editors write a byte order mark
     except UnicodeDecodeError:
         raise ExperimentError(f"an experiment file is TOML; {file} is not text in UTF-8: name another") from None
     except ValueError as error:
@@ -185,7 +185,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _check_limits(table: Mapping[str, Any], where: str) -> None:
-    """Raise ExperimentError for values that `parse` refuses, in a table from elsewhere."""
+    """Raise ExperimentError for values that `parse` refuses, in a table from another source."""
     try:
         check(table)
     except ValueError as error:
@@ -212,7 +212,7 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
             holders = [each for each in holders if isinstance(each, dict)]
         for holder in holders:
             value, words = holder.get(last), ("bytes", NONE) if last == "tokenizer" else ("stdlib", "digits", NONE)
-            if last == "name":  # of a model: hf: leads to a folder here, never to a name on the hub
+            if last == "name":  # of a model: hf: is a local folder, never a name on the hub
                 if isinstance(value, str) and value.startswith(HUB):
                     holder[last] = HUB + anchored(value.removeprefix(HUB))
             elif last in holder:
@@ -222,7 +222,7 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
 
 
 def _value(text: str) -> Any:
-    """Parse `text` as a TOML value, numbers also as Python writes them (.001, 1.); else return the text itself."""
+    """Parse `text` as a TOML value or a number of Python's (.001, 1.); else return the text itself."""
     digits = text
     if re.fullmatch(r"[\d\s.,eE+\-\[\]]+", text):  # TOML needs a digit on both sides of a point
         digits = re.sub(r"(?<=\d)\.(?!\d)", ".0", re.sub(r"(?<!\d)\.(?=\d)", "0.", text))
@@ -236,10 +236,10 @@ def _value(text: str) -> Any:
 
 
 def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None:
-    """Set a dotted key, making the tables that it needs; relative paths in it start at the working directory.
+    """Set a dotted key and make its tables; relative paths in `value` start at the working directory.
 
     Raises:
-        ExperimentError: an outer key has a value that is no table.
+        ExperimentError: the value of an outer key is not a table.
     """
     changed = value
     for part in reversed(key):
@@ -269,7 +269,7 @@ def _merged(old: Any, new: Any) -> Any:
 def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: str, plugin: Any) -> Experiment:
     """Validate, or raise all problems as an ExperimentError.
 
-    An override that fits only as text (`--name 2024`) is read as text. `plugin` is the package that may be imported.
+    An override that is valid only as text (`--name 2024`) is read as text. Only the package `plugin` may be imported.
     """
     _check_plugin(table.get("plugin"), where=where, allowed=plugin)
     error = _error(table, plugin)
@@ -292,13 +292,13 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
 
 
 def _check_plugin(name: Any, *, where: str, allowed: Any) -> None:
-    """Check that the package that a table names is the one that may be imported. Raises ExperimentError."""
-    if name in (None, NONE) or not isinstance(name, str):  # the schema reports what is no text
+    """Check that a table's package may be imported. Raises ExperimentError."""
+    if name in (None, NONE) or not isinstance(name, str):  # the schema reports anything but text
         return
     if name != allowed:
         raise ExperimentError(
-            f"{where}: a plug-in is code, which an experiment file alone does not run; given plugin = {brief(name)} in "
-            f"it without --plugin: add --plugin {cut(name)} if you trust it, or remove the key"
+            f"{where}: a plug-in is code, which an experiment file alone does not run; given plugin = {brief(name)} "
+            f"without --plugin: add --plugin {cut(name)} if you trust it, or remove the key"
         )
     top = name.partition(".")[0]
     if top.isidentifier() and not iskeyword(top) and find_spec(top) is None:  # else the schema reports it

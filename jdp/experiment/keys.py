@@ -16,7 +16,7 @@ from jdp.base.toml import toml_value
 
 Path = tuple[int | str, ...]
 _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
-"""A table of free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
+"""A table with free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Schemas:
     """The schema of each table.
 
     Attributes:
-        root: of the whole file.
-        chosen: schemas of the tables whose keys depend on their name; None: an unknown name.
+        root: schema of the whole file.
+        chosen: schemas of the tables whose keys depend on their name; None for an unknown name.
     """
 
     root: type[BaseModel]
     chosen: Mapping[str, type[BaseModel] | None]
 
     def at(self, path: Path) -> type[BaseModel] | None:
-        """Return the schema of the table at `path`; None where there is no table, or its keys are free as in [mesh]."""
+        """Return the schema of the table at `path`; None without a table, or if its keys are free as in [mesh]."""
         if not path:
             return self.root
         names, tables = tuple(map(str, path)), dict(self.tables())
@@ -66,7 +66,7 @@ class Key:
 
 
 def table_keys(schema: type[BaseModel]) -> list[Key]:
-    """Return the keys of one table that are not tables themselves, in file order, with their ranges."""
+    """Return the keys of a table that are not tables, in file order, with their ranges."""
     return [
         Key(
             f"{name}.{_FREE_KEYS[name]}" if typing.get_origin(field.annotation) is dict else name,
@@ -80,7 +80,7 @@ def table_keys(schema: type[BaseModel]) -> list[Key]:
 
 
 def config_keys(kind: type) -> list[Key]:
-    """Return the fields of a model's configuration; descriptions are those of its docstring's `Fields:`."""
+    """Return the fields of a model's configuration, described by `Fields:` in its docstring."""
     hints, described = typing.get_type_hints(kind), described_fields(kind)
     return [
         Key(field.name, _type_text(hints[field.name]), "by size", described.get(field.name, ""))
@@ -114,7 +114,7 @@ def _range(rules: Iterable[Any]) -> str:
 
 
 def table_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the schema of a field that is a table, or may be left out; else None."""
+    """Return the schema of a field that is a table, required or optional; else None."""
     if typing.get_origin(field.annotation) is dict:
         return None
     for kind in (field.annotation, *typing.get_args(field.annotation)):
@@ -131,7 +131,7 @@ def named_table(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _type_text(annotation: Any) -> str:
-    """Return a type in the words of `--help-all`: int, float, text, true|false, the words allowed, "none"."""
+    """Return a type as `--help-all` shows it: int, float, text, true|false, the allowed words, "none"."""
     names = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "none"}
     arguments, origin = typing.get_args(annotation), typing.get_origin(annotation)
     if origin is typing.Annotated:

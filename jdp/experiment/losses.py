@@ -1,6 +1,6 @@
-"""The losses of the models that an experiment file can name: sums over examples, with the weights to divide by.
+"""The losses of jdp's models: sums over examples, with the weights to divide by.
 
-An evaluation may measure accuracies beside them, `tops`: name -> how many likeliest the label must be among.
+An evaluation may also measure top-k accuracies, `tops`: name -> k.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
 
 
 def text_scores(model: Any, batch: Batch, rng: jax.Array | None, *, tops: Mapping[str, int]) -> Loss:
-    """Compute what `text_loss` does, and accuracies of the next token."""
+    """Compute `text_loss`, and accuracies of the next token."""
     features = model.features(batch["tokens"], rng=rng, **_packed(batch))
     head = model.embed.tokens if model.head is None else model.head.kernel
     nats, rank = next_token_scores(features, head[...], batch["targets"], tied=model.head is None)
@@ -48,7 +48,7 @@ def _packed(batch: Batch) -> dict[str, Any]:
 
 
 def _accuracies(rank: jax.Array, weights: jax.Array, tops: Mapping[str, int]) -> dict[str, Any]:
-    """Return the sums of the weights of labels that are likely enough."""
+    """Return, for each k, the sum of the weights of labels among the k most likely."""
     return {name: jnp.sum(weights * (rank < most)) for name, most in tops.items()}
 
 

@@ -1,4 +1,4 @@
-"""A data set of the user's own: samples in dtypes of 32 bits or less, a training and a held-out side, a fingerprint."""
+"""The data set of a user's function: samples of at most 32 bits, a training and a held-out side, a fingerprint."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.data import Data
 
 _LOOKED_AT = 64
-"""Samples of each side that the fingerprint of two sides is made of."""
+"""Samples of each side in the fingerprint of two sides."""
 
 
 @dataclass(frozen=True, eq=False)
 class MadeSamples:
-    """One side of a data set: its samples as given, with floats and whole numbers of 32 bits, and "weights".
+    """One side of a data set: the user's samples, with floats and integers in 32 bits, and "weights".
 
     Attributes:
         name: the function that made it.
-        source: what it returned.
-        rows: int64 [len], the samples that are on this side; None: all.
+        source: the function's result.
+        rows: int64 [len], the samples on this side; None: all.
     """
 
     name: str
@@ -45,10 +45,10 @@ class MadeSamples:
         return index if self.rows is None else int(self.rows[index])
 
     def _sample(self, raw: Any) -> NumpyBatch:
-        """Return a sample's arrays, and "weights" 1 if it has none. Raises ExperimentError for what is no sample."""
+        """Return a sample's arrays, and "weights" 1 if it has none. Raises ExperimentError for an invalid sample."""
         if not isinstance(raw, Mapping) or not raw:
             raise ExperimentError(
-                f"a sample of {self.name} is a dict of arrays; given {cut(repr(raw))}: return such as "
+                f"a sample of {self.name} is a dict of arrays; given {cut(repr(raw))}: return, for example, "
                 '{"features": array, "labels": array}'
             )
         arrays = {str(key): np.asarray(value) for key, value in raw.items()}
@@ -62,7 +62,7 @@ class MadeSamples:
 
 
 class _Ordered(MadeSamples):
-    """Samples with an order of their own."""
+    """Samples with their own order."""
 
     source: OrderedSource
 
@@ -81,12 +81,12 @@ class _InEpochs(MadeSamples):
 
 @dataclass(frozen=True, eq=False)
 class MadeData:
-    """A data set, split when it is first asked for; `str()` is one line of text.
+    """A data set, split at first use; `str()` is one line of text.
 
     Attributes:
         name: the function that made it.
-        given: what it returned: one object, or two sides.
-        heldout_fraction: share of one object that is held out.
+        given: the function's result: one object, or two sides.
+        heldout_fraction: held-out share of one object.
         described: the function and its keywords, for the fingerprint.
     """
 
@@ -97,7 +97,7 @@ class MadeData:
 
     @cached_property
     def first(self) -> NumpyBatch:
-        """The first sample; no other is read for it."""
+        """The first sample; no other sample is read."""
         return _samples(self.name, self.given[0] if isinstance(self.given, tuple) else self.given)[0]
 
     @cached_property
@@ -126,8 +126,8 @@ class MadeData:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits: of one object a hash of every sample without labels and weights; of two sides a hash of their
-        lengths and of up to 64 samples each."""
+        """16 hex digits: for one object a hash of all samples without labels and weights; for two sides a hash of
+        their lengths and of up to 64 samples each."""
         return self._split[2]
 
     def __str__(self) -> str:
@@ -147,14 +147,14 @@ def made_data(table: Data) -> MadeData:
     if not is_data or len(sides) not in (1, 2) or isinstance(given, str | Mapping):
         raise ExperimentError(
             f"{name} returns an object with len and [index], or two of them, to train on and held out; given "
-            f"{cut(repr(given))}: return such as a list of dicts of arrays"
+            f"{cut(repr(given))}: return, for example, a list of dicts of arrays"
         )
     if not all(len(side) for side in sides):
         raise ExperimentError(f"{name} returns samples; given a side without any: add some")
     if len(sides) == 1 and hasattr(given, "sample_at"):
         raise ExperimentError(
-            f"{name} has its own order (sample_at), of which jdp cannot hold out a part; given one object: return two, "
-            "to train on and held out"
+            f"{name} has its own order (sample_at), so jdp cannot hold out a part; given one object: return two, to "
+            "train on and held out"
         )
     return MadeData(str(table.make), given, table.heldout_fraction, f"{table.make} {sorted(table.keywords.items())}")
 

@@ -1,4 +1,4 @@
-"""Functions of the user's own that an experiment file names: `make = "package.module:function"`, with keywords.
+"""User functions in an experiment file: `make = "package.module:function"`, with keywords.
 
 A file alone imports nothing: the package must be named on the command line, `--plugin package`. The keywords are
 compared with the function's signature before anything runs.
@@ -24,20 +24,20 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class MakeError(UserError):
-    """A function that a file names cannot be imported, or does not take the keywords given."""
+    """A function in an experiment file cannot be imported, or does not take the given keywords."""
 
 
 def function_of(make: str) -> Callable[..., Any]:
     """Import the function of "package.module:function". Call it only for a package that the user named.
 
     Raises:
-        MakeError: the package is not there or does not import, or has no such function.
+        MakeError: the package is missing, cannot be imported, or has no such function.
     """
     name, _, attribute = make.partition(":")
     started = jax_has_started()
     try:
         module = importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever it is, it is the package's
+    except (Exception, SystemExit) as error:  # any error is the package's
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise MakeError(
                 f"make names a package that Python finds; given {make}, and there is no {error.name}. Install it "
@@ -57,12 +57,12 @@ def function_of(make: str) -> Callable[..., Any]:
 
 
 def check_keywords(make: str, arguments: Sequence[str], keywords: Mapping[str, Any], plugin: str | None) -> None:
-    """Check that a function may be imported, and takes these keywords after the arguments that jdp passes.
+    """Check that a function may be imported, and takes these keywords after jdp's arguments.
 
     Args:
         make: "package.module:function".
-        arguments: names of what jdp passes by position, for messages.
-        keywords: those of the file.
+        arguments: names of the arguments that jdp passes by position, for messages.
+        keywords: the keywords in the file.
         plugin: the package that --plugin names.
 
     Raises:
@@ -87,14 +87,14 @@ def check_keywords(make: str, arguments: Sequence[str], keywords: Mapping[str, A
 
 
 def with_defaults(make: str, arguments: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords, with the function's defaults for those that are not given."""
+    """Return the keywords, completed with the function's defaults."""
     parameters = _parameters(make, arguments).items()
     defaults = {name: each.default for name, each in parameters if each.default is not inspect.Parameter.empty}
     return {**defaults, **keywords}
 
 
 def folder_of(plugin: str | None) -> Path | None:
-    """Return the folder, or the file, of a package that was imported; None where there is none."""
+    """Return the folder or file of an imported package; None if it has neither."""
     file = getattr(sys.modules.get(plugin or ""), "__file__", None)
     if file is None:
         return None
@@ -102,7 +102,7 @@ def folder_of(plugin: str | None) -> Path | None:
 
 
 def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters after the arguments that jdp passes. Raises MakeError if it takes fewer."""
+    """Return a function's parameters after jdp's arguments. Raises MakeError if it takes fewer."""
     function = function_of(make)
     try:
         every = inspect.signature(function).parameters
@@ -117,7 +117,7 @@ def _parameters(make: str, arguments: Sequence[str]) -> dict[str, inspect.Parame
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the user's own last lines of a traceback, without those of jdp, Python and installed packages."""
+    """Return the last lines of a traceback in the user's code, not in jdp, Python or installed packages."""
     from jdp.base.public import is_users  # late: it imports JAX
 
     walked = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if is_users(frame)]

@@ -1,10 +1,10 @@
-"""Which parameters are hidden matrices, by the names and shapes that jdp's models, Flax and Equinox give them.
+"""Which parameters are hidden matrices, by their names and shapes in jdp's models, Flax and Equinox.
 
-Muon is for these alone: "embeddings, classifier heads, and hidden gains/biases" go by AdamW (the README of
+Muon is only for these: AdamW updates "embeddings, classifier heads, and hidden gains/biases" (the README of
 github.com/KellerJordan/Muon). The first layer of an image model embeds its pixels, so it is an embedding here.
 
-A linear map is a matrix, and a convolution one of [outputs, all else], as its authors flatten it. So is an attention
-kernel with a dimension for heads. Layers that are stacked for a scan, and experts, are many matrices.
+A linear map is a matrix. A convolution is a matrix [outputs, all other dimensions], as Muon's authors flatten it, and
+so is an attention kernel with a dimension for heads. Layers stacked for a scan, and experts, are many matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jdp.base.tree_paths import path_of
 Shapes = Mapping[str, tuple[int, ...]]
 
 VECTORS = ("bias", "scale")
-"""Last part of the paths of parameters that are vectors, even where stacked layers give them two dimensions."""
+"""Last part of the paths of parameters that are vectors, even if stacked layers give them two dimensions."""
 _OUTER = re.compile(r".*embed.*|(.*_)?emb|wte|wpe|stem|(.*_)?head|classifier|logits")
 """A part of the path of an embedding or a head."""
 _HEAD = re.compile(r"(.*_)?head|classifier|logits|.*unembed.*")
@@ -37,8 +37,8 @@ def matrix_dimensions(params: Any, shapes: Shapes | None = None) -> Any:
     """Return for each parameter the dimensions of its matrices, counted from the last, or None if it has none.
 
     Args:
-        params: tree of arrays or their shapes; None for parameters that are frozen.
-        shapes: of all parameters of the model, the frozen ones too, by path; None: those of `params`.
+        params: tree of arrays or their shapes; None for frozen parameters.
+        shapes: shapes of all parameters by path, frozen ones included; None: the shapes of `params`.
     """
     known = {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(params)} | dict(shapes or {})
     vectors = {path: vector for path, shape in known.items() if is_vector(path) and (vector := _vector(shape))}
@@ -52,7 +52,7 @@ def matrix_dimensions(params: Any, shapes: Shapes | None = None) -> Any:
 
 
 def is_vector(path: str) -> bool:
-    """Return True for biases and scales of norms; Equinox calls the latter `norm/weight`."""
+    """Return True for biases and norm scales (Equinox: `norm/weight`)."""
     *modules, name = path.split("/")
     return name in VECTORS or (bool(modules) and _NORM.search(modules[-1].lower()) is not None)
 
@@ -63,7 +63,7 @@ def _vector(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _last_numbered(shapes: Shapes) -> set[str]:
-    """Return the last linear map of each numbered row of them: the head, if nothing is called so."""
+    """Return the last of each row of numbered linear maps: the head, if no parameter has that name."""
     found: dict[str, tuple[int, str]] = {}
     for path, shape in shapes.items():
         numbered = _NUMBERED.fullmatch(path)
@@ -73,7 +73,7 @@ def _last_numbered(shapes: Shapes) -> set[str]:
 
 
 def _dimensions(path: str, shape: tuple[int, ...], vectors: Shapes) -> MuonDimensionNumbers | None:
-    """Return the matrix of a leaf, or None for an embedding, a head, and where names and shapes do not tell it."""
+    """Return the matrix of a leaf; None for an embedding or a head, or if names and shapes do not identify it."""
     *modules, name = path.split("/")
     if len(shape) < 2 or any(map(_OUTER.fullmatch, (*modules, name))):
         return None
@@ -88,9 +88,9 @@ def _dimensions(path: str, shape: tuple[int, ...], vectors: Shapes) -> MuonDimen
 
 
 def _grouped(modules: list[str], name: str, count: int, stacked: int, vectors: Shapes) -> MuonDimensionNumbers:
-    """Return the matrix of a kernel with `count` dimensions, three or more, beside those that stack layers.
+    """Return the matrix of a kernel with `count` dimensions, three or more, besides those that stack layers.
 
-    Flax's end in the outputs, as many dimensions as the bias has. Equinox' begin with them.
+    Flax's kernels end with the output dimensions, as many as the bias has; Equinox' kernels begin with them.
     """
     if name == "weight":
         return MuonDimensionNumbers(tuple(range(1 - count, 0)), (-count,))
@@ -102,9 +102,9 @@ def _grouped(modules: list[str], name: str, count: int, stacked: int, vectors: S
 
 
 def _stacked(modules: list[str], shape: tuple[int, ...], vectors: Shapes) -> int | None:
-    """Return how many first dimensions stack layers: those that the nearest vectors have, too. None: no vector is near.
+    """Return how many first dimensions stack layers: those shared with the nearest vectors; None without such vectors.
 
-    Vectors outside of the model's part that the leaf is in tell nothing: only the layers may be stacked.
+    Vectors in another part of the model do not count, because only the layers may be stacked.
     """
     outermost = 1 if modules[:1] == ["params"] else 0
     for depth in range(len(modules), outermost, -1):
@@ -116,11 +116,10 @@ def _stacked(modules: list[str], shape: tuple[int, ...], vectors: Shapes) -> int
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return how many first dimensions two shapes share."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])
 
 
 def matrix_sizes(shape: tuple[int, ...], dimensions: MuonDimensionNumbers) -> tuple[int, int, int]:
-    """Return how many matrices a leaf is, and their rows and columns."""
+    """Return the number of matrices in a leaf, and their rows and columns."""
     rows, columns = (prod(shape[dim] for dim in np.atleast_1d(dims)) for dims in dimensions)
     return prod(shape) // (rows * columns), rows, columns

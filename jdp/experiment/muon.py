@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for a model's hidden matrices, and AdamW for the rest.
 
-The momentum of a matrix [m, n] is orthogonalized, and scaled by 0.2 · sqrt(max(m, n)) (Liu et al. 2025,
-arXiv:2502.16982, section 2.2). Its elements then have the root mean square of AdamW's updates. So one rate and one
-weight decay serve both.
+The momentum of a matrix [m, n] is orthogonalized and scaled by 0.2 · sqrt(max(m, n)) (Liu et al. 2025,
+arXiv:2502.16982, section 2.2). Its elements then have the root mean square of AdamW's updates, so one learning rate
+and one weight decay serve both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jdp.core.update.muon import scale_by_muon
 from jdp.experiment.matrices import is_vector, matrix_dimensions, matrix_sizes
 
 RMS = 0.2
-"""Root mean square of an update by AdamW, as the paper measured it."""
+"""Root mean square of AdamW's updates, as measured in the paper."""
 
 
 def muon(
@@ -33,8 +33,8 @@ def muon(
 ) -> optax.GradientTransformation:
     """Return Muon for the hidden matrices and `adamw` for the other parameters.
 
-    `decay` adds the decayed weights, `settings` are those of `scale_by_muon`, and `shapes` those of all
-    parameters by path, which tell stacked layers even where norms are frozen.
+    `decay` adds the decayed weights, `settings` are the arguments of `scale_by_muon`, and `shapes` has the shapes of
+    all parameters by path, which identify stacked layers even if norms are frozen.
     """
 
     def rule(params: Any) -> optax.GradientTransformation:
@@ -65,7 +65,7 @@ def _scaled(dims: Any) -> optax.GradientTransformation:
 
 
 def _report(params: Any, dims: Any) -> None:
-    """Report how many matrices go by Muon, and which other leaves but biases and scales by AdamW."""
+    """Report how many matrices Muon updates, and which leaves other than biases and scales AdamW updates."""
     leaves, treedef = jax.tree.flatten_with_path(params)
     found = list(zip(leaves, treedef.flatten_up_to(dims), strict=True))
     hidden = [matrix_sizes(leaf.shape, dim)[0] for (_, leaf), dim in found if dim is not None]
@@ -73,5 +73,5 @@ def _report(params: Any, dims: Any) -> None:
     outer = [path for path in others if not is_vector(path)]
     notice(
         f"muon: {sum(hidden)} matrices in {len(hidden)} leaves; adamw: {len(others)} leaves"
-        + (f", of them no bias or scale: {listed(outer, 6)}" if outer else "")
+        + (f", besides biases and scales {listed(outer, 6)}" if outer else "")
     )

@@ -1,7 +1,7 @@
 """From [optimizer] to optax: the learning rate over the run, and the update rule.
 
-Warm-up and schedule count global steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor take a
-norm of each layer (`by_layer`). Nothing below the training loop sees the file.
+Warm-up and schedule count global steps, so microbatches and devices do not change them. LAMB, LARS and Adafactor use
+the norm of each layer (`by_layer`). Nothing below the training loop sees the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jdp.models import GPTConfig, ViTConfig
 
 
 def learning_rate(experiment: Experiment) -> optax.Schedule:
-    """Return the learning rate as a function of the optimizer steps done before (0 at the first step).
+    """Return the learning rate as a function of the number of completed optimizer steps.
 
     It rises over the warm-up (`jdp.warmup`), whose last step has the peak. Then it is constant, or falls to
     `final_lr_fraction` of the peak at the end of the run: linearly, or as half a cosine (arXiv:1608.03983, eq. 5,
@@ -46,18 +46,18 @@ def optimizer(
 ) -> optax.GradientTransformation:
     """Return the optimizer of [optimizer]; its state counts steps for the learning rate.
 
-    The train step clips, as it knows the norm over all devices. With `ema_decay` the state also has an average of the
-    parameters. `shapes` are those of all parameters by path, which Muon reads; None: all are trained.
+    The train step clips, because it knows the norm over all devices. With `ema_decay` the state also has an average of
+    the parameters. Muon reads `shapes`, the shapes of all parameters by path; None: all are trained.
     """
     rule, decay = _rule(experiment, shapes or {}), experiment.optimizer.ema_decay
     return rule if decay is None else with_ema(rule, decay)
 
 
 def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> optax.GradientTransformation:
-    """Return the update rule. Raises ExperimentError if optimizer.make returns none.
+    """Return the update rule. Raises ExperimentError if optimizer.make does not return a rule.
 
-    Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
-    have two.
+    Weight decay excludes biases and norm scales by name, not by number of dimensions, because the scales of stacked
+    layers have two.
     """
     chosen, rate = experiment.optimizer, learning_rate(experiment)
     if chosen.make:
@@ -80,7 +80,7 @@ def _rule(experiment: Experiment, shapes: Mapping[str, tuple[int, ...]]) -> opta
         case "sgd":
             step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
             return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
-        case "adafactor":  # as optax', but the rate goes last, so that the decay follows it as everywhere else
+        case "adafactor":  # as in optax, but the rate comes last, so that it scales the decay as in the other rules
             scaled = by_layer(optax.scale_by_param_block_rms(), stacked)
             mean = [optax.ema(chosen.momentum, debias=False)] if chosen.momentum else []
             clipped = by_layer(optax.clip_by_block_rms(1.0), stacked)
@@ -116,7 +116,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def by_layer(rule: optax.GradientTransformation, stacked: bool) -> optax.GradientTransformation:
-    """Return a rule without state, of one leaf at a time, that sees each layer of the leaves below `layers` alone."""
+    """Apply a stateless, leaf-wise rule to each layer of the leaves below `layers` separately."""
     if not stacked:
         return rule
 

@@ -1,7 +1,7 @@
-"""An experiment's step on a target's devices, in every requested variant, as foresight compiles it.
+"""An experiment's step on a target's devices, in every requested variant, for foresight to compile.
 
-An assembly on the target's devices gives the step and its abstract operands; from there `jdp plan` and `jdp verify` go
-through the same functions as `jdp.foresee` and `jdp.verify`.
+An assembly on the target's devices makes the step and its abstract operands; `jdp plan` and `jdp verify` then call the
+same functions as `jdp.foresee` and `jdp.verify`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def candidates_of(
 def described_batch(batch: Batch) -> str:
     """Return a global batch in words: "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features".
 
-    For data.make it names the first array.
+    For data.make, the unit is the name of the first array.
     """
     if "images" in batch:
         rows, *shape = batch["images"].shape
@@ -57,7 +57,7 @@ def described_batch(batch: Batch) -> str:
 def with_hosts(
     report: PlanReport, experiment: Experiment, tried: Sequence[Candidate], target: Target, available: int | None
 ) -> PlanReport:
-    """Return a report with what a host's memory holds, if the experiment keeps copies of the state there."""
+    """Add the hosts' memory to a report if the experiment keeps copies of the state there."""
     if not experiment.guard.keep_in_memory:
         return report
     if available is None and target.kind == "cpu":

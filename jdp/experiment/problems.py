@@ -1,7 +1,7 @@
 """An experiment file's problems in plain words.
 
-`problems` turns each error of pydantic into one line: the key, the rule, the value given, the fix. It shows `ALIKE` of
-a kind in one place, and `MOST` in all.
+`problems` turns each error of pydantic into one line: the key, the rule, the value given, the fix. It shows at most
+`ALIKE` problems of a kind in one place, and `MOST` in all.
 """
 
 import tomllib
@@ -18,9 +18,9 @@ from jdp.core.sharding.strategy import strategy_hint
 from jdp.experiment.keys import Path, Schemas
 
 MOST, ALIKE = 8, 3
-"""Most lines for all problems of a file, and for problems of one kind in one table or array."""
+"""Largest number of lines for a file, and for one kind of problem in one table or array."""
 _WIDTH = 300
-"""Most characters of a message that does not come from here."""
+"""Largest number of characters of a message from another library."""
 
 _KINDS = {
     "int_type": "a whole number",
@@ -32,7 +32,7 @@ _KINDS = {
     "model_type": "a table",
 }
 _PLAIN = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
-"""Kinds of value that are written without quotes, and their Python types."""
+"""Kinds of value written without quotes, and their Python types."""
 _LIMITS = {
     "greater_than": ("gt", "must be more than {}"),
     "greater_than_equal": ("ge", "must be {} or more"),
@@ -42,7 +42,7 @@ _LIMITS = {
 
 
 def problems(error: ValidationError, schemas: Schemas, from_command_line: frozenset[Path]) -> tuple[int, list[str]]:
-    """Describe what is wrong with an experiment."""
+    """Return the number of problems of an experiment, and the lines that describe them."""
     lines: list[str] = []
     count = 0
     alike: dict[tuple[Path, str], int] = {}
@@ -74,7 +74,7 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
         return _unknown_key(dashes, path, schemas)
     if kind == "value_error":
         message = cut(str(limits["error"]), _WIDTH)
-        # A sentence, and a rule about a table or a path, has the value given in it already.
+        # A sentence, and a rule about a table or a path, already has the given value.
         complete = schemas.at(path) or isinstance(limits["error"], PathError) or message[:1].isupper()
         return f"{key}: {message}" if complete else f"{key} {message}; {given}"
     if kind == "literal_error":
@@ -82,7 +82,7 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
         hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
         if path == ("strategy",):
             hint = strategy_hint(str(detail["input"]))
-        among = f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}, the only one there is"
+        among = f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}, the only choice"
         return f"{key} must be {among}; {given}{hint}"
     if kind in _LIMITS:
         name, rule = _LIMITS[kind]
@@ -93,7 +93,7 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
 
 
 def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
-    """Return the line of an unknown key: with the nearest key of its table, else the same key in another table."""
+    """Return the line of an unknown key, with the nearest key of its table or the same key in another table."""
     table, last = path[:-1], str(path[-1])
     schema = schemas.at(table)
     keys = list(schema.model_fields) if schema else []
@@ -110,7 +110,7 @@ def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
 
 
 def _fix(kind: str, key: str, value: Any) -> str:
-    """Return what to write instead, if the given value shows it; else nothing."""
+    """Return the text of a fix if the given value suggests one; else ""."""
     if isinstance(value, str):
         plain = value.lower() if kind == "bool_type" else value
         unquoted = kind in _PLAIN and len(value) <= LONGEST and _is(kind, plain)

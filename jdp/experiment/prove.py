@@ -1,6 +1,6 @@
 """`jdp prove` on an experiment file: the same model, data order, optimizer and dtypes as `jdp train`.
 
-Each run is the file's own step, in which only the strategy, the microbatches and the devices differ.
+Each run has the file's step; only the strategy, the microbatches and the devices differ.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def prove_experiment(
 ) -> Proof:
     """Prove that an experiment learns the same on one device and on many, whatever is sharded.
 
-    The learning rate follows the schedule of the whole run. The weights are the initial ones, for any
-    `train.init_from`. `devices` is how many of this machine's take part; None: all.
+    The learning rate follows the schedule of the whole run. The runs start from random weights, even with
+    `train.init_from`. `devices` is the number of this machine's devices to use; None: all.
     """
     assembly = Assembly.on_devices(experiment, jax.devices()[:devices])
     check_for_devices(experiment, assembly.mesh.size)
@@ -51,7 +51,7 @@ def prove_experiment(
 
 @dataclass
 class _Reader:
-    """Reads batches by index, as training does: in one pass from the step at which a run starts or resumes."""
+    """Reads batches by index like training: in one pass from the step at which a run starts or resumes."""
 
     assembly: Assembly
     _next: int = -1

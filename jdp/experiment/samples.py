@@ -1,7 +1,7 @@
-"""The text that the model of a run writes, [sample].
+"""The text that a run's model writes, [sample].
 
-The model stays as the plan shards it: one program, with a cache of keys and values, runs on all devices, and XLA places
-what they send. Draws come from the run's seed alone. A step that is sampled again has the same text.
+The model stays sharded by the plan: one program, with a cache of keys and values, runs on all devices, and XLA places
+the collectives. Draws depend only on the run's seed, so sampling a step again gives the same text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Writer:
     def rows(self, state: TrainState, step: int) -> list[Row]:
         """Return a row for each prompt: step, prompt, and the text, which begins with the prompt.
 
-        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out.
+        It uses the averaged parameters if the run has them. Tokens unknown to the tokenizer are left out.
         """
         table = self._assembly.experiment.sample
         if table is None:

@@ -1,6 +1,6 @@
-"""The experiments that jdp ships, which a command takes by name: `jdp train quickstart`.
+"""The experiments that jdp ships, by name: `jdp train quickstart`.
 
-Their files are `experiments/*.toml` of a clone. A wheel has them in `shipped_files/` beside this module.
+In a clone their files are `experiments/*.toml`; in a wheel they are in `shipped_files/` beside this module.
 """
 
 import os
@@ -22,7 +22,7 @@ def shipped() -> dict[str, Path]:
 
 
 def shipped_file(path: Path) -> Path | None:
-    """Return the file of a shipped experiment if `path` is its name and there is no such path; else None."""
+    """Return the file of a shipped experiment if `path` is its name and does not exist; else None."""
     return None if os.path.lexists(path) else shipped().get(str(path))
 
 
@@ -51,10 +51,10 @@ def copied(start: str, name: str) -> str:
 
 
 def missing(path: Path) -> str:
-    """Return the end of the message about an experiment that is not there: where the nearest is, or what there is."""
+    """Return the end of the message about a missing experiment: the nearest file, or the files in the folder."""
     here = sorted(file.name for file in path.parent.glob("*.toml"))
     names = shipped()
-    if path.suffix or path.parent != Path():  # no name of a shipped experiment
+    if path.suffix or path.parent != Path():  # not the name of a shipped experiment
         near = nearest(path.name, here, f"; did you mean {path.parent}/", cutoff=0.4)
         if not near and path.stem in names:
             return f"; jdp ships one: write {path.stem}"

@@ -111,7 +111,7 @@ def test_the_help_of_train_lists_the_usual_keys(capsys: pytest.CaptureFixture[st
     heading, *keys = text[text.index("The usual keys") :].rstrip().splitlines()
     assert "--help-all has every key" in heading
     assert [line.split()[0] for line in keys if line.startswith("  --")] == [f"--{name}" for name in USUAL_KEYS]
-    assert "--strategy What is sharded over the data axis: ddp, zero1, zero2, zero3." in " ".join(text.split())
+    assert "--strategy Sharding over the data axis: ddp, zero1, zero2, zero3." in " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -220,8 +220,8 @@ def test_a_folder_of_another_hand_is_left_alone(trained, capsys):
 @pytest.mark.parametrize(
     ("table", "problem"),
     [
-        ({"bias": True}, "this is none: remove the key. "),
-        ({"positions": "learned"}, "this is none: remove the key. "),
+        ({"bias": True}, "models that transformers has: remove the key. "),
+        ({"positions": "learned"}, "models that transformers has: remove the key. "),
     ],
 )
 def test_a_model_that_cannot_be_exported_is_refused_with_the_file(table, problem, tmp_path):

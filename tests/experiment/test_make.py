@@ -110,7 +110,7 @@ MISTAKES = {
     "no data": (["--data.make=none", "--data.noise=none"], "data.noise is not a key of [data]"),
     "another metric": (["--train.keep_best=eval_acuracy"], "did you mean eval_accuracy?"),
     "another set": (["--eval.x.source=stdlib"], "[eval.NAME] is read by jdp; given beside data.make = 'rings:Points'"),
-    "text": (["--sample.length=3"], "[sample] is text written by a GPT; model.make = 'rings:wave_net' writes none"),
+    "text": (["--sample.length=3"], "[sample] needs a GPT; model.make = 'rings:wave_net' is not one"),
     "a kind without its sizes": (["--model.learns=text"], "learns text and lacks the keywords vocab_size, context"),
 }
 

@@ -147,5 +147,5 @@ def test_frozen_leaves_have_no_state_and_what_goes_where_is_reported(monkeypatch
     after = steps(tx, trained, 1)
     assert jax.tree.structure(after) == jax.tree.structure(trained)
     assert "final_norm/scale" not in "".join(flat(tx.init(trained)))
-    said = "muon: 21 matrices in 7 leaves; adamw: 11 leaves, of them no bias or scale: embed/tokens, head/kernel"
+    said = "muon: 21 matrices in 7 leaves; adamw: 11 leaves, besides biases and scales embed/tokens, head/kernel"
     assert capsys.readouterr().err == f"jdp: {said}\n"

@@ -10,8 +10,8 @@ from jdp.experiment.schema.made import Made
 
 
 class Ingredient(Section):
-    """[data.mixture.NAME]: one of several texts, or sets of images, that training draws from; its held-out side is also
-    evaluated on its own, as eval_NAME."""
+    """[data.mixture.NAME]: one of several sources of text or images to train on. Its held-out side is also evaluated
+    alone, as eval_NAME."""
 
     source: Source
     """As data.source."""
@@ -22,60 +22,59 @@ class Ingredient(Section):
 
 
 class Data(Made):
-    """[data]: what to learn from; the model decides whether that is text, images or tables of numbers. Or `make`, a
-    function of keywords that returns samples with len and [index], dicts of arrays; a pair is the training side and the
-    held-out side."""
+    """[data]: the data set; the model decides whether to read text, images or tables of numbers. Or `make`, a function
+    of keywords that returns a sequence (len and [index]) of dicts of arrays, or two: training and held-out samples."""
 
     _shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
 
     source: MaybeSource = "stdlib"
-    """Where the samples come from. Text: "stdlib" (Python's own library source), files of text (.txt, .md, .rst, .py),
-    globs or directories, or an .npz of tokens. Images: "digits" (scikit-learn's), or an .npz. Features of an MLP: an
-    .npz, or images. Everything else is read by `datasets`: "hf:json:PATH", and parquet, csv, arrow, imagefolder,
-    webdataset in its place; "hf:NAME" of the hub; a split of it, "hf:imagefolder:PATH:train".
-    "hf-stream:NAME:train[:100000]" is text that is fetched as it is tokenised, here its first rows. Tokens of 64 MiB of
-    text or more are kept in files below JDP_CACHE_DIR (~/.cache/jdp). Paths are relative to the experiment file, or
-    when given on the command line to the working directory; "none" with [data.mixture.NAME]."""
+    """Source of the samples. Text: "stdlib" (the source code of Python's library), text files (.txt, .md, .rst, .py),
+    globs or folders, or an .npz of tokens. Images: "digits" (scikit-learn's), or an .npz. Features of an MLP: an .npz,
+    or images. `datasets` reads everything else: "hf:json:PATH" (or parquet, csv, arrow, imagefolder, webdataset),
+    "hf:NAME" from the hub, or a split, "hf:imagefolder:PATH:train". "hf-stream:NAME:train[:100000]" tokenises text
+    while fetching it, here the first 100000 rows. Tokens of 64 MiB of text or more are cached below JDP_CACHE_DIR
+    (~/.cache/jdp). Paths are relative to the experiment file, on the command line to the working directory. "none" with
+    [data.mixture.NAME]."""
     mixture: dict[str, Ingredient] = Field(default={})
-    """Several texts, or sets of images of the same classes, mixed by weight, in place of source."""
+    """Several sources of text, or of images with the same classes, mixed by weight; replaces source."""
     field: str | None = None
-    """Column or array that is learnt from; none = the usual: "text", the only images, "features"."""
+    """Column or array to learn from; none = the usual: "text", the only images, "features"."""
     label: str | None = None
     """Column or array of the classes (images, features); none = the usual: the only classes, "labels"."""
     ids: str | None = None
-    """Column or array of token ids, in place of text, such as "input_ids": of "hf:parquet:PATH" and its like, or of an
-    .npz. experiments/prepare/ makes them of text and of chats."""
+    """Column or array of token ids in place of text, such as "input_ids" in "hf:parquet:PATH" or an .npz.
+    experiments/prepare/ makes them from text and chats."""
     weights: str | None = None
-    """Of rows of ids, the column of each token's weight as a target, 0 to 1, such as "loss_mask"; none = all count."""
+    """With ids: column of each token's weight as a target, 0 to 1, such as "loss_mask"; none = all count."""
     labels: str | None = None
-    """Of rows of ids, in place of weights: the column of the ids again, and -100 where a token does not count."""
+    """With ids, in place of weights: column that repeats the ids, with -100 for tokens that do not count."""
     attention_mask: str | None = None
-    """Of rows of ids, the column that is 0 at padding, which is left out."""
+    """With ids: column that is 0 at padding tokens, which are left out."""
     tokenizer: PathText = "bytes"
-    """Tokenizer of text: "bytes", or a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative
-    as in source. Not given: that of the folder of a model "hf:FOLDER", else bytes. Rows of ids were made by it."""
+    """Tokenizer of text: "bytes", or a tokenizer.json of Hugging Face tokenizers or its folder; paths as in source.
+    Default: the tokenizer in the folder of a model "hf:FOLDER", else bytes. With ids: the tokenizer that made them."""
     packing: Literal["stream", "documents"] = "stream"
-    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
+    """How documents fill a sample: end to end and cut anywhere; or whole, each with its own attention and positions."""
     length: Count = 0
-    """Tokens a sample; 0 = the model's context."""
+    """Tokens per sample; 0 = the model's context."""
     size: Count = 0
-    """Height and width in pixels to which images of an MLP are fitted, 0 = as they are; for a ResNet or ViT that is
-    model.image_size."""
+    """Height and width in pixels to which images of an MLP are resized; 0 = unchanged. A ResNet or ViT uses
+    model.image_size instead."""
     heldout: PathText | None = None
-    """A held-out set of its own (images, features), named as in source; none = heldout_fraction of the source."""
+    """Separate held-out set (images, features), named as in source; none = heldout_fraction of the source."""
     heldout_fraction: Part = 0.05
-    """Share of the data kept for evaluation, by content."""
+    """Share of the data held out for evaluation, chosen by content."""
     shuffle: bool = True
-    """Shuffle the training samples anew each epoch."""
+    """Reshuffle the training samples each epoch."""
     augment: Literal["crop", "resized_crop"] | None = None
     """Crop training images at random and flip half of them from left to right, anew each epoch. "crop", for small
-    images: a window of the image's size, of the image with an eighth of black pixels on each side. "resized_crop", for
-    photographs: 8 % of the area or more, sides from 3:4 to 4:3, resized to model.image_size. none = neither."""
+    images: pad each side with an eighth of black pixels, then crop to the image's size. "resized_crop", for
+    photographs: at least 8 % of the area, aspect ratio 3:4 to 4:3, resized to model.image_size. none = neither."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_of_three(cls, table: Any) -> Any:
-        """Leave out the default source where a mixture or a function replaces it."""
+        """Drop the default source if a mixture or a function replaces it."""
         replaced = isinstance(table, Mapping) and (table.get("mixture") or table.get("make") not in (None, NONE))
         if replaced and "source" not in table:
             return {**table, "source": None}
@@ -89,28 +88,28 @@ class Data(Made):
 
     @property
     def knows_text(self) -> bool:
-        """Whether the tokens are those of the tokenizer: not of an .npz, nor of ids where none is named."""
+        """Whether the tokenizer of the tokens is known: not for an .npz, nor for ids without a tokenizer."""
         return self.tokenizer != BYTES if self.ids else not any(source.endswith(ARRAYS) for source in self.sources)
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Every source that is named, those of the mixture too."""
+        """All sources, including the mixture's."""
         given = [self.source, *(text.source for text in self.mixture.values())]
         return tuple(word for source in given for word in words_of(source))
 
 
 def words_of(source: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the sources that a key names."""
+    """Return the sources of a key as a tuple."""
     return (source,) if isinstance(source, str) else source or ()
 
 
 BYTES, ARRAYS = "bytes", ".npz"
 OF_TEXT = ("ids", "weights", "labels", "attention_mask", "tokenizer", "packing", "length")
-"""The keys that text alone has."""
+"""The keys for text only."""
 
 
 class EvalSet(Section):
-    """[eval.NAME]: a further data set to evaluate on, all of it, beside the held-out side of [data]; its metrics are
+    """[eval.NAME]: a further data set, evaluated in full beside the held-out side of [data]. Its metrics are
     eval_NAME_loss and so on."""
 
     source: Source

@@ -1,4 +1,4 @@
-"""The metrics of evaluations: `train.eval_metrics`, and all names by which [train] may go.
+"""The metrics of evaluations: `train.eval_metrics`, and all metric names that [train] may use.
 
 `experiment` is an `Experiment`, whose module imports this one.
 """
@@ -39,7 +39,7 @@ EvalMetrics = Annotated[tuple[str, ...], PlainValidator(_metrics)]
 
 
 def tops(metrics: Sequence[str]) -> dict[str, int]:
-    """Return the accuracies among some metrics: name -> among how many of the likeliest the label is."""
+    """Return the k of each top-k accuracy among the metrics: name -> k."""
     matches = {name: _TOP.fullmatch(name) for name in metrics}
     accuracy = {ACCURACY: 1} if ACCURACY in metrics else {}
     return accuracy | {name: int(match[1]) for name, match in matches.items() if match}
@@ -55,7 +55,7 @@ def eval_metrics(experiment: Any) -> tuple[str, ...]:
 
 
 def metric_problems(experiment: Any) -> Iterator[str]:
-    """Yield what is wrong with the metrics of [train]."""
+    """Yield the problems of the metrics of [train]."""
     yield from _eval_metrics_problems(experiment)
     train, known = experiment.train, eval_metrics(experiment)
     if train.best_metric not in known:
@@ -63,7 +63,7 @@ def metric_problems(experiment: Any) -> Iterator[str]:
         yield f"train.keep_best must be a metric of the evaluations, {', '.join(known)}; given {given}"
     if train.stop_after and not train.eval_every:
         yield (
-            f"train.stop_after = {train.stop_after} counts evaluations, but there is one at the end only: "
+            f"train.stop_after = {train.stop_after} counts evaluations, but the only one is at the end: "
             "set train.eval_every"
         )
 
@@ -74,20 +74,20 @@ def _eval_metrics_problems(experiment: Any) -> Iterator[str]:
         return
     if kind == "own" or experiment.loss.make:
         own = f"data.make = {experiment.data.make!r}" if kind == "own" else experiment.loss.chosen
-        yield f"train.eval_metrics are of jdp's cross-entropies; given {own}, which has its own metrics: remove the key"
+        yield f"train.eval_metrics is for jdp's cross-entropies; given {own}, which has its own metrics: remove the key"
         return
     name, known = experiment.model.chosen, tops(metrics)
     of_text = [metric for metric in (PERPLEXITY, BITS_PER_BYTE) if metric in metrics]
     if of_text and kind != "text":
-        yield f'train.eval_metrics has "{of_text[0]}", which is of text; {name} learns classes: remove it'
+        yield f'train.eval_metrics has "{of_text[0]}", which is for text; {name} learns classes: remove it'
     outputs = next(getattr(config, key) for key in ("vocab_size", "classes", "features_out") if hasattr(config, key))
     for metric, count in known.items():
         if metric.removesuffix(f"_{ACCURACY}") in _named_sets(experiment):
-            yield f'train.eval_metrics has "{metric}", and eval_{metric} is of a data set too: rename that'
+            yield f'train.eval_metrics has "{metric}", but eval_{metric} belongs to a data set too: rename the data set'
         if count > outputs:
-            yield f'train.eval_metrics has "{metric}", and the model tells {outputs} apart: lower the number'
+            yield f'train.eval_metrics has "{metric}", but the model has {outputs} outputs: lower the number'
     if kind == "text" and known and not isinstance(config, GPTConfig):
-        yield f"train.eval_metrics has accuracies, and {name} gives no logits: remove them"
+        yield f"train.eval_metrics has accuracies, but {name} returns no logits: remove them"
     words = [word for table in experiment.eval.values() for word in words_of(table.source)]
     are_tokens = not experiment.data.ids and any(word.endswith(ARRAYS) for word in words)
     if kind == "text" and BITS_PER_BYTE in metrics and (are_tokens or not experiment.data.knows_text):

@@ -7,10 +7,10 @@ optimizer.py  [loss], [optimizer]
 evaluate.py   the metrics of evaluations
 train.py      [train], [sample], [guard]
 made.py       `make` of [model], [data], [loss] and [optimizer]: a function of the user's own
-this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
+this file     the whole file, and the rules between its tables: each broken rule is one line (keys, rule, fix)
 
-The constructor checks everything that needs neither the number of devices nor the data. `jdp.experiment.file` checks
-against the devices, `jdp.experiment.data` against the data.
+The constructor checks everything that depends neither on the devices nor on the data. `jdp.experiment.file` checks
+the devices, `jdp.experiment.data` the data.
 """
 
 import math
@@ -76,40 +76,39 @@ class Experiment(Section):
     name: RunName
     """Name of the run, and of its folder."""
     plugin: PackageName | None = None
-    """A package with functions that `make` names in [model], [data], [loss] or [optimizer]. It is code, which a file
-    alone does not run: give --plugin on the command line too."""
+    """Package of the functions that `make` names in [model], [data], [loss] or [optimizer]. A file alone runs no code:
+    give --plugin on the command line too."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Where all randomness starts: initial weights, dropout, sample order."""
+    """Seed of all randomness: initial weights, dropout, sample order."""
     strategy: StrategyName = "ddp"
-    """What is sharded over the data axis: nothing; master weights and optimizer state; gradients too; weights in use
-    too."""
+    """Sharding over the data axis: nothing; master weights and optimizer state; gradients too; weights in use too."""
     partitioning: Partitioning | None = None
-    """XLA or jdp places the collectives; "none" = jdp chooses, and reports why."""
+    """Whether XLA ("auto") or jdp ("manual") places the collectives; "none" = jdp chooses, and reports why."""
     precision: PrecisionName = "fp32"
-    """Type of the working copy of the weights; master weights are fp32."""
+    """Dtype of the working copy of the weights; master weights are fp32."""
     reduce: DtypeName = "fp32"
-    """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
+    """Dtype in which gradients are summed over devices and microbatches under manual partitioning."""
     offload: Offload | None = None
-    """Keep the optimizer's state in the hosts' pinned memory, except during the update. "none": everything is in the
+    """Keep the optimizer's state in the hosts' pinned memory except during the update. "none": keep everything in the
     devices' memory."""
     compiler: CompilerTable = "auto"
     """Options of XLA's compiler: a preset ("default"; "overlap" hides more communication where XLA's default does not;
     "auto": "overlap" on several GPUs), or a table of XLA's options, such as
-    { xla_gpu_enable_while_loop_double_buffering = true }. Those that the devices' compiler does not know are left out,
-    and named."""
+    { xla_gpu_enable_while_loop_double_buffering = true }. Options unknown to the devices' compiler are dropped and
+    reported."""
     wire: Encoding | None = None
-    """How gradients are encoded while they are sent, for slow links: "bf16" (2 bytes) or "int8" (1); none = as `reduce`
-    says. They are added up in fp32."""
+    """Encoding of gradients on slow links: "bf16" (2 bytes) or "int8" (1); none = the dtype of `reduce`. Sums are
+    fp32."""
     buckets: Annotated[int, Field(ge=1, le=2**40)] | None = None
-    """Bytes up to which XLA joins collectives of one kind, on GPUs; none = as `compiler` says."""
+    """Bytes up to which XLA combines collectives of one kind, on GPUs; none = as `compiler` sets."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Virtual CPU devices in this process, instead of what the machine has."""
+    """Virtual CPU devices in this process, in place of the machine's devices."""
     mesh: dict[str, int] = Field(default={DATA: -1})
-    """Devices along an axis of the mesh: data, replica (slow links, outermost), any others for the model, the last on
-    the fastest links. One may be -1: what the others leave. Left out, data is -1."""
+    """Devices along an axis of the mesh: data, replica (slow links, outermost), and any others for the model, the last
+    on the fastest links. One size may be -1: the remaining devices. Default: data = -1."""
     rules: dict[str, Rule] = Field(default={})
-    """For the model's own axes: the mesh axis that each dimension of the parameters of this path is sharded over (`*`
-    matches slashes too), "" for none: ["", "model"]. The first pattern that matches counts."""
+    """For the model's own axes: the mesh axis over which each dimension of the parameters at this path is sharded, ""
+    for none: ["", "model"]. `*` matches slashes too; the first matching pattern counts."""
     model: SerializeAsAny[Model]
     data: Annotated[Data, Field(validate_default=True)] = Data()
     eval: dict[str, EvalSet] = Field(default={})
@@ -157,12 +156,12 @@ class Experiment(Section):
 
     @property
     def kind(self) -> Kind:
-        """The kind of data: "text", "images" or "features"; "own": what data.make returns."""
+        """The kind of data: "text", "images" or "features"; "own" with data.make."""
         return "own" if self.data.make else self.model.kind or "own"
 
     @property
     def in_bits(self) -> bool:
-        """Whether the loss is a cross-entropy in nats a token, which is shown in bits too."""
+        """Whether the loss is a cross-entropy in nats per token, which is also shown in bits."""
         return self.loss.measured is None and self.model.kind == "text"
 
     @model_validator(mode="after")
@@ -193,11 +192,11 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     if experiment.wire is not None and experiment.partitioning == "auto":
         yield 'wire is for partitioning = "manual", where jdp sends; given "auto": remove one of the keys'
     if experiment.sample and not (experiment.kind == "text" and isinstance(experiment.model.config, GPTConfig)):
-        yield f"[sample] is text written by a GPT; {experiment.model.chosen} writes none: remove the table"
+        yield f"[sample] needs a GPT; {experiment.model.chosen} is not one: remove the table"
 
 
 def _made(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between functions of the user's and the tables that go with them."""
+    """Yield the conflicts between the user's functions and the tables beside them."""
     model, config = experiment.model, experiment.model.config
     if model.kind is None:
         for key, table in (("data", experiment.data), ("loss", experiment.loss)):
@@ -211,7 +210,7 @@ def _made(experiment: Experiment) -> Iterator[str]:
 
 
 def _size(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong with a model that no machine holds, or whose tracing would not end."""
+    """Yield a line if the model fits no machine, or if tracing it would not end."""
     config, name = experiment.model.config, experiment.model.chosen
     if not isinstance(config, ModelConfig):
         return
@@ -220,19 +219,19 @@ def _size(experiment: Experiment) -> Iterator[str]:
         yield f"model has more than 10^{power} parameters, which no machine holds: lower the sizes in [model]"
     if (layers := traced_layers(config)) > MOST_TRACED:
         scanned = " (scan = true has no such limit)" if hasattr(config, "scan") else ""
-        rule = f"{name} takes at most {MOST_TRACED:,} layers, as they are compiled one by one"
+        rule = f"{name} takes at most {MOST_TRACED:,} layers, because each is compiled separately"
         yield f"{rule}; given {layers:,}{scanned}"
 
 
 def _data(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between the model and its data, as far as it shows without reading it."""
+    """Yield the conflicts between the model and its data that show without reading the data."""
     data, kind, name = experiment.data, experiment.kind, experiment.model.chosen
     for twice in sorted(data.mixture.keys() & experiment.eval.keys()):
         yield f"eval.{twice} and data.mixture.{twice} are both evaluated as eval_{twice}: rename one"
     if (data.source is None) != bool(data.mixture):
         yield 'data.source and [data.mixture.NAME] exclude each other: give one of them (or source = "none")'
     if data.mixture and data.heldout is not None:
-        yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
+        yield f"data.heldout is for one source, not for [data.mixture.NAME]; given {data.heldout!r}: remove it"
     if kind == "text":
         yield from _tokens(experiment)
     fix, why = _TAKES[kind]
@@ -247,7 +246,7 @@ def _data(experiment: Experiment) -> Iterator[str]:
 
 
 def _tokens(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between the keys of text."""
+    """Yield the conflicts between the keys of text."""
     data, context = experiment.data, getattr(experiment.model, "context", math.inf)
     if data.length > context:
         yield f"data.length must be at most model.context = {context}; given {data.length}: lower it, or raise that"
@@ -259,12 +258,12 @@ def _tokens(experiment: Experiment) -> Iterator[str]:
         what = "ids" if data.ids else f"an {ARRAYS} of tokens"
         yield f"[sample] needs the tokenizer that made the tokens; given {what}: name data.tokenizer, or leave it out"
     if data.ids is None and len(data.sources) > 1 and any(source.endswith(ARRAYS) for source in data.sources):
-        yield f"data.source is an {ARRAYS} of tokens, which stands alone; given {len(data.sources)} sources: name one"
+        yield f"an {ARRAYS} of tokens must be the only data.source; given {len(data.sources)} sources: name one"
 
 
 def _rules(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong with rules that name an axis that parameters are not sharded over."""
-    axes = [axis for axis in experiment.mesh if axis != REPLICA]  # which carries the batch only
+    """Yield a line for each rule with an axis over which parameters are not sharded."""
+    axes = [axis for axis in experiment.mesh if axis != REPLICA]  # replica shards the batch only
     for pattern, entries in experiment.rules.items():
         named = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
         for axis in sorted(named.difference(axes)):

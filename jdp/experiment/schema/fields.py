@@ -29,7 +29,7 @@ _MOST_INT = 2**31 - 1
 
 
 LONGEST_NAME = 200
-"""Most characters of a run's name: file systems take 255 bytes."""
+"""Longest name of a run in characters: file systems take 255 bytes."""
 
 
 def run_name(name: str) -> str:
@@ -45,7 +45,7 @@ def run_name(name: str) -> str:
 
 
 def package_name(name: str) -> str:
-    """Return the name of a package. Raises ValueError if Python imports none by such a name."""
+    """Check that Python can import a package of this name. Raises ValueError."""
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")) or len(name) > 200:
         hint = f" (did you mean {other}?)" if (other := name.replace("-", "_")) != name and other.isidentifier() else ""
         raise UserError(f"must be the name by which Python imports a package, such as my_package{hint}")
@@ -175,7 +175,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_toml(cls, table: Any) -> Any:
-        """Read `"none"` as None where that is allowed, as TOML has no null; and arrays as tuples."""
+        """Read `"none"` as None if the field allows it, because TOML has no null; and arrays as tuples."""
         if not isinstance(table, Mapping):
             return table
         return {key: cls._value(key, value) for key, value in table.items()}
@@ -188,7 +188,7 @@ class Section(BaseModel):
 
 
 def named(kind: str, table: Mapping[str, Any]) -> None:
-    """Check the names of the tables in a table, such as [eval.NAME]."""
+    """Check the names of subtables such as [eval.NAME]."""
     for name in table:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             raise UserError(

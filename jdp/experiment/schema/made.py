@@ -22,14 +22,14 @@ def _make_name(make: str) -> str:
 
 
 class Made(Section):
-    """A table with jdp's own keys; or with `make`, the keys of `_shared`, and keywords of the function."""
+    """A table with jdp's own keys; or with `make`, the keys of `_shared`, and the function's keywords."""
 
     make: Annotated[str, AfterValidator(_make_name)] | None = None
-    """"package.module:function", a function of yours in place of jdp's own; other keys of the table are its keywords.
-    It is code: the package is imported if --plugin names it on the command line."""
+    """"package.module:function": your function in place of jdp's; the other keys of the table are its keywords. The
+    package is imported only if --plugin names it on the command line."""
 
     _shared: ClassVar[tuple[str, ...]] = ()
-    """Keys of jdp's own that the table has beside `make`."""
+    """jdp's keys that the table may have beside `make`."""
     _arguments: ClassVar[tuple[str, ...]] = ()
     """What jdp passes to the function by position."""
     _keywords: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
@@ -51,11 +51,11 @@ class Made(Section):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keywords of the function, as in the file."""
+        """The function's keywords, as in the file."""
         return self._keywords
 
     def call(self, *arguments: Any) -> Any:
-        """Return what the function makes of these arguments and the keywords of the file.
+        """Call the function with these arguments and the file's keywords.
 
         Raises:
             MakeError: the function raises an exception; the message has the user's own lines.

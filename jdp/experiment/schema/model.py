@@ -1,4 +1,4 @@
-"""The table [model]: a size by name, or the config.json in a folder of Hugging Face's, with any field of it changed."""
+"""The table [model]: a named size, or a Hugging Face config.json, with any of its fields changed."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from jdp.models.configs.mlp import MLPConfig
 from jdp.models.configs.sizes import SIZES, ModelConfig
 
 HF = "hf:"
-"""Prefix of a folder with the config.json of a model of Hugging Face's, in place of the name of a size."""
+"""Prefix of a folder with a Hugging Face config.json, in place of the name of a size."""
 TOKENIZER = "tokenizer.json"
 Learns = Literal["text", "images", "features"]
 NEEDED: dict[Learns, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ NEEDED: dict[Learns, tuple[str, ...]] = {
     "images": ("image_size", "channels", "classes"),
     "features": ("features_in", "features_out"),
 }
-"""What a model of the user's learns -> the keywords that jdp's data is compared with."""
+"""Kind of data that a user's model learns -> the model's keywords that must match jdp's data."""
 
 
 def _config(name: str) -> ModelConfig:
@@ -55,12 +55,12 @@ def _model_name(name: str) -> str:
 
 
 class Model(Made):
-    """[model]: what to train. The size named, with any of its fields changed; or `make`, a function of (rng, keywords)
-    that returns an nnx.Module or a pytree of arrays."""
+    """[model]: the model to train: a named size, with any of its fields changed; or `make`, a function of (rng,
+    keywords) that returns an nnx.Module or a pytree of arrays."""
 
     name: Annotated[str, AfterValidator(_model_name)]
-    """The size to start from: a name, or "hf:FOLDER" for what the config.json of a model of Hugging Face's there says;
-    any of its fields may be given beside it."""
+    """Size to start from: a name, or "hf:FOLDER" for a folder with a Hugging Face config.json; the other keys change
+    its fields."""
 
     _arguments: ClassVar[tuple[str, ...]] = ("rng",)
 
@@ -76,7 +76,7 @@ class Model(Made):
 
     @property
     def kind(self) -> Learns | None:
-        """The kind of jdp's own data and loss that it learns; None: the user's own."""
+        """The kind of jdp's data and loss that the model learns; None: the user's own."""
         if self._config_type is GPTConfig:
             return "text"
         return "features" if self._config_type is MLPConfig else "images"
@@ -92,7 +92,7 @@ class MadeModel(Model):
 
     name: str = ""
     learns: Learns | None = None
-    """The kind of jdp's data and loss that a model of `make` learns; none = data.make and loss.make are given."""
+    """Kind of jdp's data and loss that the model of `make` learns; none = data.make and loss.make are given."""
 
     _shared: ClassVar[tuple[str, ...]] = ("learns",)
 
@@ -104,7 +104,7 @@ class MadeModel(Model):
 
     @property
     def kind(self) -> Learns | None:
-        """What `learns` says."""
+        """The value of `learns`."""
         return self.learns
 
     @property
@@ -164,11 +164,11 @@ def _section(name: str, config: ModelConfig, base: type[Model] = Model) -> type[
 
 
 def _limited(hint: Any) -> Any:
-    """Return a field's type as the schema has it: its numbers limited to the 32 bits of devices."""
+    """Return a field's type for the schema: numbers are limited to the 32 bits of devices."""
     if hint in (int, float):
         return Annotated[hint, Whole if hint is int else Single]
     if hint == bool | Literal["auto"]:
-        return BoolOrAuto  # with one message for both
+        return BoolOrAuto  # one message for both
     inner = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return functools.reduce(operator.or_, map(_limited, inner))
@@ -176,7 +176,7 @@ def _limited(hint: Any) -> Any:
 
 
 def take_tokenizer(table: dict[str, Any]) -> None:
-    """Put the tokenizer of the model's folder into `data.tokenizer`, where that is not given; report what is read."""
+    """Set `data.tokenizer`, unless given, to the tokenizer in the model's folder, and report it."""
     model, data = table.get("model"), table.get("data", {})
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str) or not name.startswith(HF) or not isinstance(data, dict) or "tokenizer" in data:
@@ -184,7 +184,7 @@ def take_tokenizer(table: dict[str, Any]) -> None:
     if data.get("make", NONE) != NONE:
         return
     folder, has_tokenizer = name.removeprefix(HF).rstrip("/"), False
-    with contextlib.suppress(ValueError, OSError):  # what is wrong with the folder is reported where the model is read
+    with contextlib.suppress(ValueError, OSError):  # reading the model reports problems of the folder
         has_tokenizer = (user_path(folder) / TOKENIZER).is_file()
     if has_tokenizer:
         table["data"] = {**data, "tokenizer": folder}

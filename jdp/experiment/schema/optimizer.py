@@ -1,4 +1,4 @@
-"""The tables [loss] and [optimizer]: what is minimised, and the update rule with its learning rate over the run."""
+"""The tables [loss] and [optimizer]: the loss, and the update rule with its learning rate over the run."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
@@ -20,11 +20,11 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "adagrad": ("eps",),
     "muon": ("beta", "adam_lr", "b1", "b2", "eps", "weight_decay"),
 }
-"""Optimizer -> the keys that it reads. Others are refused: the file would not describe the run."""
+"""Optimizer -> the keys that it reads. Others are refused, because the file would not describe the run."""
 
 
 READ_BY_SOME = {key for keys in USED_BY.values() for key in keys}
-"""Keys that some optimizers read; the others are for every one: jdp makes the rate, averages and clips."""
+"""Keys that some optimizers read. The other keys apply to all: jdp makes the rate, averages and clips."""
 
 
 class Optimizer(Made):
@@ -41,14 +41,14 @@ class Optimizer(Made):
     lr: Annotated[float, Field(gt=0), Single] = 3e-4
     """Peak learning rate."""
     warmup_steps: Count = 0
-    """Steps over which the rate rises in equal parts to its peak."""
+    """Steps over which the rate rises linearly to its peak."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What the rate does after the warm-up, until the last step."""
+    """Learning rate after the warm-up, until the last step."""
     final_lr_fraction: Fraction = 0.0
-    """Rate at the end as a share of the peak (cosine, linear)."""
+    """Final learning rate as a share of the peak (cosine, linear)."""
     weight_decay: Annotated[float, Field(ge=0), Single] = 0.0
-    """Weight decay; never on biases and norm scales (adamw, lion, sgd, adafactor, lamb, lars, muon). Decoupled from
-    the gradient, except in lars."""
+    """Weight decay; not applied to biases and norm scales (adamw, lion, sgd, adafactor, lamb, lars, muon). Decoupled
+    from the gradient, except in lars."""
     b1: Decay = 0.9
     """Decay of the first moment (adamw, adam, lion, lamb, muon)."""
     b2: Decay = 0.999
@@ -60,9 +60,9 @@ class Optimizer(Made):
     beta: Decay = 0.95
     """Decay of the momentum that is orthogonalized, a Nesterov momentum (muon)."""
     adam_lr: Annotated[float, Field(gt=0), Single] | None = None
-    """Peak rate of what is no hidden matrix, by AdamW (muon); none = lr, as its updates have AdamW's size."""
+    """Peak learning rate of AdamW for all parameters except hidden matrices (muon); none = lr."""
     ema_decay: Decay | None = None
-    """Decay of a moving average of the parameters, which evaluations and samples then use; none = no average."""
+    """Decay of a moving average of the parameters, used by evaluations and samples; none = no average."""
     clip_norm: Annotated[float, Field(gt=0), Single] | None = None
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
@@ -85,19 +85,19 @@ def unused(optimizer: Optimizer) -> Iterator[str]:
 
 
 class LossTable(Made):
-    """[loss]: what is minimised: the cross-entropy of the model's next token or class. Or `make`, a function of (model,
-    batch, rng, keywords) that returns a jdp.Loss."""
+    """[loss]: the loss to minimise, by default the cross-entropy of the next token or the class. Or `make`, a function
+    of (model, batch, rng, keywords) that returns a jdp.Loss."""
 
     _shared: ClassVar[tuple[str, ...]] = ("metrics",)
     _arguments: ClassVar[tuple[str, ...]] = ("model", "batch", "rng")
 
     metrics: tuple[str, ...] = ()
-    """With make: names in jdp.Loss.metrics, by which a run may stop early and keep its best checkpoint. One that ends
-    in "accuracy" is better when it is larger."""
+    """With make: names in jdp.Loss.metrics for early stopping and the best checkpoint. Larger is better for names that
+    end in "accuracy", smaller for all others."""
 
     @property
     def measured(self) -> tuple[str, ...] | None:
-        """Names of its own metrics; None: the loss is the model's usual one."""
+        """Names of its own metrics; None for the model's usual loss."""
         return self.metrics if self.make else None
 
     @property
