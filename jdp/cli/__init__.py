@@ -1,4 +1,4 @@
-"""The command line, one module a command.
+"""The command line, one module per command.
 
-A module has the command's options, which `--help` shows, and what runs it.
+A module has the command's options, which `--help` shows, and its `run` function.
 """

@@ -1,6 +1,6 @@
-"""What a step sends, holds and waits for, in a file: by kind of collective and source line, for a later comparison.
+"""A file of the bytes and times of a step, by kind of collective and source line, for a later comparison.
 
-Lines are named from the folder of the repository, and kept with their text: a line is found again when others moved it.
+Source lines are relative to the repository and kept with their text, so a line is recognised after it has moved.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jdp.foresight.step_report import StepReport
 from jdp.foresight.traffic.sends import Sent
 
 FORMAT = 1
-"""Of the file; a file of a later format is refused."""
+"""Format of the file; a later format is refused."""
 
 
 class BaselineError(UserError):
-    """A file that is no baseline."""
+    """A file is not a baseline."""
 
 
 @dataclass(frozen=True)
 class SentFrom:
-    """What one kind of collective sends from one line."""
+    """The bytes that one kind of collective sends from one source line."""
 
     kind: str
-    source: str | None  # "train.py:14", from the repository's folder; None: the program has no line for it
+    source: str | None  # "train.py:14", relative to the repository; None: the program has no line for it
     text: str  # of that line
-    count: int  # how many a step, rounds of loops included
-    wire_bytes: float  # what each device sends, a step
+    count: int  # collectives per step, iterations of loops included
+    wire_bytes: float  # bytes that each device sends per step
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class HeldBytes:
     """Bytes per device."""
 
     arguments: int
-    results: int  # those that are not written into an argument
+    results: int  # results that do not reuse an argument's memory
     temporaries: int
     total: int
-    host: int  # in the host's memory, in none of the others
-    fits: bool | None  # in a device; None where its memory is not known
+    host: int  # in the host's memory, not counted in the others
+    fits: bool | None  # in a device; None if its memory is unknown
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Baseline:
     mesh: dict[str, int]
     sent: tuple[SentFrom, ...]  # most bytes first
     held: HeldBytes
-    step_seconds: float | None  # simulated; None where the target's rates are not published
+    step_seconds: float | None  # simulated; None if the target's rates are not published
     format: int = FORMAT
 
     @property
     def wire_bytes(self) -> float:
-        """What each device sends, a step."""
+        """Bytes that each device sends per step."""
         return sum(each.wire_bytes for each in self.sent)
 
     @property
     def collectives(self) -> int:
-        """How many run in a step."""
+        """Number of collectives per step."""
         return sum(each.count for each in self.sent)
 
     def to_json(self) -> dict[str, Any]:
@@ -79,13 +79,13 @@ class Baseline:
         return {"format": self.format, **asdict(self)}
 
     def to_text(self) -> str:
-        """Return the file's text, which differs by lines where the step does."""
+        """Return the file's text, with a number per line for diffs."""
         return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
 
 
 def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
-    """Return a report's numbers; `root` is the folder that source lines are named from."""
-    is_cpu = report.target.startswith("cpu:")  # whose rates are measured anew on each machine
+    """Return a report's numbers; source lines are relative to `root`."""
+    is_cpu = report.target.startswith("cpu:")  # CPU rates are measured on each machine
     seconds = None if report.timeline is None or is_cpu else report.timeline.step_seconds
     return Baseline(
         program,
@@ -99,7 +99,7 @@ def baseline_of(report: StepReport, program: str, root: Path) -> Baseline:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read a file that `Baseline.to_text` made. Raises BaselineError."""
+    """Read a file of `Baseline.to_text`. Raises BaselineError."""
     what = f"a baseline is a file of jdp verify; given {brief(str(path))}"
     try:
         text = path.read_text("utf-8")
@@ -125,7 +125,7 @@ def _held(report: StepReport) -> HeldBytes:
 
 
 def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:
-    """Return what is sent, summed by kind and line."""
+    """Sum the bytes by kind and line."""
     lines = dict[tuple[str, str | None], SentFrom]()
     for each in sent:
         source = each.source
@@ -137,7 +137,7 @@ def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:
 
 
 def _from_root(source: str, root: Path) -> str:
-    """Return "file:line" as it is on every machine: from the repository, or from where packages are installed."""
+    """Return "file:line" without the machine's folders: relative to the repository or to the installed packages."""
     name, _, line = source.rpartition(":")
     posix = name.replace("\\", "/")
     for installed in ("/site-packages/", "/dist-packages/"):

@@ -1,8 +1,8 @@
-"""Compare a step with its baseline: what it sends by kind and line, what it holds, and how long it takes.
+"""Compare a step with its baseline: bytes sent by kind and line, memory, and time.
 
 1. Lines are paired: the same place; else the same text in the same file; else equal bytes of one kind (`_pairs`).
-2. A number is worse where it grew by more than the tolerance. A line must also grow by a thousandth of all that is
-   sent, so that a metric's four bytes are not worse. Where all lines together send less, no line is worse.
+2. A number is worse if it grew by more than the tolerance. A line must also grow by a thousandth of all bytes sent, so
+   a metric's four bytes are never worse. If all lines together send less, no line is worse.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jdp.cli.baseline import Baseline, SentFrom
 from jdp.core.sharding.axes import factors
 from jdp.foresight.traffic.contract import TINY
 
-_SHARE = 0.001  # of all that is sent, below which a line is never worse
-_EQUAL = 1e-9  # of a float that went through sums in another order
+_SHARE = 0.001  # of all bytes sent; a line that grows by less is never worse
+_EQUAL = 1e-9  # of a float summed in another order
 EQUAL, BETTER, WORSE, OTHER = "equal", "better", "worse", "changed"
 
 
@@ -28,21 +28,21 @@ class Row:
 
     what: str  # "sent a device", "all-gather"
     at: str  # "train.py:14", or empty
-    before: float | None  # None: not there
+    before: float | None  # None: absent
     now: float | None
-    verdict: str  # equal, better, worse, or changed: by less than the tolerance, or not compared
+    verdict: str  # equal, better, worse, or changed (by less than the tolerance, or not compared)
     unit: str = "bytes"  # or seconds, or empty
 
     @property
     def change(self) -> str:
-        """The last number over the first, in words; empty where they are equal."""
+        """The relative change in words; empty if the numbers are equal."""
         if self.before is None or self.now is None or not (self.before or self.verdict == EQUAL):
             return "gone" if self.now is None else "new"
         share = 0.0 if self.verdict == EQUAL else self.now / self.before - 1
         return f"{'+' if share > 0 else '−'}{_percent(abs(share))}" if share else ""
 
     def cells(self, *, code: bool = False) -> tuple[str, ...]:
-        """Return the cells of a table, in Markdown if `code`."""
+        """Return the cells of the row, in Markdown if `code`."""
         at = f"`{self.at}`" if code and self.at else self.at
         verdict = f"**{self.verdict}**" if code and self.verdict == WORSE else self.verdict
         return self.what, at, _shown(self.before, self.unit), _shown(self.now, self.unit), self.change, verdict
@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The worst of the rows: worse, better, changed within the tolerance, or equal."""
+        """The worst verdict of the rows: worse, better, changed within the tolerance, or equal."""
         verdicts = {row.verdict for row in self.rows}
         return next((each for each in (WORSE, BETTER, OTHER) if each in verdicts), EQUAL)
 
@@ -83,7 +83,7 @@ class Comparison:
         return "\n".join([f"{self.name} for {self.target}", self.heading, "", *lines, *notes])
 
     def to_markdown(self) -> str:
-        """Return a table for a pull request: what changed is open, the rest is folded."""
+        """Return a table for a pull request: changes are shown, the rest is folded."""
         parts = [f"**jdp verify** `{self.name}` for `{self.target}`: {self.heading}"]
         if changed := [row.cells(code=True) for row in self.rows if row.verdict != EQUAL]:
             parts.append(markdown_table(_HEADINGS, changed))
@@ -102,7 +102,7 @@ SENT, HELD, HOST, TIME = "sent a device", "held a device", "held in the host's m
 
 
 def numbers(step: Baseline) -> dict[str, tuple[float, str]]:
-    """Return what -> (number, unit) of a step as a whole."""
+    """Return name -> (number, unit) of a step as a whole."""
     held = step.held
     found: dict[str, tuple[float, str]] = {SENT: (step.wire_bytes, "bytes"), "collectives": (step.collectives, "")}
     found |= {HELD: (held.total, "bytes")}
@@ -135,7 +135,7 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
 
 
 def _lines(before: Baseline, now: Baseline, tolerance: float, all_send_less: bool) -> Iterator[Row]:
-    """Yield a row for each line, and one for those that send hardly anything."""
+    """Yield a row for each line, and one for all lines that send hardly anything."""
     least, small = max(TINY, _SHARE * before.wire_bytes), list[tuple[float, float]]()
     for old, new in _pairs(before.sent, now.sent):
         was, is_now = (0.0 if each is None else each.wire_bytes for each in (old, new))
@@ -160,7 +160,7 @@ def _verdict(old: float, new: float, tolerance: float, least: float) -> str:
 
 
 def _notes(before: Baseline, now: Baseline, file: str) -> Iterator[str]:
-    """Yield what else differs between the two."""
+    """Yield the other differences."""
     if before.jax != now.jax:
         yield (
             f"{file} is of jax {before.jax}, and this is jax {now.jax}: a difference may be the compiler's; compare "
@@ -178,7 +178,7 @@ _Pair = tuple[SentFrom | None, SentFrom | None]
 
 
 def _pairs(before: Sequence[SentFrom], now: Sequence[SentFrom]) -> list[_Pair]:
-    """Return each line before with the same line now, most bytes first; None where there is no other."""
+    """Return each line before with the same line now, most bytes first; None if there is no other."""
     left, unpaired, pairs = [*before], [*now], list[_Pair]()
     for identity in _IDENTITIES:
         for new in [*unpaired]:
@@ -197,7 +197,7 @@ _IDENTITIES: tuple[Callable[[SentFrom], Any], ...] = (
     lambda line: (line.kind, f"{line.wire_bytes:.9g}" if line.wire_bytes else (line.source, line.text)),
     lambda line: (line.kind, line.source),
 )
-"""What is equal of two lines that are the same, the surest first."""
+"""What two equal lines share, the surest sign first."""
 
 # Tables.
 
@@ -222,7 +222,7 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def report_markdown(step: Baseline) -> str:
-    """Return what a step sends by line, holds and waits for."""
+    """Return the bytes of a step by line, its memory and its time."""
     rows = list[tuple[str, str, str]]()
     for what, (number, unit) in numbers(step).items():
         fits = {None: "", True: "fits", False: "more than a device has"}[step.held.fits] if what == HELD else ""

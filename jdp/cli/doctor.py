@@ -1,4 +1,4 @@
-"""`jdp doctor`: checks of this machine, or of all processes together, and the fix of each fault."""
+"""`jdp doctor`: checks this machine, or all processes together, and names the fix for each fault."""
 
 import contextlib
 import json as as_json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jdp.launch.doctor.findings import Finding
 
 UNHEALTHY = 1
-_BEFORE_OTHERS = 5.0  # seconds by which process 0 reports a wait in vain before the others end
+_BEFORE_OTHERS = 5.0  # seconds by which process 0 reports a timeout before the others end
 _REPORTING, _VERIFYING = 60.0, 86400.0  # how long the others wait for process 0, which may read terabytes
 
 
@@ -30,20 +30,20 @@ _REPORTING, _VERIFYING = 60.0, 86400.0  # how long the others wait for process 0
 class Options:
     """Examines this machine, or all processes together, and reports each fault with the command that fixes it.
 
-    It checks versions, devices and the disk of the runs; for two seconds all devices all-reduce. As several processes
-    it also checks that all of them come and run the same versions. Start it as the training will be: jdp launch -n 2 --
-    -m jdp doctor, srun jdp doctor, mpirun jdp doctor.
+    It checks versions, devices and the disk of the runs, and all-reduces over all devices for two seconds. With several
+    processes it also checks that all of them join and have the same versions. Start it like the training: jdp launch -n
+    2 -- -m jdp doctor, srun jdp doctor, mpirun jdp doctor.
 
-    With RUN it also compares the run's checkpoints with their checksums. Exit 0 if nothing is wrong, else 1.
+    With RUN it also compares the run's checkpoints with their checksums. It exits with 0 if nothing is wrong, else 1.
     """
 
     run: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[RUN]")] = None
-    """Folder of a run, or name of a run in --run-dir, whose checkpoints are to be verified."""
+    """Run whose checkpoints to verify: its folder, or its name in --run-dir."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs, whose disk is examined; it need not exist."""
+    """Folder of the runs, whose disk is checked; it need not exist."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 25.0
-    """How long to wait for the other processes, and for an all-reduce that hangs. JAX ends a process by itself half a
-    minute after a peer died."""
+    """Seconds to wait for the other processes, and for an all-reduce that hangs. JAX itself ends a process half a
+    minute after a peer has died."""
     json: bool = False
     """Print one JSON object on stdout, and everything else on stderr."""
 
@@ -77,15 +77,15 @@ def _check(options: Options) -> Path | None:
 
 @dataclass
 class _Examination:
-    """The findings so far, so that they can be printed whatever happens next."""
+    """The findings so far, to be printed whatever happens next."""
 
-    options: Options  # as given
+    options: Options
     run_folder: Path | None  # of the run whose checkpoints are verified
     stdout: TextIO  # the stream of the report
     me: int = 0  # index of this process
     count: int = 1  # of all processes
-    findings: "list[Finding]" = field(default_factory=list)  # of this process, without those in `gathered`
-    gathered: "dict[int, list[Finding]]" = field(default_factory=dict)  # of every process, once they were exchanged
+    findings: "list[Finding]" = field(default_factory=list)  # of this process, not yet in `gathered`
+    gathered: "dict[int, list[Finding]]" = field(default_factory=dict)  # of every process, after the exchange
     hosts: dict[int, str] = field(default_factory=dict)  # of every process
 
     def examine(self) -> int:
@@ -116,7 +116,7 @@ class _Examination:
         return from_first_process("whether all is well", self._report(), seconds=seconds)
 
     def _join(self) -> bool:
-        """Join the cluster if there is one; return False, with a finding, if that cannot be."""
+        """Join the cluster if there is one; return False, with a finding, if that fails."""
         from jdp.core.cluster.initialize import initialize, joined_as
         from jdp.core.cluster.schedulers import find_cluster
         from jdp.launch.doctor.findings import Finding
@@ -128,15 +128,15 @@ class _Examination:
         except (RuntimeError, ValueError) as error:
             self.findings.append(Finding("cluster", "wrong", str(error)))
             return False
-        self.me, self.count = joined_as() or (0, 1)  # of a TPU pod JAX alone knows it
+        self.me, self.count = joined_as() or (0, 1)  # only JAX knows it in a TPU pod
         return True
 
     def _examine_together(self) -> bool:
-        """Examine the devices, and let all of them all-reduce; return False if JAX has no devices."""
+        """Check the devices and an all-reduce over all of them; return False if JAX has no devices."""
         from jdp.launch.doctor.devices import examine_all_reduce, examine_devices
         from jdp.launch.doctor.findings import gather
 
-        seconds = 0.8 * self.options.timeout  # those waits name who is missing, so they end before `_bounded` does
+        seconds = 0.8 * self.options.timeout  # these waits name the missing process, so they end before `_bounded`
         with self._bounded("devices"):
             self.findings += examine_devices()
         if self.findings[-1].check == "devices":
@@ -152,7 +152,7 @@ class _Examination:
 
     @contextlib.contextmanager
     def _bounded(self, what: str) -> Generator[None]:
-        """Report and end this process if the code in `with` does not end in time: it may hang in C++."""
+        """Report, and end this process, if the code in `with` does not end in time; it may hang in C++."""
         from jdp.launch.doctor import devices
         from jdp.launch.doctor.findings import Finding
 
@@ -160,7 +160,7 @@ class _Examination:
 
         def give_up() -> None:
             found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
-            mend = "examine fewer hosts at a time to find it; jdp doctor --timeout 120 where starting takes longer"
+            mend = "check fewer hosts at a time to find it; jdp doctor --timeout 120 if starting takes longer"
             if what == "all-reduce" and self.count == 1 and devices.is_nccl_used():
                 found, mend = self._without_a_way(found)
             self.findings.append(Finding(what, "wrong", found, mend))
@@ -176,21 +176,21 @@ class _Examination:
             timer.cancel()
 
     def _without_a_way(self, problem: str) -> tuple[str, str]:
-        """Try the all-reduce in other processes, without NCCL's ways of sending; return what was found and the fix."""
+        """Try the all-reduce in other processes without NCCL's transports; return the finding and the fix."""
         from jdp.launch.doctor import devices
 
         if variables := devices.nccl_cure(self.options.timeout):
             line = devices.in_shell(variables)
             why = "; look for an IOMMU or PCI ACS in the BIOS" * (devices.P2P in variables)
-            return f"{problem}; with {line} it ends, and is right", f"export {line}, in each shell that trains{why}"
+            return f"{problem}; with {line} it succeeds", f"export {line}, in each shell that trains{why}"
         return f"{problem}, also without NCCL's peer-to-peer, shared memory and RDMA", "NCCL_DEBUG=INFO jdp doctor"
 
     def _report(self) -> int:
-        """Print the findings, of all processes that sent them, and return the exit code."""
+        """Print the findings of all processes that sent them, and return the exit code."""
         from jdp.guard.diagnosis import ERRORS
         from jdp.launch.doctor.findings import Examined, described
 
-        if self.me:  # process 0 reports, where the others could tell it what they found
+        if self.me:  # process 0 reports the findings that the others could send
             unwell = [each for each in self.findings if each.status == "wrong"]
             for each in unwell:
                 print(f"process {self.me} of {self.count}: {each.check}: {each.found} → {each.mend}", file=sys.stderr)
@@ -221,7 +221,7 @@ def _verified(folder: Path) -> "list[Finding]":
     for each in checkpoints:
         name, place = f"checkpoint {each.folder.name}", shlex.quote(str(each.folder))
         if each.status == "damaged":
-            mend = f"jdp train takes the newest that is whole, and sets this one aside; or: rm -r {place}"
+            mend = f"jdp train resumes from the newest complete checkpoint and moves this one away; or: rm -r {place}"
             findings.append(Finding(name, "wrong", each.problem, mend))
         else:
             findings.append(Finding(name, "ok", "every file is as it was saved"))

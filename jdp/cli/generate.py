@@ -1,4 +1,4 @@
-"""`jdp generate`: text by a run's model, or by an export."""
+"""`jdp generate`: text from a run's model, or from an export."""
 
 import json as as_json
 import sys
@@ -25,38 +25,38 @@ LENGTH = 200
 
 @dataclass(frozen=True)
 class Options:
-    """Continues prompts with a run's model, or with an export, and prints the text while it is written.
+    """Continues prompts with a run's model, or with an export, and prints the text while it is drawn.
 
     A text ends after --length tokens, or at a token that closes a document or an answer. Keys and values are cached, so
-    prompt and text must fit into the model's context. The model is on one device; several prompts are continued one
-    after another. stdout has the texts, each with its prompt, and everything else is on stderr. A terminal gets control
-    characters in the text as \\x1b, a pipe as they are.
+    prompt and text must fit into the model's context. The model runs on one device and continues several prompts one
+    after another. stdout has the texts with their prompts, stderr everything else. Control characters in the text are
+    escaped (\\x1b) on a terminal, and unchanged in a pipe.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, or the name of a run in --run-dir. Or an export, or a model of Hugging Face: a folder with
-    config.json, model.safetensors and tokenizer.json."""
+    """Folder of a run, or its name in --run-dir; or an export, or a Hugging Face model: a folder with config.json,
+    model.safetensors and tokenizer.json."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """Text to continue; "-" reads it from stdin. May be given several times. Default: a line break."""
     length: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Most tokens to add. Default: 200, or what the context leaves."""
+    """Most tokens to add. Default: 200, or as many as fit into the context."""
     temperature: Annotated[float, tyro.conf.arg(metavar="T")] = 1.0
-    """Divides the logits; 0 = always the likeliest token."""
+    """Divisor of the logits; 0 = always the most likely token."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
-    """Draw among the K likeliest tokens. Default: among all."""
+    """Draw among the K most likely tokens. Default: among all."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
-    """Of these, draw among the likeliest that together have the probability P. Default: among all."""
+    """Draw among the most likely of these tokens with a total probability of P. Default: among all."""
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Where the draws start: with the same seed a prompt has the same text."""
+    """Seed of the draws: the same seed gives the same text for a prompt."""
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
-    """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
+    """Checkpoint of the run: a step, or "best" (train.keep_best). Default: the newest."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """The tokenizer, in place of the run's or the export's: "bytes", or a folder with tokenizer.json. Name that of a
-    run on rows of ids."""
+    """Tokenizer, in place of the run's or the export's: "bytes", or a folder with tokenizer.json. A run on rows of ids
+    needs it."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs."""
+    """Folder of the runs."""
     plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
-    """The plug-in of a run that has one."""
+    """Plug-in of the run, if it has one."""
     json: bool = False
     """Print one JSON object at the end: {"model": …, "texts": [{"prompt": …, "text": …, "tokens": …, "ended": …}]}."""
 
@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> int:
     from jdp.models.decode import stream
 
     longest, texts = max(map(len, encoded)), list[dict[str, Any]]()
-    key = jax.random.fold_in(jax.random.key(options.seed), 2)  # that of a run's [sample], so with its draws
+    key = jax.random.fold_in(jax.random.key(options.seed), 2)  # the key of a run's [sample], for equal draws
     for prompt, tokens in zip(prompts, encoded, strict=True):
         drawn = stream(model, tokens, length=length, draw=draw, rng=key, longest=longest)
         texts.append(_written(prompt, tokens, drawn, tokenizer, quiet=options.json))
@@ -108,7 +108,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _prompts(texts: Sequence[str]) -> list[str]:
-    """Return the prompts, the one of stdin read. Raises UsageError for one that is no text."""
+    """Return the prompts, "-" read from stdin. Raises UsageError for a prompt that is not text."""
     if texts.count(STDIN) > 1:
         raise UsageError("--prompt - reads stdin, which can be read once; given twice: remove one")
     prompts = [_stdin() if prompt == STDIN else prompt for prompt in texts]
@@ -126,7 +126,7 @@ def _stdin() -> str:
 
 
 def _length(wanted: int | None, prompts: Sequence[Sequence[int]], model: "TextModel") -> int:
-    """Return how many tokens to add. Raises UsageError if prompt and text do not fit into the context."""
+    """Return the number of tokens to add. Raises UsageError if prompt and text do not fit into the context."""
     context, vocabulary, longest = model.config.context, model.config.vocab_size, max(map(len, prompts))
     if not all(prompts):
         raise UsageError(f"--prompt has 1 token at least; {model.tokenizer.name} makes none of one: write other text")

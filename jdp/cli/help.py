@@ -19,7 +19,7 @@ USUAL_KEYS = (
     *("train.steps", "train.batch_size", "train.accumulate"),
     *("train.eval_every", "train.checkpoint_every", "train.init_from"),
 )
-"""The keys that people change most, a line each in `--help`."""
+"""The keys that users change most, a line each in `--help`."""
 
 
 def command_help(name: str, options: type[Any], *, every_key: bool = False) -> str:
@@ -48,7 +48,7 @@ def command_help(name: str, options: type[Any], *, every_key: bool = False) -> s
 
 
 def wrapped(text: str, first: str = "", later: str = "") -> str:
-    """Return text in lines as wide as the terminal, at most 120; `first` and `later` begin the lines."""
+    """Wrap text to the terminal's width, at most 120; `first` and `later` begin the lines."""
     return textwrap.fill(text, _width(), initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
@@ -62,7 +62,7 @@ def _field_docs(options: type[Any]) -> dict[str, str]:
 
 
 def _usual_keys(command: str) -> list[str]:
-    """Return each of `USUAL_KEYS` with the words before the first ":" or ";" of its description, and its choices."""
+    """Return each of `USUAL_KEYS` with its description up to the first ":" or ";", and its choices."""
     from jdp.experiment.file import describe
 
     keys = {key.name: key for _, table in describe() for key in table}
@@ -88,7 +88,7 @@ def _every_key() -> list[str]:
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:
-    """Return rows in two columns; the text of a long first cell begins on the next line."""
+    """Return rows in two columns; after a long first cell the text begins on the next line."""
     indent = min(max(len(first) for first, _ in rows), 24) + 4
     lines = list[str]()
     for first, text in rows:

@@ -1,4 +1,4 @@
-"""`jdp launch`: several processes as one cluster, started again when they fail."""
+"""`jdp launch`: several processes as one cluster, restarted after a failure."""
 
 import importlib.util
 import os
@@ -31,42 +31,41 @@ class Options:
 
     -m MODULE [its arguments], likewise.
 
-    COMMAND [its arguments], such as python PROGRAM.py: anything on the PATH.
+    COMMAND [its arguments], such as python PROGRAM.py: any command on the PATH.
 
-    Each line of output begins with the number of its process: [0] ... When a process fails, the others are ended. The
-    last lines then name the process that failed first, and the exit code is that process's. Ctrl-C and SIGTERM are
-    passed on.
+    Each line of output begins with the number of its process: [0] ... If a process fails, jdp launch ends the others,
+    names the process that failed first, and exits with its exit code. It passes on Ctrl-C and SIGTERM.
 
-    With --max-restarts all are then started again, and an experiment resumes from its newest checkpoint. Not after exit
-    codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), and not a third time without a new
-    checkpoint.
+    With --max-restarts it then restarts all processes, and an experiment resumes from its newest checkpoint. It does
+    not restart after exit codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), nor a third time
+    without a new checkpoint.
 
     On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
-    --coordinator node0:29500 -- FILE. The program calls jdp.initialize(), as jdp train does. When a process fails or a
-    machine is lost, the processes of all machines end, and each machine starts its own again: they wait for each other,
-    five minutes at most. Slurm, Kubernetes and mpirun start the processes themselves: leave jdp launch out there.
+    --coordinator node0:29500 -- FILE. The program calls jdp.initialize(), as jdp train does. If a process fails or a
+    machine is lost, the processes of all machines end; each machine restarts its processes and waits up to five minutes
+    for the others. Under Slurm, Kubernetes and mpirun, which start the processes themselves, do not use jdp launch.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
     """Number of processes on this machine."""
     devices_per_process: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """GPUs of each process (default: an equal part), or, without GPUs, virtual CPU devices (default: the experiment's
+    """GPUs per process (default: an equal share); without GPUs, virtual CPU devices (default: the experiment's
     `devices`, else one)."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder that holds the runs, as for `jdp train`."""
+    """Folder of the runs, as for `jdp train`."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """How often all processes are started again after one has failed; give all machines the same."""
+    """Number of restarts after a failure; give all machines the same number."""
     nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Number of machines (default: this one alone)."""
     node_rank: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Number of this machine, from 0."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Address of node 0 and a port that is free there: process 0 listens at it. Keep it in a private network."""
+    """Address of node 0 with a free port, on which process 0 listens. Keep it in a private network."""
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder of a log file for each process, rank-00000.log; that of the attempt before is rank-00000.1.log (default:
-    for an experiment RUN_DIR/NAME/logs, else none)."""
+    """Folder of a log file per process, rank-00000.log; the previous attempt's is rank-00000.1.log (default: for an
+    experiment RUN_DIR/NAME/logs, else none)."""
     json: bool = False
-    """Stdout is that of process 0, one JSON object; everything else goes to stderr."""
+    """Print only process 0's stdout, one JSON object, on stdout, and everything else on stderr."""
 
 
 def run(arguments: list[str]) -> int:
@@ -80,7 +79,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _launch(options: Options, command: list[str]) -> int:
-    """Check what can be checked once, in this process, then start the processes."""
+    """Check the command once, in this process, then start the processes."""
     from jdp.base.machine import visible_gpus
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
@@ -191,7 +190,7 @@ def _check_exists(command: list[str]) -> None:
 
 
 def _expand_home(word: str) -> str:
-    """Return a path with ~ resolved, as by a shell."""
+    """Resolve ~ in a path, like a shell."""
     try:
         return str(Path(word).expanduser()) if word.startswith("~") else word
     except RuntimeError:

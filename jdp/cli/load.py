@@ -1,6 +1,6 @@
 """A user's program, FILE.py:FUNCTION or module.path:function: imported, and called for a jitted step and its arguments.
 
-The function takes nothing, or the target's devices in an argument called `devices`. What it raises is reported with the
+The function takes nothing, or the target's devices in an argument `devices`. Its exceptions are reported with the
 user's own lines, without those of libraries.
 """
 
@@ -29,7 +29,7 @@ _FUNCTION = re.compile(r"(?P<module>.+):(?P<name>[^\W\d]\w*)")
 _INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
 _DESCRIBED = (
     "Nothing runs on the devices of a target. Make abstract arrays (jax.eval_shape, jax.ShapeDtypeStruct) outside of "
-    "jax.set_mesh; or leave the argument `devices` out: jax.devices() are then as many virtual CPUs."
+    "jax.set_mesh; or remove the argument `devices`: jax.devices() then has as many virtual CPU devices."
 )
 _SHOWN = 4  # of the user's lines
 _SHAPES = "(jitted step, (argument, …)), or (jitted step, (argument, …), {name: argument})"
@@ -44,7 +44,7 @@ class Program:
     """A user's function that returns a jitted step and its arguments."""
 
     name: str  # as given: "my_train.py:make_step"
-    root: Path  # the folder that its source lines are named from: its repository, else its own
+    root: Path  # source lines are relative to it: the program's repository, else its folder
     function: Callable[..., Any]
 
     def step(self, devices: Callable[[], Sequence[Device]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -79,7 +79,7 @@ def load(text: str) -> Program:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file as `python FILE` would find its neighbours, under its own name where that is free."""
+    """Import a file with its folder on the path, like `python FILE`, under its own name if that is free."""
     if not file.is_file():
         raise ProgramError(f"a program is a Python file that exists; given {brief(str(file))}: correct its path")
     folder = str(file.resolve().parent)
@@ -94,7 +94,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import a module as `python -m` would, from the working directory too."""
+    """Import a module like `python -m`, from the working directory too."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ProgramError(
             f"a program is FILE.py:FUNCTION or module.path:function; given {brief(name)} before the colon: name a file "
@@ -106,7 +106,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _takes_devices(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function takes `devices`; it must need nothing else."""
+    """Return whether a function takes `devices`. Raises ProgramError if it needs another argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -122,7 +122,7 @@ def _takes_devices(function: Callable[..., Any], name: str) -> bool:
 
 
 def _step_of(returned: Any, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the step and its positional arguments, of which those given by keyword are the last."""
+    """Return the step and its positional arguments; keyword arguments come last."""
     parts = list[Any](cast("tuple[Any, ...]", returned) if isinstance(returned, tuple) else ())
     if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], tuple | list):
         shown = cut(f"({', '.join(type(each).__name__ for each in parts)})") if parts else type(returned).__name__
@@ -154,23 +154,23 @@ def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -
 
 
 def _root(file: Path) -> Path:
-    """Return the repository that a file is in, else its folder."""
+    """Return a file's repository, else its folder."""
     folder = file.resolve().parent
     return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
 
 @contextmanager
 def users_errors(what: str, of_library: str = "") -> Generator[None]:
-    """Raise a `ProgramError` for what a user's code, or a library that it calls, raises inside of the context.
+    """Turn exceptions of a user's code, or of a library that it calls, into a `ProgramError`.
 
-    `of_library` is added to what a library raises. What jdp's own code raises is passed on: a ValueError with its
-    message, anything else as a fault of jdp.
+    `of_library` is added to a library's exceptions. Exceptions of jdp's own code pass: a ValueError with its message,
+    any other as a fault of jdp.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
         frames, here = traceback.extract_tb(error.__traceback__), f"{Path.cwd()}/"
-        # A TypeError of jdp's call of a user's function is the user's: it may not take what it was given.
+        # A TypeError in jdp's call of a user's function is the user's: the function may not take the argument.
         is_call = isinstance(error, TypeError) and "function(*" in (frames[-1].line or "")
         if _is_own(frames[-1]) and not is_call:
             raise

@@ -1,4 +1,4 @@
-"""The command line: find the command, run it, and turn what goes wrong into a message and an exit code.
+"""The command line: find the command, run it, and turn an error into a message and an exit code.
 
 | exit code | meaning                                                                                             |
 |-----------|-----------------------------------------------------------------------------------------------------|
@@ -14,8 +14,8 @@
 | 141       | the reader of stdout has exited, as `head` does; `train` and `launch` go on without it              |
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
-experiment file. Commands are imported when they run, and JAX late inside them, so that help and mistakes in
-options answer at once. The help of a command is kept on disk: its imports take a quarter of a second of processor time.
+experiment file. Commands are imported when they run, and JAX late inside them, so that help and option errors appear at
+once. The help of a command is cached on disk, because its imports take a quarter of a second of processor time.
 """
 
 import contextlib
@@ -49,17 +49,17 @@ _PACKAGES = {
     **{f"nvidia-cudnn-cu{cuda}": "cuDNN" for cuda in _CUDA},
     **{f"nvidia-nccl-cu{cuda}": "NCCL" for cuda in _CUDA},
 }
-"""Packages of which --version shows those that are installed, with their names there."""
+"""Packages whose versions --version shows if they are installed -> their names there."""
 COMMANDS = {
     "new": "Writes NAME.toml, a copy of an experiment that jdp ships, under its own name.",
     "train": "Runs an experiment.",
-    "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
-    "verify": "Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.",
+    "plan": "Predicts each device's memory, traffic and step time under every strategy, before you launch.",
+    "verify": "Compiles a step and checks its communication: exit 0 if it matches the strategy or a baseline, else 1.",
     "prove": "Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.",
     "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
-    "generate": "Continues prompts with a run's model, or with an export, and prints the text while it is written.",
-    "report": "Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.",
-    "why": "Says why a run is slow, hung or dead, and which process caused it.",
+    "generate": "Continues prompts with a run's model, or with an export, and prints the text while it is drawn.",
+    "report": "Writes one self-contained page on runs: curves, speed, memory, events.",
+    "why": "Explains why a run is slow, hung or dead, and which process caused it.",
     "doctor": (
         "Examines this machine, or all processes together, and reports each fault with the command that fixes it."
     ),
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code (see the table above); a failure in a cluster ends the process."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks, such as é in ASCII, is escaped
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that the encoding lacks, such as é in ASCII
             stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     trains = given[:1] in (["train"], ["launch"])
@@ -96,7 +96,7 @@ def _in_words(arguments: list[str]) -> int:
         return _leave(READER_LEFT)
     except Exception as error:
         if _is_lost_peer(error):
-            named = type(error).__name__ == "LostPeer"  # an error of JAX does not name the process
+            named = type(error).__name__ == "LostPeer"  # JAX's error does not name the process
             said = error if named else "another process of this run exited; its message is above, or in its log"
             print(f"{_prefix()}{said}", file=sys.stderr)
             return _leave(SOFTWARE_ERROR, lost_peer=True)
@@ -115,7 +115,7 @@ def _in_words(arguments: list[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open stdout and stderr on /dev/null where the caller closed them (`>&-`).
+    """Open stdout and stderr on /dev/null if the caller closed them (`>&-`).
 
     Python has None there, and the next file would get the stream's number.
     """
@@ -127,7 +127,7 @@ def _open_closed_streams() -> None:
 
 
 def _drop_stdout() -> None:
-    """Discard what is still to be written to stdout, so that Python does not try again when it exits."""
+    """Discard the rest of stdout, so that Python does not try to write it at exit."""
     with contextlib.suppress(OSError, ValueError):  # a stream in memory has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -150,7 +150,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _printable(error: Exception) -> str:
-    """Return an error's message, which may repeat any text, for a terminal: escaped, long lines and lists cut."""
+    """Return an error's message, which may repeat any text, for a terminal: escaped, with long lines and lists cut."""
 
     def escaped(letter: str) -> str:
         return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
@@ -162,7 +162,7 @@ def _printable(error: Exception) -> str:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Return True if this error, in a cluster, is about another process that exited or did not connect."""
+    """Return True if this error, in a cluster, means that another process exited or did not connect."""
     distributed = sys.modules.get("jdp.core.cluster.initialize")
     return distributed is not None and distributed.is_lost_peer(error)
 
@@ -189,7 +189,7 @@ def _help() -> str:
 
 
 def _versions() -> str:
-    """Return a line for each version that an error report needs, by what pip recorded: no JAX is imported."""
+    """Return a line for each version that an error report needs, from pip's records: JAX is not imported."""
     import importlib.metadata
 
     lines = [f"jdp {jdp.__version__}", f"Python {platform.python_version()}"]
@@ -203,7 +203,7 @@ def _versions() -> str:
 
 
 def show_help(name: str) -> int:
-    """Print a command's help: the kept one if jdp's files and the terminal are the same, else a new one."""
+    """Print a command's help, from the cache if jdp's files and the terminal have not changed."""
     cache = Cache(default_folder() / "help", limit_bytes=2**20, names=r"[0-9a-f]{64}\.txt", contents="")
     key = Cache.key(name, sys.version, repr(shutil.get_terminal_size()), *_stamps()) + ".txt"
     text = cache.load(key, lambda file: file.read().decode())
@@ -215,7 +215,7 @@ def show_help(name: str) -> int:
 
 
 def _stamps() -> Iterator[str]:
-    """Yield each file of jdp with its size and time: the help depends on them."""
+    """Yield each file of jdp with its size and time, because the help depends on them."""
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         found = path.stat()
         yield f"{path} {found.st_size} {found.st_mtime_ns}"

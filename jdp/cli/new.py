@@ -1,4 +1,4 @@
-"""`jdp new`: copy an experiment that jdp ships, to start from."""
+"""`jdp new`: copy a shipped experiment to start from."""
 
 import math
 import tomllib
@@ -13,26 +13,26 @@ from jdp.base.words import nearest
 from jdp.cli.options import UsageError, parse
 
 _GPUS = 8
-"""Of a host in the command that is shown."""
+"""GPUs of a host in the command that is shown."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Writes NAME.toml, a copy of an experiment that jdp ships, under its own name.
 
-    It replaces no file. At the end it prints the next two commands.
+    It never replaces a file. At the end it prints the next two commands.
     """
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-    """Name of the run, and of the file in the working directory."""
+    """Name of the run and of the file in the working directory."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="SHIPPED")] = "quickstart"
-    """The experiment that jdp ships to start from: continue_pretraining, digits_resnet, finetune_hf_llama,
+    """Shipped experiment to start from: continue_pretraining, digits_resnet, finetune_hf_llama,
     finetune_lora, gpt2_124m, gpt_1b, hsdp, imagenet_resnet50, imagenet_vit, llama_8b_zero3, quickstart,
     quickstart_muon, sft_chat, tensor_parallel."""
 
 
 def run(arguments: list[str]) -> int:
-    """Write the file, and print the commands that come next. Raises UsageError."""
+    """Write the file, and print the next commands. Raises UsageError."""
     options = parse(Options, "new", arguments)
     _check(options)
     from jdp.experiment.shipped import copied
@@ -68,7 +68,7 @@ def _check(options: Options) -> None:
 
 
 def _target(table: dict[str, Any]) -> str:
-    """Return the option of `jdp plan` for an experiment that is not for virtual CPU devices: GPUs for its mesh."""
+    """Return the --target of `jdp plan` with GPUs for the mesh, unless the experiment has virtual CPU devices."""
     sizes = table.get("mesh", {}).values()
     count = math.prod(sizes) if sizes and min(sizes) > 0 else _GPUS
     return "" if "devices" in table else f" --target h100:{math.ceil(count / _GPUS)}x{min(count, _GPUS)}"

@@ -1,4 +1,4 @@
-"""Shared by the commands: typed options, overrides of an experiment's keys, and stdout kept for one JSON object."""
+"""Shared by the commands: typed options, overrides of an experiment's keys, and stdout reserved for one JSON object."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from jdp.cli.help import ALL_KEYS, command_help
 
 
 class UsageError(UserError):
-    """A mistake on the command line itself."""
+    """A mistake on the command line."""
 
 
 def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
@@ -24,7 +24,7 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     if asked := {"-h", "--help", ALL_KEYS}.intersection(arguments):
         print(command_help(name, options, every_key=ALL_KEYS in asked))
         raise SystemExit(0)
-    import tyro  # late, as it takes a tenth of a second
+    import tyro  # late, because it takes a tenth of a second
 
     parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
     paths: dict[str, Path] = {}
@@ -50,7 +50,7 @@ def flags_of(options: type[Any]) -> list[str]:
 
 
 def flag_of(name: str) -> str:
-    """Return an option's field as it is written: "--run-dir", or "FILE"."""
+    """Return a field's name on the command line: "--run-dir", or "FILE"."""
     return "FILE" if name == "file" else f"--{name.replace('_', '-')}"
 
 
@@ -115,7 +115,7 @@ def counts(text: str | None, flag: str) -> list[int] | None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Check before the work, not after it, that a file can be written."""
+    """Check before the work that a file can be written."""
     if path is None:
         return
     folder = path.parent
@@ -127,11 +127,11 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_file(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a file, or replace it, in one rename; write directly to a device such as /dev/stdout.
+    """Write or replace a file in one rename; write directly to a device such as /dev/stdout.
 
-    Nobody but its owner may read it if it is `private`.
+    Only its owner may read a `private` file.
     """
-    file = path.resolve()  # a link stays one
+    file = path.resolve()  # a link stays a link
     fresh = file.with_name(f".{file.name}.new")
     try:
         if path.exists() and not path.is_file():
@@ -149,7 +149,7 @@ def write_file(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def choose_target_platform(targets: Sequence[str | None], devices: int | None = None) -> None:
-    """Choose the platform on which JAX compiles for targets: virtual CPU devices for "cpu:8", else the CPU."""
+    """Choose JAX's platform for compiling for targets: virtual CPU devices for "cpu:8", else the CPU."""
     from jdp.base.machine import choose_platform
 
     numbers = [name[4:] for name in targets if name and name.startswith("cpu:")]

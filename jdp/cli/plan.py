@@ -1,4 +1,4 @@
-"""`jdp plan`: compile an experiment's step under every strategy, for devices that this machine need not have."""
+"""`jdp plan`: compile an experiment's step under every strategy, for devices of any machine."""
 
 import dataclasses
 import json as as_json
@@ -32,39 +32,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Reports what every device will hold, send and wait for, under every strategy, before you launch.
+    """Predicts each device's memory, traffic and step time under every strategy, before you launch.
 
-    The real compiler compiles the experiment's real step for the devices of --target, which this machine need not
-    have: jdp plan FILE --target h100:8x8. The report compares memory by class with the device's, and bytes sent with
-    theory. It has the step time and the share of hidden communication (simulated), and says what fits, what to choose,
-    and why.
+    XLA compiles the experiment's step for the devices of --target, which this machine need not have: jdp plan FILE
+    --target h100:8x8. The report compares memory by class with the device's, and bytes sent with theory. It has the
+    step time and the share of hidden communication (both simulated), and recommends a strategy that fits.
 
     Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2.
 
-    A program of yours, my_train.py:make_step, is compiled as it is: jdp verify --help says what the function returns.
+    Your own program, my_train.py:make_step, is compiled unchanged: jdp verify --help describes the function.
 
     Without an experiment, jdp plan --table 70e9:8 prints ZeRO's closed form for a size.
     """
 
     file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
-    """The experiment (TOML), the name of one that jdp ships, such as quickstart, or a program, FILE.py:FUNCTION."""
+    """Experiment (TOML file or the name of a shipped one, such as quickstart), or a program, FILE.py:FUNCTION."""
     table: Annotated[str | None, tyro.conf.arg(metavar="PARAMETERS:DEVICES")] = None
-    """Print what each device keeps and sends by ZeRO's closed form, such as 70e9:8, and compile nothing. It takes
+    """Print each device's memory and traffic by ZeRO's closed form, such as 70e9:8, without compiling. Works with
     --strategy, --accumulate (one number) and --json."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
     """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
-    machine's. Several with commas between, such as h100:1x8,h100:8x8,h100:64x8, are compared: a row each."""
+    machine's. Several targets, separated by commas (h100:1x8,h100:8x8,h100:64x8), are compared in one table."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
-    """Strategies to compile, with commas between."""
+    """Strategies to compile, separated by commas."""
     accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
-    """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
+    """Microbatches per step, such as 1,4. Default: the experiment's."""
     host_memory: Annotated[float | None, tyro.conf.arg(metavar="GIB")] = None
-    """Memory of each host of --target, in GiB, such as 2048: where [guard] keep_in_memory copies the state into it, a
-    strategy that needs more does not fit. Default: known of this machine only."""
+    """Memory of each host of --target in GiB, such as 2048: if [guard] keep_in_memory copies the state into it, a
+    strategy that needs more does not fit. Default: known only for this machine."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
     """Write a self-contained page on one target: memory, timelines, collectives."""
     no_cache: bool = False
-    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    """Compile again instead of reading the cache ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
     json: bool = False
     """Print one JSON object on stdout, and everything else on stderr."""
 
@@ -106,7 +105,7 @@ def _compiled(
     """Compile every candidate for every target.
 
     Returns:
-        The experiment's name; for each target the report, and the experiment in a sentence.
+        The experiment's name; for each target the report and a sentence on the experiment.
     """
     from jdp.experiment.file import load
 
@@ -139,7 +138,7 @@ def _compiled(
 
 
 def _show(reports: "Sequence[PlanReport]", name: str, described: str, stem: str) -> None:
-    """Print one plan with everything in it, or several as a table of one row each."""
+    """Print one plan in full, or several as a table with a row each."""
     from jdp.cli.terminal import show_plan, show_table
 
     if len(reports) == 1:
@@ -173,7 +172,7 @@ def _target_row(report: "PlanReport") -> tuple[str, ...]:
 
 
 def _closed_form(options: Options, overrides: dict[str, str]) -> int:
-    """Print what each device keeps and sends by the closed form. Raises UsageError."""
+    """Print each device's memory and traffic by the closed form. Raises UsageError."""
     rule = "--table needs no experiment and compiles nothing; given {} too: remove it"
     check_only(options, overrides, ("table", "strategy", "accumulate", "json"), rule)
     parameters, devices = _size(options.table or "")
@@ -221,7 +220,7 @@ _ZERO_TABLES = {
         ("strategy", "master weights", "moments", "gradients", "working copy", "total", "sent"),
     ),
 }
-"""key in the JSON -> title and headers."""
+"""Key in the JSON -> title and headers."""
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -238,11 +237,11 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _number(value: float) -> str:
-    """Return a number in three digits, or with all digits before the point."""
+    """Return a number in three digits, or all digits before the point."""
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
-# A program of the user's: any step, on one target or several.
+# A user's program: any step, on one target or several.
 
 
 TAKEN = ("file", "target", "no_cache", "json")
@@ -258,7 +257,7 @@ def _one(options: Options, target: str | None) -> int:
 
 
 def _several(options: Options, targets: Sequence[str | None]) -> int:
-    """Compile for each target in a process of its own, in which `jax.devices()` are as many as the target's."""
+    """Compile for each target in a separate process, whose `jax.devices()` are as many as the target's."""
     reports = list[dict[str, Any]]()
     for target in targets:
         command = [sys.executable, "-m", "jdp", "plan", str(options.file), f"--target={target}", "--json"]

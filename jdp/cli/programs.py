@@ -1,4 +1,4 @@
-"""Programs of users, FILE.py:FUNCTION, for the commands that read any step: `jdp verify` and `jdp plan`."""
+"""Users' programs, FILE.py:FUNCTION, for the commands that read any step: `jdp verify` and `jdp plan`."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ def is_program(file: Path) -> bool:
 
 
 def check_only(options: Any, overrides: Mapping[str, str], taken: Sequence[str], rule: str) -> None:
-    """Check that nothing is given but the options `taken`. Raises UsageError: the rule, with another option as {}."""
+    """Check that only the options `taken` are given. Raises UsageError with `rule`, its {} another option."""
     given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
     others = [*(flag_of(name) for name in given if name not in taken), *(f"--{key}" for key in overrides)]
     if others:
@@ -38,9 +38,9 @@ def check_program(options: Any, overrides: Mapping[str, str], taken: Sequence[st
 
 
 def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[Program, StepReport]":
-    """Load a program, and compile its step for a target; None: for this machine's devices.
+    """Load a program, and compile its step for a target (None: for this machine's devices).
 
-    A program that does not take the target's devices finds as many virtual CPU devices.
+    A program that does not take the target's devices gets as many virtual CPU devices.
     """
     import jax
 
@@ -54,7 +54,7 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
         from jdp.foresight.any_step.forecast import forecast
         from jdp.foresight.targets.resolve import target
 
-        devices = None if target_name is None else target(target_name)  # first: a mistake there answers at once
+        devices = None if target_name is None else target(target_name)  # first: reports a mistake at once
         program = load(str(file))
         step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
         step = step.jitted if isinstance(step, Step) else step
@@ -65,9 +65,9 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
 
 @contextlib.contextmanager
 def _as_script(file: Path) -> Generator[None]:
-    """Show a user's file the command line of a script without options, and keep jax's own lines in tracebacks.
+    """Give a user's file the command line of a script without options, and keep JAX's lines in tracebacks.
 
-    By these it is known who raised what: the user's code, a library, or jdp.
+    These lines show whether the user's code, a library, or jdp raised an exception.
     """
     import jax
 
@@ -82,7 +82,7 @@ def _as_script(file: Path) -> Generator[None]:
 
 
 def _choose_devices(target: str | None) -> None:
-    """Choose CPU devices, as many as the target has; without a target, what this machine has."""
+    """Choose as many CPU devices as the target has; without a target, this machine's devices."""
     choose_target_platform([target])
     sizes = [] if target is None else target.rpartition(":")[2].split("x")
     count = math.prod(int(size) for size in sizes if size.isdecimal() and len(size) < 6)
@@ -93,4 +93,4 @@ def _choose_devices(target: str | None) -> None:
             use_cpu_devices(count)
 
 
-_MOST_CPUS = 16384  # as many as a target may have
+_MOST_CPUS = 16384  # largest target

@@ -23,24 +23,23 @@ class Options:
     """Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.
 
     The experiment runs unchanged (model, batches, precision, optimizer) on one device. Then it runs under every
-    strategy, on one device and on all of them, with one microbatch a step and with several. One run is saved in the
+    strategy, on one device and on all of them, with one microbatch per step and with several. One run is saved in the
     middle and resumed under another setting. The devices are virtual CPU devices (--devices N; default the
-    experiment's, else 8). Losses, parameters and optimizer state are compared leaf by leaf and step by step; a
-    difference that rounding cannot explain is named: run, step, leaf, size.
+    experiment's, else 8). Losses, parameters and optimizer state are compared leaf by leaf and step by step. Each
+    difference that rounding cannot explain is reported with its run, step, leaf and size.
 
-    jdp makes nothing smaller by itself. For a large experiment: --model.layers 2 --train.batch_size 16.
+    The experiment is not reduced. For a large one: --model.layers 2 --train.batch_size 16.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
+    """Experiment: a TOML file, or the name of a shipped one, such as quickstart."""
     steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Optimizer steps of each run. Default: 10; with --quick 2."""
     quick: bool = False
-    """Make one run, in a part of the time: the experiment's own setting, saved and resumed under the one that differs
-    most. The other runs are left out, which the result says, and LLVM's optimisations are off. For the quickstart some
-    30 s of processor time."""
+    """Make only one run: the experiment's own setting, saved and resumed under the setting that differs most. The
+    result lists the omitted runs; LLVM's optimisations are off. The quickstart takes some 30 s of processor time."""
     only: Annotated[str | None, tyro.conf.arg(metavar="TEXTS")] = None
-    """Make only the runs whose names contain one of these, such as zero3 or "8 devices", with commas between."""
+    """Make only the runs whose names contain one of these, separated by commas, such as zero3 or "8 devices"."""
     json: bool = False
     """Print one JSON object on stdout, and everything else on stderr."""
 
@@ -69,7 +68,7 @@ def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
     from jdp.experiment.prove import prove_experiment
 
     steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
-    logging.getLogger("jdp").setLevel(logging.ERROR)  # dozens of plans, whose notices are not about the proof
+    logging.getLogger("jdp").setLevel(logging.ERROR)  # the notices of dozens of plans are not about the proof
     only = () if options.only is None else tuple(words(options.only, "--only"))
     with Progress() as progress:
         return prove_experiment(experiment, steps=steps, quick=options.quick, only=only, progress=progress.running)

@@ -1,4 +1,4 @@
-"""`jdp report`: one page of one or several runs."""
+"""`jdp report`: a page on one or several runs."""
 
 import json as as_json
 from collections.abc import Mapping, Sequence
@@ -21,31 +21,30 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Options:
-    """Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.
+    """Writes one self-contained page on runs: curves, speed, memory, events.
 
-    The page needs no network and no other file. It has all metrics of a run, such as the loss and the learning
-    rate. It also has throughput, the share of time waiting for data, resumes, stops, skipped
-    steps, and the experiment as run. Several runs are drawn over each other, with a table of what differs.
+    The page needs no network and no other file. It has all metrics of a run, such as the loss and the learning rate,
+    throughput, the share of time waiting for data, resumes, stops, skipped steps, and the experiment as run. The curves
+    of several runs share their axes, and a table lists how the runs differ.
 
-    For memory and timeline the step is compiled again, not run, for the devices that the run had; this machine
-    needs neither these devices nor the run's data. A run that goes on, failed or was killed has a page too, which
-    reports what is not known.
+    For memory and timeline the step is compiled, not run, for the run's devices; this machine needs neither these
+    devices nor the run's data. The page of a run that continues, failed or was killed lists the missing information.
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN…")] = ()
     """Folders of runs, or names of runs in --run-dir."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PAGE", aliases=["-o"])] = None
-    """The page. Default: report.html in the run's folder; for several runs, in the current folder."""
+    """File to write. Default: report.html in the run's folder; for several runs, in the current folder."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs that are named without a folder."""
+    """Folder of the runs that are given by name."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
-    """Devices to compile the step for, such as h100:1x8 or cpu:8. Default: those that each run had."""
+    """Devices to compile the step for, such as h100:1x8 or cpu:8. Default: each run's own."""
     plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
-    """The plug-in of runs that have one, which is imported to compile their step."""
+    """Plug-in of the runs, imported to compile their step."""
     no_compile: bool = False
-    """Leave out memory and timeline, which takes seconds."""
+    """Omit memory and timeline; the page is then ready in seconds."""
     no_cache: bool = False
-    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    """Compile again instead of reading the cache ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
     json: bool = False
     """Print one JSON object on stdout, {"path": …, "runs": […]}, and everything else on stderr."""
 
@@ -88,7 +87,7 @@ def _folders(given: Sequence[str], runs: Path) -> list[Path]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names; where two are the same, their paths."""
+    """Return the folders' names, or their paths if two names are the same."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
@@ -106,14 +105,14 @@ def _with_steps(recorded: Sequence["Run"], folders: Sequence[Path], options: Opt
     targets = [options.target or target_of_run(run) for run in recorded]
     choose_target_platform([name for name in targets if name])
     if options.target is not None:
-        _resolved(options.target)  # a mistake of the command line ends it here
+        _resolved(options.target)  # raises for a mistake on the command line
     runs = list["Run"]()
     with Progress() as progress:
         for run, folder, target in zip(recorded, folders, targets, strict=True):
             progress.compiling(len(runs), len(recorded), f"the step of {run.name}")
             try:
                 runs.append(replace(run, step=_compiled(run, folder, _resolved(target), options)))
-            except Exception as error:  # whatever it is, the page has all the rest
+            except Exception as error:  # the page has all the rest
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 why = f"The step was not compiled: {kind}{cut(' '.join(str(error).split()), 600)}"
                 runs.append(replace(run, no_step=why))
@@ -121,7 +120,7 @@ def _with_steps(recorded: Sequence["Run"], folders: Sequence[Path], options: Opt
 
 
 def target_of_run(recorded: "Run") -> str | None:
-    """Return the target that describes the devices of a run's last visit, such as "cpu:8"; None if not known."""
+    """Return the target with the devices of a run's last visit, such as "cpu:8"; None if unknown."""
     from jdp.base.chips import GPUS
 
     last: Mapping[str, Any] = next((event for event in reversed(recorded.history) if "devices" in event), {})
@@ -154,9 +153,9 @@ def _compiled(recorded: "Run", folder: Path, target: "Target", options: Options)
 
 
 def _resolved(name: str | None) -> "Target":
-    """Return the target of the devices that a run had. Raises UsageError if they are not known."""
+    """Return the target with a run's devices. Raises UsageError if they are unknown."""
     from jdp.foresight.targets.resolve import target
 
     if name is None:
-        raise UsageError("which devices the run had is not recorded, or they have no description; name some (--target)")
+        raise UsageError("the devices of the run are not recorded, or jdp has no description of them; give --target")
     return target(name)

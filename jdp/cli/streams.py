@@ -1,8 +1,8 @@
-"""Stdout and stderr that end no run.
+"""Keep a run alive if stdout or stderr fails.
 
-A terminal is closed, the reader of a pipe exits, the disk of a log file is full. Then a write to stdout or stderr
-fails, anywhere in the program: in a progress bar, a notice, a library. The stream itself catches the error, and leads
-to /dev/null from then on: the program goes on.
+If a terminal is closed, the reader of a pipe exits, or the disk of a log file is full, a write to stdout or stderr
+fails anywhere in the program: in a progress bar, a notice, a library. The stream then catches the error, continues on
+/dev/null, and the program goes on.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ _NUMBERS = {"stdout": 1, "stderr": 2}
 
 
 class _Lasting(io.FileIO):
-    """The file of a stream, which is /dev/null after the first write that fails."""
+    """The file of a stream; after the first failed write it is /dev/null."""
 
     def write(self, data: Any, /) -> int:
-        """Write all of `data`; of a stream that does not block, wait for its reader."""
+        """Write all of `data`; on a non-blocking stream, wait for its reader."""
         left = memoryview(data).cast("B")
         while left:
             try:
@@ -44,7 +44,7 @@ class _Lasting(io.FileIO):
 
 @contextlib.contextmanager
 def lasting(name: str) -> Generator[None]:
-    """Have writes to "stdout" or "stderr" never fail while in `with`; other streams, as of a notebook, stay."""
+    """Make writes to "stdout" or "stderr" never fail while in `with`; a notebook's streams are not changed."""
     stream: Any = getattr(sys, name)
     try:
         known = stream.fileno() == _NUMBERS[name]

@@ -14,7 +14,7 @@ from jdp.foresight.forecast import PlanReport
 
 
 class Progress:
-    """Shows on stderr what is being compiled: a bar on a terminal, else lines. Stdout is for the answer."""
+    """Shows compilation progress on stderr: a bar on a terminal, else lines. Stdout is for the result."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
@@ -34,7 +34,7 @@ class Progress:
             self._bar.stop()
 
     def compiling(self, done: int, total: int | None, name: str) -> None:
-        """Show that `done` of `total` steps are compiled (None: the total is not known), and that `name` is next."""
+        """Show that `done` of `total` steps are compiled (None: the total is unknown), and that `name` is next."""
         is_last = total is not None and done >= total
         self._show(done, total, "" if is_last else f"compiling {name}, or finding it in the cache")
 
@@ -54,7 +54,7 @@ class Progress:
 
 
 def show_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> None:
-    """Print a table, with the row `marked` in bold. On a narrow terminal it is transposed: a column for each row."""
+    """Print a table with the row `marked` in bold. A narrow terminal gets the transposed table."""
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, emoji=False, width=250)
@@ -79,7 +79,7 @@ def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def show_plan(report: PlanReport, name: str, described: str) -> None:
-    """Print the tables of a report, then its sentences."""
+    """Print a report's tables, then its sentences."""
     marked = None if report.choice is None else report.estimates.index(report.choice)
     print(f"{name} on {report.devices} devices ({report.target}): {described}; per device and step\n")
     tables = {"Memory at the peak": report.memory_table(), "Traffic and time (simulated)": report.speed_table()}

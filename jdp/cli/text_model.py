@@ -1,8 +1,8 @@
-"""A GPT that writes text, from a run's folder or an export: found and checked first, its weights read after that.
+"""A GPT for writing text, from a run's folder or an export: located and checked first, its weights read later.
 
-A run's averaged parameters write, if it has them (`optimizer.ema_decay`), as its evaluations use them. An export is a
-folder as Hugging Face's libraries have it: `config.json`, `model.safetensors` or its shards, `tokenizer.json`. The
-model is on one device.
+A run's averaged parameters are used if it has them (`optimizer.ema_decay`), as in its evaluations. An export is a
+folder in Hugging Face's format: `config.json`, `model.safetensors` or its shards, `tokenizer.json`. The model is on one
+device.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class TextModel:
     """A GPT in a folder.
 
     Attributes:
-        config: the model's.
-        tokenizer: turns text into its tokens, and back; it says which of them end a text.
-        name: of the folder and the step, for people.
+        config: the model's configuration.
+        tokenizer: converts text to tokens and back; it knows which tokens end a text.
+        name: the folder and the step, for messages.
         load: reads the weights onto a device.
     """
 
@@ -68,12 +68,12 @@ def find_model(
     Args:
         place: the folder of a run or of an export; or the name of a run in `runs`.
         runs: the folder of runs.
-        step: of a run, the checkpoint: a number, or "best"; None: the newest.
-        plugin: the plug-in of a run that has one.
-        tokenizer: in place of the tokenizer in the folder, or that of the run.
+        step: the run's checkpoint: a number, or "best"; None: the newest.
+        plugin: the run's plug-in, if it has one.
+        tokenizer: replaces the tokenizer in the folder, or the run's.
 
     Raises:
-        ExperimentError: there is no such folder, model, step or tokenizer.
+        ExperimentError: the folder, model, step or tokenizer does not exist.
     """
     folder = user_path(place)
     if not (folder / CONFIG).is_file() or (folder / FILE).exists():
@@ -91,7 +91,7 @@ def find_model(
 
 
 def _imported(folder: Path, config: GPTConfig, device: Device) -> GPT:
-    """Read an export in float32; on GPUs and TPUs weights of bfloat16 stay so."""
+    """Read an export in float32; on GPUs and TPUs bfloat16 weights stay bfloat16."""
     names, target = names_of(folder, config), _abstract(config, device)
     stored = next(iter(files.read(folder).values())).dtype
     if stored == jnp.bfloat16 and device.platform != "cpu":
@@ -131,13 +131,13 @@ def _of_run(place: str, runs: Path, step: str | None, plugin: Mapping[str, str],
 
 
 def _experiment(folder: Path, plugin: Mapping[str, str]) -> Experiment:
-    """Return a run's experiment. Raises ExperimentError unless a GPT of jdp's learns text in it."""
+    """Return a run's experiment. Raises ExperimentError unless it trains one of jdp's GPTs on text."""
     rule = f"text is written by a GPT that learned text; {folder} has"
     try:
         table = parse((folder / FILE).read_text("utf-8"))
         made = table["model"].get("make", NONE)
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        made = NONE  # `load` reports what is wrong
+        made = NONE  # `load` reports the problem
     if made != NONE:
         raise ExperimentError(f"{rule} model.make = {made!r}: name another run")
     experiment = load(folder / FILE, plugin)
@@ -153,8 +153,8 @@ def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
     metric = experiment.train.best_metric
     if not experiment.train.keep_best:
         raise ExperimentError(
-            f"--step {BEST} is for a run that keeps its best checkpoint, and this one has no train.keep_best: name a "
-            f"step, {there}"
+            f"--step {BEST} needs a run that keeps its best checkpoint; this one has no train.keep_best: name a step, "
+            f"{there}"
         )
     with Checkpoints(checkpoints, keep=None, best=metric, mode=Best(metric).mode) as saved:
         best = saved.best
@@ -164,7 +164,7 @@ def _best(experiment: Experiment, checkpoints: Path, there: str) -> str:
 
 
 def _restored(path: Path, experiment: Experiment, config: GPTConfig, device: Device) -> GPT:
-    """Read the parameters of a checkpoint; where they are averaged the complete state, which has the average."""
+    """Read the parameters of a checkpoint; with averaged parameters, the complete state, which has the average."""
     if experiment.optimizer.ema_decay is None:
         return restore_params(path, _abstract(config, device)).model
     alone = {"mesh": {DATA: 1}, "strategy": "ddp", "rules": {}, "offload": None, "wire": None}
@@ -179,5 +179,5 @@ def _abstract(config: GPTConfig, device: Device) -> TrainState:
 
 
 def _on_any_device(config: GPTConfig) -> GPTConfig:
-    """Return the configuration without choices that are for training, on its devices."""
+    """Return the configuration without the choices for training and its devices."""
     return replace(config, attention="auto", remat=None, dropout=0.0)

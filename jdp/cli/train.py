@@ -16,34 +16,34 @@ from jdp.cli.options import parse_with_overrides, stdout_to_stderr
 class Options:
     """Runs an experiment.
 
-    Writes RUN_DIR/NAME/: the experiment as resolved, metrics.jsonl, TensorBoard events, checkpoints, flight/ (what
-    each process did), and at the end summary.json. Run again, it resumes from the last checkpoint. Ctrl-C saves before
-    it leaves.
+    Writes RUN_DIR/NAME/: the resolved experiment, metrics.jsonl, TensorBoard events, checkpoints, flight/ (events of
+    each process), and at the end summary.json. The same command resumes from the last checkpoint. Ctrl-C saves, then
+    exits.
 
-    Any key of the experiment can be changed: --train.steps 50 --strategy zero3 --mesh.data 4. So --devices 8 computes
-    on eight virtual CPU devices. The value "none" clears a key that may be none.
+    Any key of the experiment can be changed: --train.steps 50 --strategy zero3 --mesh.data 4. For example, --devices 8
+    runs on eight virtual CPU devices. The value "none" clears a key that may be none.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML), or the name of one that jdp ships, such as quickstart."""
+    """Experiment: a TOML file, or the name of a shipped one, such as quickstart."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs, each in a folder of its name."""
+    """Folder of the runs; each run has a folder with its name."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
-    """Trace the steps from FIRST to LAST, both included, into RUN_DIR/NAME/profile (process 0's)."""
+    """Trace process 0's steps FIRST to LAST, both included, into RUN_DIR/NAME/profile."""
     fresh_memory: bool = False
-    """On CPUs: give memory back to the system between steps, as other programs do. It is kept, on huge pages, without:
-    a small model's step takes a quarter less, and the process stays at the most memory that it ever used.
-    JDP_FRESH_MEMORY=1 does the same."""
+    """On CPUs: return memory to the system between steps. By default the process keeps it, on huge pages: a small
+    model's step takes a quarter less time, and the process stays at its peak memory. JDP_FRESH_MEMORY=1 does the
+    same."""
     no_cache: bool = False
-    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    """Compile again instead of reading the cache ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
     verbose: bool = False
-    """Print all notices of the start: choices that jdp made, and why. Without, they take three lines at most."""
+    """Print all notices at the start: jdp's choices and their reasons. By default they take three lines at most."""
     json: bool = False
     """Print one JSON object on stdout at the end, and everything else on stderr."""
 
 
 def run(arguments: list[str]) -> int:
-    """Validate and run; with --json, stdout has only the summary, printed by process 0. Raises Stopped."""
+    """Validate and run; with --json, process 0 prints only the summary on stdout. Raises Stopped."""
     options, overrides = parse_with_overrides(Options, "train", arguments)
     from jdp.run.signals import Stopped
 
@@ -84,7 +84,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     from jdp.core.cluster.initialize import initialize
     from jdp.core.compiling.persistent_cache import keep_programs
     from jdp.guard.deadline import set_xla_timeout
-    from jdp.run import loop  # takes a second, in which JAX would hear a signal and tell nobody
+    from jdp.run import loop  # takes a second, in which JAX would swallow a signal
 
     seconds = 2 * experiment.guard.first_deadline_seconds if experiment.devices is None else 0
     limit = set_xla_timeout(os.environ, seconds)

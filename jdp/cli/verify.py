@@ -1,6 +1,6 @@
-"""`jdp verify`: compare what a compiled step sends with the communication contract, or with a baseline.
+"""`jdp verify`: compare a compiled step's communication with the strategy's contract, or with a baseline.
 
-A program, FILE.py:FUNCTION, has only the latter."""
+A program, FILE.py:FUNCTION, is only compared with a baseline."""
 
 import json as as_json
 import re
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Compiles a step, counts what it sends: exit 0 if it keeps the strategy's contract, or a baseline; or 1.
+    """Compiles a step and checks its communication: exit 0 if it matches the strategy or a baseline, else 1.
 
     Collectives are counted in the compiled program, loops included, and compared with theory: the README's table of
-    strategies; under zero3, what the step's own trace gathers. A breach names the collective, the parameter, the source
-    line, and the fix. What is sent besides is listed even if the contract is kept, and so is a zero3 that keeps its
-    weights gathered, like zero2. On CPU devices nothing is judged, as XLA:CPU sends what XLA:GPU does not: exit 0.
+    strategies; under zero3, the gathers in the step's trace. Each breach is reported with its collective, parameter,
+    source line and fix. Other traffic is listed even if the contract holds, and so are weights that zero3 keeps
+    gathered, like zero2. On CPU devices nothing is judged: XLA:CPU sends what XLA:GPU does not. Exit 0.
 
     Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4.
 
-    A program of yours is given as my_train.py:make_step, or package.module:make_step. The function returns a jitted
-    step and a tuple of its arguments, real or abstract; if it takes `devices`, it gets those of --target. --save writes
-    what the step sends by source line, holds and waits for; --against compares with that.
+    Give your own program as my_train.py:make_step, or package.module:make_step. The function returns a jitted step and
+    a tuple of its arguments, real or abstract; if it takes `devices`, it gets those of --target. --save writes the
+    step's traffic by source line, its memory and its time; --against compares with such a file.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
-    """The experiment (TOML), the name of one that jdp ships, such as quickstart, or a program, FILE.py:FUNCTION."""
+    """Experiment (TOML file or the name of a shipped one, such as quickstart), or a program, FILE.py:FUNCTION."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
     """Devices to compile for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
     machine's."""
     save: Annotated[Path | None, tyro.conf.arg(metavar="JSON")] = None
-    """For a program: write its numbers, to compare with later."""
+    """For a program: write its numbers for a later comparison."""
     against: Annotated[Path | None, tyro.conf.arg(metavar="JSON")] = None
-    """For a program: compare with numbers that --save wrote, and exit with 1 if it sends, holds or waits for more.
-    --target defaults to theirs."""
+    """For a program: compare with a file of --save, and exit with 1 if traffic, memory or time grew. --target defaults
+    to the file's."""
     tolerance: Annotated[str, tyro.conf.arg(metavar="PERCENT")] = "2%"
-    """For --against: how much a number may grow."""
+    """For --against: largest growth of a number."""
     markdown: bool = False
     """For a program: print a table for a pull request."""
     no_cache: bool = False
-    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    """Compile again instead of reading the cache ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
     json: bool = False
     """Print one JSON object on stdout, and everything else on stderr."""
 
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _verify(options: Options, overrides: dict[str, str]) -> "Report":
-    """Put the experiment on the target's devices; from there on it is `jdp.verify`."""
+    """Put the experiment on the target's devices, then call `jdp.verify`."""
     from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)
@@ -101,7 +101,7 @@ TAKEN = ("file", "target", "save", "against", "tolerance", "markdown", "no_cache
 
 
 def _run_program(options: Options, overrides: dict[str, str]) -> int:
-    """Compile a program's step and print what it sends, or how that differs from the baseline; return the exit code."""
+    """Compile a program's step and print its communication or its comparison with a baseline; return the exit code."""
     check_program(options, overrides, TAKEN)
     tolerance = _tolerance(options)
     with stdout_to_stderr():  # the user's file may print
@@ -140,8 +140,8 @@ def _tolerance(options: Options) -> float:
         raise UsageError("--markdown and --json both print on stdout; given both: remove one")
     if options.save is not None and options.against is not None and options.save.resolve() == options.against.resolve():
         raise UsageError(
-            f"--save would replace the baseline of --against before anyone reads how they differ; given {options.save} "
-            "for both: save to another file"
+            f"--save would replace the baseline of --against before you read the comparison; given {options.save} for "
+            "both: save to another file"
         )
     check_writable(options.save)
     return float(found[1]) / 100

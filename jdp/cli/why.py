@@ -15,22 +15,22 @@ from jdp.cli.options import UsageError, parse
 
 @dataclass(frozen=True)
 class Options:
-    """Says why a run is slow, hung or dead, and which process caused it.
+    """Explains why a run is slow, hung or dead, and which process caused it.
 
-    Each process of a run keeps a flight recorder, RUN_DIR/NAME/flight/, which outlives it. For a run that ended, jdp
-    why says which process failed first, was killed, did not answer or got a signal. For a run that goes on, it says
-    whether steps are made, and which process delays the others. If it is slow, the first line names the one cause, such
-    as input. Then follow the time of a step by part, the end of each
-    earlier visit, and the goodput: the useful share of all the time since the run began.
+    Each process of a run writes a flight recorder, RUN_DIR/NAME/flight/, which outlives it. For a run that ended, jdp
+    why names the process that failed first, was killed, did not answer or got a signal. For a run that continues, it
+    reports whether steps finish, and which process delays the others. If the run is slow, the first line names the
+    largest cause, such as input. Then follow the time of a step by part, the end of each earlier visit, and the
+    goodput: the useful share of all time since the run began.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, or the name of a run in --run-dir."""
+    """Folder of a run, or its name in --run-dir."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder that holds the runs."""
+    """Folder of the runs."""
     json: bool = False
-    """Print one JSON object: state, began (the process that caused it, or null), words, slow (the one cause, or null),
-    steps, goodput."""
+    """Print one JSON object: state, began (the process that caused it, or null), words, slow (the largest cause, or
+    null), steps, goodput."""
 
 
 def run(arguments: list[str]) -> int:

@@ -233,7 +233,7 @@ def test_a_model_that_cannot_be_exported_is_refused_with_the_file(table, problem
 
 def test_only_a_gpt_is_exported(tmp_path):
     file = write_points(tmp_path, points_text(tables(train={"steps": 1, "batch_size": 8, "export": "hf"})))
-    with pytest.raises(ExperimentError, match=r"train\.export is for a GPT, and model.name = 'mlp' is none"):
+    with pytest.raises(ExperimentError, match=r"train\.export is for a GPT; model.name = 'mlp' is not one"):
         load(file)
     with pytest.raises(ExperimentError, match=r"train\.export_dtype is for train\.export; given 'bf16'"):
         load(file, {"train.export": "none", "train.export_dtype": "bf16"})

@@ -134,7 +134,7 @@ def test_devices_that_no_target_describes_are_a_reason_on_the_page(runs):
         history.read_text().replace('"platform": "cpu", "device": "cpu"', '"platform": "x", "device": "y"')
     )
     assert main(["report", "points"]) == 0
-    assert "which devices the run had is not recorded, or they have no description; name some (--target)" in text_of(
+    assert "the devices of the run are not recorded, or jdp has no description of them; give --target" in text_of(
         runs / "points" / "report.html"
     )
 
