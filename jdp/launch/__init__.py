@@ -1,6 +1,6 @@
-"""Processes: started as one cluster, watched, and started again when they fail.
+"""Processes: started as one cluster, watched, and restarted after a failure.
 
-supervisor   starts the processes of a machine, again and again; `restarts` decides whether that can help
+supervisor   starts and restarts the processes of a machine; `restarts` decides whether a restart can help
 processes    the processes of one attempt, with their `process_environment` and `output`
 doctor/      the checks of `jdp doctor`
 """

@@ -1,11 +1,11 @@
-"""The output of the processes: lines with the number of their process on one stream, and a log file for each process.
+"""The output of the processes: all lines, with their process' number, on one stream, and a log file per process.
 
 A process writes stdout and stderr into one pipe, so its lines stay in order; they appear on this process' stdout as
 `[0] line`. With `clean` (for `--json`) stdout is process 0's, byte for byte, and everything else goes to stderr with
 its prefix.
 
-A log file has the output of the process unchanged. When a process is started again its log is a new file. The one
-before becomes `rank-00000.1.log`, the one before that `rank-00000.2.log`, up to `KEPT_LOGS`.
+A log file has the output of the process unchanged. A restarted process gets a new log file. The previous log becomes
+`rank-00000.1.log`, its predecessor `rank-00000.2.log`, up to `KEPT_LOGS`.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import IO
 
 LOGS = "logs"
-"""The folder of the log files in that of a run; it may be there before the run claims its folder."""
+"""The folder of the log files in a run's folder; it may exist before the run claims its folder."""
 LAST_LINES = 20
 KEPT_LOGS = 9
-_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\[]*")  # printed for every new group: left out
+_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\[]*")  # printed for every new group; dropped
 
 
 def say(text: str) -> None:
-    """Print a line, or several, of `jdp launch` itself on stderr."""
+    """Print lines of `jdp launch` itself on stderr."""
     print(f"jdp launch: {text}", file=sys.stderr, flush=True)
 
 
@@ -38,9 +38,9 @@ class Stream:
 
     pipe: IO[bytes]  # the pipe that the process writes to
     target: IO[bytes]  # the stream that people see
-    prefix: bytes  # the begin of each line there; empty: output is passed on unchanged
+    prefix: bytes  # start of each line there; empty: output is passed on unchanged
     tail: deque[bytes]  # the last lines, shared by the streams of a process
-    log: "Log | None"  # the process' log file, likewise shared; None: it has none
+    log: "Log | None"  # the process' log file, if any, also shared
     unfinished: bytes = b""
 
     def write(self, data: bytes) -> None:
@@ -71,7 +71,7 @@ class Outputs:
         return self.clean and rank == 0
 
     def streams(self, rank: int, pipes: list[IO[bytes]]) -> list[Stream]:
-        """Return the streams of a process that was just started: of stdout, and of stderr if that is separate."""
+        """Return the streams of a new process: stdout, and stderr if it is separate."""
         tail, log = deque[bytes](maxlen=LAST_LINES), None
         if self.log_dir is not None:
             log = Log.open(self.log_dir / f"rank-{rank:05}.log")
@@ -87,7 +87,7 @@ class Outputs:
 
 @dataclass
 class Log:
-    """The log file of one process. An error of the disk is reported once, and the process goes on without a log."""
+    """The log file of one process. A disk error is reported once; the process then continues without a log."""
 
     file: Path
     handle: int
@@ -95,11 +95,11 @@ class Log:
 
     @staticmethod
     def open(file: Path) -> "Log | None":
-        """Make the file, and rename an older one; None, after a line about it, if it cannot be written."""
+        """Make the file, and rename an older one; report and return None if it cannot be written."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             if _taken(file):
-                say(f"{file} is being written by another jdp launch: this one keeps no log of that process")
+                say(f"{file} is being written by another jdp launch: this process runs without a log")
                 return None
             _rotate(file)
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -111,7 +111,6 @@ class Log:
         return Log(file, handle)
 
     def write(self, data: bytes) -> None:
-        """Append `data`."""
         if self.failed:
             return
         try:
@@ -144,7 +143,7 @@ def _taken(file: Path) -> bool:
 
 
 def _rotate(file: Path) -> None:
-    """Move the log aside, and those before it one number further; the oldest is replaced."""
+    """Rename the log and its predecessors to the next number; the oldest is replaced."""
     names = [file, *(file.with_suffix(f".{number}.log") for number in range(1, KEPT_LOGS + 1))]
     for number in reversed(range(KEPT_LOGS)):
         if names[number].exists():

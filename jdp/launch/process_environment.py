@@ -14,15 +14,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, and which of them this is.
+    """The machines of a run, and this machine's number.
 
     Attributes:
         count: number of nodes.
-        rank: number of this one, from 0.
+        rank: number of this node, from 0.
         coordinator: "HOST:PORT" of process 0, which is on node 0.
 
     Raises:
-        ValueError: they contradict each other, or the coordinator is no address.
+        ValueError: the values contradict each other, or the coordinator is not an address.
     """
 
     count: int
@@ -40,12 +40,12 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Part:
-    """The consecutive processes of a cluster that are started on this machine."""
+    """The consecutive processes of a cluster on this machine."""
 
     coordinator: str  # "HOST:PORT" at which process 0 will listen
     processes: int  # number of processes on all machines
     here: int  # number of processes on this machine
-    first: int = 0  # index of the first of these
+    first: int = 0  # index of the first process on this machine
 
     @property
     def ranks(self) -> range:
@@ -54,7 +54,7 @@ class Part:
 
 
 def part_of(nodes: Nodes | None, processes: int) -> Part:
-    """Return this machine's part of an attempt; a machine on its own has a port that was free just now."""
+    """Return this machine's part of an attempt; a single machine uses a free port."""
     if nodes is not None:
         return Part(nodes.coordinator, nodes.count * processes, processes, nodes.rank * processes)
     with listen(LOOPBACK, 0) as server:
@@ -66,7 +66,7 @@ def environments(
 ) -> dict[int, dict[str, str]]:
     """Return the environment of each process: its number, the coordinator's address, and its devices.
 
-    `restarts` is the number of attempts before this one; in `folder` the processes report how far they have come.
+    `restarts` is the number of previous attempts; the processes report their progress in `folder`.
     """
     shared = dict(environment) | {
         "JDP_COORDINATOR": part.coordinator,

@@ -1,10 +1,10 @@
 """The processes of one attempt on this machine: started together, watched, and ended together.
 
-`turn`, called again and again, forwards their output and notices which have ended. When one fails, the others are
-ended, as they would wait for it.
+`turn`, called repeatedly, forwards their output and notices which have ended. If one fails, the others are ended,
+because they would wait for it.
 
-The processes end with this one, even if it gets SIGKILL (Linux: PR_SET_PDEATHSIG). Each has its own process group: it
-gets Ctrl-C once, from this process, and programs that it started end with it.
+The processes end with this process, even after SIGKILL (Linux: PR_SET_PDEATHSIG). Each has its own process group: it
+gets Ctrl-C once, from this process, and its child programs end with it.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from typing import IO, Self
 from jdp.launch.output import Outputs, Stream
 
 POLL_SECONDS = 0.05
-SETTLE_SECONDS = 2.0  # after an abort (a peer died): for the peer that caused it to end by itself
+SETTLE_SECONDS = 2.0  # after an abort (a peer died): for that peer to end by itself
 ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved: the others will exit too ...
-ORDERLY_SECONDS = 15.0  # ... and may take so long
+ORDERLY_SECONDS = 15.0  # ... within this time
 LAST_WORDS_SECONDS = 0.8  # after a failure, from SIGTERM to SIGKILL: JAX ignores SIGTERM, and waiting peers hang
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
@@ -38,7 +38,7 @@ class Child:
     process: "subprocess.Popen[bytes]"
     streams: list[Stream]
     ended: float = math.inf  # time.monotonic() when its end was noticed
-    stopped: bool = False  # it was sent SIGTERM because another had failed
+    stopped: bool = False  # it got SIGTERM because another process had failed
 
     @property
     def status(self) -> int:
@@ -55,27 +55,27 @@ class Child:
 
     @property
     def aborted(self) -> bool:
-        """True if it ended by SIGABRT, as JAX ends a process whose peer died: never the cause itself."""
+        """True if it ended by SIGABRT, with which JAX ends a process whose peer died: never the cause itself."""
         return self.status == -signal.SIGABRT
 
     @property
     def failed(self) -> bool:
-        """True if it ended with an error, and not because it was stopped."""
+        """True if it ended with an error and was not stopped."""
         return self.ended < math.inf and self.status != 0 and not self.stopped
 
     @property
     def last_words(self) -> list[str]:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
         return [line.decode(errors="replace") for line in self.streams[0].tail]
 
 
 class Processes:
-    """The processes of one attempt on this machine, in `with`; none outlives it."""
+    """The processes of one attempt on this machine; none outlives `with`."""
 
     def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]], outputs: Outputs) -> None:
         self.children: list[Child] = []
         self._selector = selectors.DefaultSelector()
-        self._kill_at = math.inf  # set once all have been asked to end
+        self._kill_at = math.inf  # set after all have been asked to end
         try:
             for rank, own in environments.items():
                 self.children.append(self._start(command, rank, own, outputs))
@@ -101,17 +101,17 @@ class Processes:
 
     @property
     def cause(self) -> Child | None:
-        """The process that failed first; one that aborted, as a peer had died, counts only if no other failed."""
+        """The process that failed first; a process that aborted after a peer's death counts only if no other failed."""
         failed = [child for child in self.children if child.failed]
         return min(failed, key=lambda child: (child.aborted, child.ended), default=None)
 
     @property
     def stopping(self) -> bool:
-        """True once the processes have been asked to end."""
+        """True after the processes have been asked to end."""
         return self._kill_at < math.inf
 
     def turn(self) -> bool:
-        """Forward output for a moment; when one has failed, end the others. Return False when all have ended."""
+        """Forward output for a moment; if a process failed, end the others. Return False after all have ended."""
         if not running(self.children):
             while self._forward_output(0):
                 pass
@@ -133,7 +133,7 @@ class Processes:
         self._kill_at = min(self._kill_at, time.monotonic() + LAST_WORDS_SECONDS)
 
     def pass_on(self, number: int, grace_seconds: float) -> None:
-        """Pass on a signal; processes that have not ended after `grace_seconds` are killed."""
+        """Pass on a signal; kill processes that have not ended after `grace_seconds`."""
         _send_signal(number, running(self.children))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
@@ -171,9 +171,9 @@ class Processes:
 
 
 def running(children: list[Child]) -> list[Child]:
-    """Return the processes that run; record the end of the others, and kill the programs that these started.
+    """Return the running processes; record the end of the others, and kill their child programs.
 
-    They are killed before the ended process is waited for: until then no other can get its number.
+    These are killed before waiting for the ended process, because until then its number is not reused.
     """
     for child in children:
         if child.ended == math.inf and os.waitid(os.P_PID, child.process.pid, _PEEK):
@@ -184,16 +184,16 @@ def running(children: list[Child]) -> list[Child]:
 
 
 def _stop_at(children: list[Child], alive: list[Child]) -> float:
-    """Return when to end those still running: at the first failure, or later if they may exit by themselves."""
+    """Return when to end the running processes: at the first failure, or later if they may exit by themselves."""
     failed = [child for child in children if child.failed]
-    if failed and all(map(_is_stopped, alive)):  # as by SIGSTOP: none will exit by itself
+    if failed and all(map(_is_stopped, alive)):  # by SIGSTOP, for example: none will exit by itself
         return 0.0
     patience = [SETTLE_SECONDS if each.aborted else ORDERLY_SECONDS if each.status in ORDERLY else 0 for each in failed]
     return min((child.ended + seconds for child, seconds in zip(failed, patience, strict=True)), default=math.inf)
 
 
 def _is_stopped(child: Child) -> bool:
-    """Return True for a process that a signal has stopped, as Ctrl-Z does (Linux)."""
+    """Return True for a process stopped by a signal such as Ctrl-Z (Linux)."""
     try:
         state = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,10 +1,10 @@
-"""Whether to start again after a failure, and with which exit code to end.
+"""Whether to restart after a failure, and the exit code otherwise.
 
-A crash loop is three failures without progress in between. One more failure at a step proves nothing: a checkpoint that
-is written in the background is reported only at the next, or when the run has resumed from it.
+A crash loop is three failures without progress in between. A second failure at a step proves nothing: a checkpoint
+written in the background is reported only with the next one, or after the run has resumed from it.
 
-On several nodes each decides for itself. A process that fails before all have joined fails on its node alone, and the
-others wait for it (`core.cluster.roll_call`). It is started again for some minutes, and this does not count.
+Each of several nodes decides for itself. A process that fails before all have joined fails only on its node, and the
+others wait for it (`core.cluster.roll_call`). Such restarts go on for some minutes and are not counted.
 """
 
 import signal
@@ -17,14 +17,14 @@ from jdp.launch.output import say
 
 TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
 FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
-"""Exit codes, or -n for signal n, after which another start would end the same way, or is not wanted."""
+"""Exit codes, or -n for signal n, after which a restart would fail again, or is not wanted."""
 
 IN_VAIN = 2
-"""Restarts in a row without progress after which there is no other."""
+"""Largest number of restarts in a row without progress."""
 
 PAUSE_SECONDS = 1.0
 UNCOUNTED_SECONDS = 300.0
-"""How long the processes of one of several nodes are started again if they fail before all have joined."""
+"""How long a node restarts processes that fail before all nodes have joined."""
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Restarts:
     """Counts the restarts, and compares the run's progress between them."""
 
     most: int  # number of restarts allowed
-    reports_progress: bool  # True if a program that has reported nothing has made no progress
-    folder: Path  # where the processes report how far they have come
+    reports_progress: bool  # True if a program without a report has made no progress
+    folder: Path  # in which the processes report their progress
     several_nodes: bool = False  # True if there are other nodes
     made: int = 0  # number of restarts so far
     _until: float = field(default_factory=lambda: time.monotonic() + UNCOUNTED_SECONDS)
@@ -42,7 +42,7 @@ class Restarts:
     _crash_loop: bool = field(default=False)
 
     def another(self, status: int) -> bool:
-        """Decide after a failure, and report the decision; True: start again."""
+        """Decide after a failure, and report the decision; True: restart."""
         if self.most == 0 or status in FINAL:
             return False
         if self.several_nodes and not (self.folder / JOINED).exists():
@@ -65,7 +65,7 @@ class Restarts:
         return True
 
     def _uncounted(self, status: int) -> bool:
-        """Decide after a failure before all had joined; one that waited for the others in vain has taken its time."""
+        """Decide after a failure before all had joined; a process that timed out waiting has used up its time."""
         again = status != TRY_AGAIN and time.monotonic() < self._until
         if again:
             say("it failed before all processes had joined: started again, which is not counted")
@@ -73,11 +73,11 @@ class Restarts:
         return again
 
     def exit_code(self, status: int) -> int:
-        """Return the exit code for that of the process that failed first; a crash loop must not be tried again."""
+        """Return the exit code, given that of the process that failed first; a crash loop must not be tried again."""
         code = 128 - status if status < 0 else status
         return SOFTWARE_ERROR if self._crash_loop and code == TRY_AGAIN else code
 
 
 def whence(step: int | None) -> str:
-    """Return the step that a restart resumes from, or a later one, as the end of a sentence."""
+    """Return the step from which, or after which, a restart resumes, as the end of a sentence."""
     return "" if step is None else f", from step {step}" if step else ", from the beginning"

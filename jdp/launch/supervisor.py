@@ -1,17 +1,17 @@
-"""Several processes as one, started again when they fail: torchrun for JAX.
+"""Several processes as one, restarted after a failure: torchrun for JAX.
 
 `launch` gives each process its rank through the environment (`jdp.initialize` reads it), starts them all, and watches
-them (`processes`). When one fails the others are ended and the first failure is reported. All are then started again if
+them (`processes`). If one fails, the others are ended and the first failure is reported. All are then restarted if
 `restarts` allows it:
 
-- Not after an error that would come again: a user's mistake (2), processes that do not match (78), the answer no (1),
+- Not after an error that would repeat: a user's mistake (2), processes that do not match (78), the answer no (1),
   Ctrl-C.
-- As often as `max_restarts` allows.
+- At most `max_restarts` times.
 - Not a third time without a new checkpoint, if the program reports its progress.
 
-`jdp train` then resumes from its newest checkpoint. On several nodes each has a supervisor of its own, and these do not
-talk: the processes of the others end because they lost a peer, and all wait for each other when they join again
-(`core.cluster.roll_call`).
+`jdp train` then resumes from its newest checkpoint. Each of several nodes has its own supervisor, and supervisors do
+not communicate: the processes of other nodes end because they lost a peer, and all wait for each other when they join
+again (`core.cluster.roll_call`).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from jdp.launch.processes import Child, Processes
 from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
 
 END_SECONDS = 60.0
-"""How long a node whose processes have all ended with 0 waits for the other nodes to come to their end."""
+"""How long a node whose processes have all ended with 0 waits for the other nodes to end."""
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -53,21 +53,21 @@ def launch(
     Args:
         command: program and arguments, the same for all.
         processes: number of processes on this machine.
-        devices_per_process: on a machine with NVIDIA GPUs, number of GPUs of each process (default: an equal share);
-            else number of virtual CPU devices (default: JAX's, one).
+        devices_per_process: on a machine with NVIDIA GPUs, number of GPUs per process (default: an equal share); else
+            number of virtual CPU devices (default: JAX's, one).
         clean_stdout: write process 0's stdout unchanged to stdout, and everything else to stderr.
         grace_seconds: how long the processes may take to save and end after SIGINT or SIGTERM before they are killed.
-        environment: variables to start from (default: those of this process).
-        max_restarts: how often all processes are started again after one has failed.
-        log_dir: folder of a log file for each process; None: none.
-        reports_progress: True if the command reports its progress from its start on, as `jdp train` does: if it fails
-            three times before that, it is not started again.
-        nodes: the machines of the cluster, on each of which this is called with the same command and number of
-            processes; None: this one alone.
+        environment: initial variables (default: those of this process).
+        max_restarts: number of restarts of all processes after a failure.
+        log_dir: folder of a log file per process; None: no log files.
+        reports_progress: True if the command reports its progress from its start, as `jdp train` does: if it fails
+            three times before any progress, it is not restarted.
+        nodes: the machines of the cluster, each of which calls this with the same command and number of processes;
+            None: only this machine.
 
     Returns:
-        0 if all ended with 0, else the exit code of the first that failed (128 + n for signal n). A process that
-        aborted because a peer had died counts only if no other failed.
+        0 if all ended with 0, else the exit code of the first process that failed (128 + n for signal n). A process
+        that aborted because a peer had died counts only if no other failed.
 
     Raises:
         ValueError: fewer than one process, a negative number of restarts, or fewer GPUs than the processes need.
@@ -96,24 +96,24 @@ def launch(
 
 
 def _wait_for_nodes(nodes: Nodes) -> None:
-    """Wait for the other nodes to end with 0, too: one that starts again is told that this one has ended."""
+    """Wait for the other nodes to end with 0 too: a node that restarts learns that this node has ended."""
     from jdp.core.cluster.agreement import Mismatch
     from jdp.core.cluster.roll_call import MissingProcesses, RollCall
 
     try:
         RollCall(nodes.coordinator, nodes.rank, nodes.count, "node").call(END_SECONDS)
-    except MissingProcesses:  # they failed for good, and say so
+    except MissingProcesses:  # they failed for good, and report it
         return
     except Mismatch as error:
         say(str(error))
 
 
 def watch(running: Processes, signals: Sequence[int], grace_seconds: float) -> None:
-    """Let the processes run to their end; pass on signals, of which a second one kills."""
+    """Let the processes run to their end; pass on signals, and kill after a second one."""
     passed_on = 0
     while running.turn():
         if len(signals) > passed_on:
-            first = signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM  # as SIGHUP and SIGUSR1 become
+            first = signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM  # also for SIGHUP and SIGUSR1
             running.pass_on(signal.SIGKILL if passed_on else first, grace_seconds)
             passed_on = len(signals)
 
@@ -144,7 +144,7 @@ def recorded_signals() -> Generator[list[int]]:
     def record(number: int, _: FrameType | None) -> None:
         received.append(number)
 
-    ignored = [number for number in _STOPPING if signal.getsignal(number) == signal.SIG_IGN]  # as by nohup
+    ignored = [number for number in _STOPPING if signal.getsignal(number) == signal.SIG_IGN]  # for example by nohup
     before = {number: signal.signal(number, record) for number in _STOPPING if number not in ignored}
     try:
         yield received
@@ -159,14 +159,14 @@ _LOCK = ".lock"
 
 @contextlib.contextmanager
 def temporary_folder() -> Generator[Path]:
-    """Make a folder for the files of this launcher, and remove it at the end, with those of killed ones."""
+    """Make a folder for this launcher's files; at the end remove it and the folders of killed launchers."""
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
         _remove_unlocked(lock)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     fresh = folder / f"{_LOCK}.new"
     with fresh.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        fresh.rename(folder / _LOCK)  # it has its name once it is held: nobody takes it for a killed one's
+        fresh.rename(folder / _LOCK)  # named only after it is locked: no launcher takes it for a killed launcher's
         try:
             yield folder
         finally:

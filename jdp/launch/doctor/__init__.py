@@ -1,1 +1,1 @@
-"""The checks of `jdp doctor`: of this machine, and of the processes together; each finding names the fix."""
+"""The checks of `jdp doctor` for this machine, and for the processes together; each finding names the fix."""

@@ -1,8 +1,8 @@
-"""The devices that JAX finds, the library that they send with, and its speed: the only checks that start JAX.
+"""The devices that JAX finds, their communication library, and its speed: the only checks that start JAX.
 
-NCCL sends between GPUs of a machine by peer-to-peer copies, shared memory or RDMA, and does not notice if one of them
-loses what is sent: an IOMMU or PCI ACS, on in many BIOSes, does that to peer-to-peer. So an all-reduce that hangs is
-tried again without one way after another. Each try is another process, because nothing ends the one that hangs."""
+NCCL sends between GPUs of a machine by peer-to-peer copies, shared memory or RDMA, and does not notice lost data: an
+IOMMU or PCI ACS, enabled in many BIOSes, breaks peer-to-peer copies. So an all-reduce that hangs is tried again without
+each transport in turn. Each try is another process, because nothing ends the process that hangs."""
 
 import importlib.metadata
 import os
@@ -29,18 +29,18 @@ from jdp.launch.processes import ending_with_parent
 
 SECONDS = 2.0  # for all payloads together, after compilation
 PAYLOADS = {"cpu": (2**16, 2**20, 2**24), "": (2**20, 2**25, 2**28)}
-"""platform -> bytes that each device gives to an all-reduce; "" for all other platforms."""
-_SLOW = 1e9  # bytes a second: what 10 Gb/s Ethernet gives
+"""Platform -> payload of an all-reduce per device, in bytes; "" for all other platforms."""
+_SLOW = 1e9  # bytes a second: 10 Gb/s Ethernet
 _FEWEST, _MOST = 3, 200
 
 
 def examine_devices() -> list[Finding]:
-    """Check the devices and the library that they send with."""
+    """Check the devices and their communication library."""
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # JAX's word for a platform that does not start
+    except RuntimeError as error:  # JAX raises it if a platform does not start
         first = str(error).splitlines()[0]
-        mend = "fix what else is wrong; if nothing is, JAX's own lines above say why"
+        mend = "fix the other findings first; if there are none, see JAX's own lines above"
         return [Finding("devices", "wrong", f"JAX starts none: {first}", mend)]
     kinds = Counter(device.device_kind for device in devices)
     found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
@@ -57,12 +57,12 @@ def _gpu_remedy() -> str:
         if variable in os.environ:
             return f"unset {variable}, which is {os.environ[variable]!r}"
     if any(map(find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
-        return "nvidia-smi must list the GPU, and JAX's own lines above say why its plugin does not start"
+        return "nvidia-smi must list the GPU; JAX's own lines above tell why its plugin does not start"
     return "pip install 'jdp[cuda]'"
 
 
 def _library(platform: str) -> str:
-    """Return the library that the devices send with."""
+    """Return the devices' communication library."""
     rdma = Path("/sys/class/infiniband")
     names = sorted(each.name for each in rdma.iterdir()) if rdma.is_dir() else []
     wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"
@@ -80,10 +80,10 @@ def _library(platform: str) -> str:
 class Timed:
     """All-reduces of one size."""
 
-    payload: int  # bytes that each device gives
-    seconds: float  # of one, on average
+    payload: int  # bytes per device
+    seconds: float  # mean time of one all-reduce
     right: bool  # True if each sum was right
-    devices: int  # number that took part
+    devices: int  # number of devices
 
     @property
     def bus_bandwidth(self) -> float:
@@ -92,33 +92,33 @@ class Timed:
 
 
 def examine_all_reduce() -> list[Finding]:
-    """Check the sum and the speed of two seconds of all-reduces over all devices; every process calls this."""
+    """Check sum and speed of all-reduces over all devices for two seconds; every process calls this."""
     devices = jax.devices()
     if len(devices) == 1:
         return [Finding("all-reduce", "ok", "one device: nothing is sent")]
     payloads = PAYLOADS.get(devices[0].platform, PAYLOADS[""])
     try:
         timed = [time_all_reduce(payload, SECONDS / len(payloads)) for payload in payloads]
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter Gloo's, as one that lost its peer
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError is Gloo's, for example about a lost peer
         first = (str(error) or type(error).__name__).splitlines()[0]
-        mend = "fix what else is wrong here; if nothing is, NCCL_DEBUG=INFO jdp doctor says more on GPUs"
+        mend = "fix the other findings first; if there are none, NCCL_DEBUG=INFO jdp doctor prints more on GPUs"
         return [Finding("all-reduce", "wrong", first, mend)]
     if wrong := [each for each in timed if not each.right]:
         found = f"the sum of {format_bytes(wrong[0].payload)} from each of {len(devices)} devices is wrong"
-        mend = "do not train on them: run without each host in turn, to find the one that computes or sends wrong"
+        mend = "do not train on them: run without each host in turn, to find the faulty host"
         return [Finding("all-reduce", "wrong", found, mend)]
     shown = "; ".join(
         f"{format_bytes(each.payload)} in {format_seconds(each.seconds)}, {format_rate(each.bus_bandwidth)}B/s"
         for each in timed
     )
     slow = devices[0].platform != "cpu" and timed[-1].bus_bandwidth < _SLOW
-    mend = "NCCL_DEBUG=INFO shows by which way it sends (NET/IB, P2P/NVLS, NET/Socket); NCCL_SOCKET_IFNAME chooses"
+    mend = "NCCL_DEBUG=INFO shows the transport (NET/IB, P2P/NVLS, NET/Socket); NCCL_SOCKET_IFNAME sets the interface"
     found = f"{len(devices)} devices, right; {shown} of bus bandwidth"
     return [Finding.judged("all-reduce", found, mend, note=slow)]
 
 
 def time_all_reduce(payload: int, seconds: float) -> Timed:
-    """Sum an array over all devices, again and again, and return the time of one sum."""
+    """Sum an array over all devices repeatedly, and return the time of one sum."""
     devices = jax.devices()
     mesh = Mesh(np.array(devices), ("all",))
     rows = NamedSharding(mesh, PartitionSpec("all"))
@@ -146,27 +146,27 @@ def time_all_reduce(payload: int, seconds: float) -> Timed:
 
 
 P2P, SHM, IB = "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"
-"""NCCL's variables; "1" leaves a way out: peer-to-peer, shared memory, RDMA."""
+"""NCCL's variables; "1" disables a transport: peer-to-peer, shared memory, RDMA."""
 TRY = (
     "import sys\n"
     "from jdp.launch.doctor.devices import time_all_reduce\n"
     "sys.exit(not time_all_reduce(2**20, 0.1).right)\n"
 )
-"""The program of a try: exit code 0 if all GPUs that it sees all-reduce, and the sum is right."""
+"""The program of a try: exit code 0 if the visible GPUs all-reduce, and the sum is right."""
 _RDMA = Path("/sys/class/infiniband")
 
 
 def is_nccl_used() -> bool:
-    """Return whether this process' devices send by NCCL."""
+    """Return whether this process' devices use NCCL."""
     return jax.local_devices()[0].platform in ("gpu", "cuda")
 
 
 def nccl_cure(
     seconds: float, *, command: Sequence[str] = (sys.executable, "-c", TRY), rdma: Path = _RDMA
 ) -> dict[str, str]:
-    """Return the variables with which the all-reduce ends; {} if it hangs with each. A try takes `seconds` at most."""
+    """Return the variables with which the all-reduce succeeds; {} if none. A try takes at most `seconds`."""
     single = (P2P, SHM, *[IB] * rdma.is_dir())
-    for ways in (*((name,) for name in single), single):  # one way, then all
+    for ways in (*((name,) for name in single), single):  # each alone, then all together
         variables = dict.fromkeys(ways, "1")
         if all(os.environ.get(name) == "1" for name in ways):
             continue
@@ -177,7 +177,7 @@ def nccl_cure(
 
 
 def in_shell(variables: Mapping[str, str]) -> str:
-    """Return "A=1 B=1", as in front of a command."""
+    """Return "A=1 B=1", for the front of a command."""
     return " ".join(f"{name}={value}" for name, value in variables.items())
 
 
@@ -185,7 +185,7 @@ def _ends_well(command: Sequence[str], variables: Mapping[str, str], seconds: fl
     """Run a try; True if it ends in time with exit code 0. This process holds most of the GPUs' memory."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **variables}
     quiet = subprocess.DEVNULL
-    bound = ending_with_parent(command)  # the thread that starts it waits for it
+    bound = ending_with_parent(command)  # the thread that starts the command waits for it
     with subprocess.Popen(bound, env=environment, stdout=quiet, stderr=quiet, start_new_session=True) as process:
         try:
             return process.wait(seconds) == 0

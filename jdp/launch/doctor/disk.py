@@ -1,4 +1,4 @@
-"""The disk of the runs: its room, its inodes, and whether it can be written."""
+"""The disk of the runs: its space, its inodes, and whether it is writable."""
 
 import os
 import secrets
@@ -9,31 +9,31 @@ from jdp.base.formatting import format_bytes
 from jdp.launch.doctor.findings import Finding
 
 LITTLE_ROOM = 2**30
-FEW_INODES = 10_000  # a checkpoint has some tens of files a process
+FEW_INODES = 10_000  # a checkpoint has tens of files per process
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def examine_disk(folder: Path) -> list[Finding]:
-    """Check room, inodes and writing, for which a file is written and removed."""
+    """Check space, inodes and writing; write and remove a file."""
     folder = existing(folder)
     return [examine_room(folder), _inodes(folder), _writing(folder)]
 
 
 def examine_cache() -> Finding:
-    """Check that there is a folder for what is kept between runs: compiled programs, tokens."""
+    """Check that the cache of compiled programs and tokens has a folder."""
     folder = default_folder()
-    mend = "export JDP_CACHE_DIR=FOLDER, one that this user can write"
+    mend = "export JDP_CACHE_DIR=FOLDER, a folder that this user can write"
     found = without_home(folder)
     return Finding.judged("cache", found or str(folder), mend, note=found is not None)
 
 
 def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:
-    """Check the room on a disk, also for a checkpoint as large as this one."""
+    """Check the free space on a disk, also for a checkpoint as large as `checkpoint`."""
     needed = 0 if checkpoint is None else sum(file.stat().st_size for file in checkpoint.rglob("*"))
     status = os.statvfs(folder)
     free, size = status.f_frsize * status.f_bavail, status.f_frsize * status.f_blocks

@@ -1,6 +1,6 @@
 """Findings of `jdp doctor`, of all processes, and their table.
 
-They are exchanged through the coordination service, which answers while devices hang."""
+They are exchanged through the coordination service, which works while devices hang."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from jdp.base.formatting import listed
 from jdp.core.cluster.barrier import from_every_process
 
 Status = Literal["ok", "note", "wrong"]
-"""A note is for the reader to judge, such as a limit that hurts large runs only. `wrong` makes the exit code 1."""
+"""A note is left to the reader, such as a limit that hurts only large runs. `wrong` sets exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,28 @@ class Finding:
 
     @classmethod
     def judged(cls, check: str, found: str, mend: str, *, wrong: bool = False, note: bool = False) -> "Finding":
-        """Return a finding that is wrong, or a note, or else ok and without a fix."""
+        """Return a finding: `wrong`, a `note`, or else ok and without a fix."""
         status: Status = "wrong" if wrong else "note" if note else "ok"
         return cls(check, status, found, mend if wrong or note else "")
 
 
 @dataclass(frozen=True)
 class Examined:
-    """The findings of all processes that sent them, by process, and the hosts of these."""
+    """Findings and hosts of all processes that sent them, by process."""
 
     findings: dict[int, list[Finding]]
     hosts: dict[int, str]
 
     @property
     def wrong(self) -> int:
-        """The number of things that are wrong; one that is wrong in several processes counts once."""
+        """The number of faults; a fault of several processes counts once."""
         return sum(finding.status == "wrong" for finding, _ in self.rows())
 
     def rows(self) -> list[tuple[Finding, tuple[int, ...]]]:
-        """Return a finding for each row of the table, with the processes that have it, in the order of the checks.
+        """Return a finding for each row of the table, with its processes, in the order of the checks.
 
-        If a check is ok in all processes, the first one's finding is shown. Findings that are not ok and have the same
-        fix share a row.
+        If a check is ok in all processes, the row has the first process' finding. Findings with the same fix share a
+        row.
         """
         everyone = [(finding, process) for process, all_ in self.findings.items() for finding in all_]
         rows: list[tuple[Finding, tuple[int, ...]]] = []
@@ -76,7 +76,7 @@ class Examined:
         }
 
     def lines(self) -> list[str]:
-        """Return the table as text: a line for each finding, with the fix below if it is not ok."""
+        """Return the table as text: a line for each finding, followed by its fix if it is not ok."""
         rows = self.rows()
         width = max((len(finding.check) for finding, _ in rows), default=0)
         lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Versions of jdp's requirements, JAX, its library and its plugins, as pip installed them; JAX is not imported."""
+"""Versions of jdp's requirements, JAX, jaxlib and plugins by pip's records; JAX is not imported."""
 
 import importlib.metadata
 import platform
@@ -13,13 +13,13 @@ SHOWN = ("jdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 _PLUGIN = re.compile(r"jax-(cuda|rocm)\d+-(plugin|pjrt)")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {"13": 580, "12": 525}
-"""CUDA's major version -> the oldest driver that runs it (NVIDIA, "CUDA Compatibility", minor versions)."""
+"""CUDA's major version -> its oldest driver (NVIDIA, "CUDA Compatibility", minor versions)."""
 
 
 def versions() -> dict[str, str]:
     """Return the version of Python and of each package that determines a step; "" if not installed."""
     found = {"python": platform.python_version()} | {name: _version(name) for name in SHOWN}
-    installed = {each.name for each in importlib.metadata.distributions()}  # each name is a file that is parsed
+    installed = {each.name for each in importlib.metadata.distributions()}  # parses a file per name
     return found | {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
 
 
@@ -32,11 +32,11 @@ def examine_versions() -> list[Finding]:
 
 
 def _unmet(package: str, only: str | None = None) -> list[Finding]:
-    """Return findings about requirements of a package that are not met."""
+    """Return findings about unmet requirements of a package."""
     try:
         requires = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
-        text = f"{package} was not installed by pip, so that its bounds are not known"
+        text = f"{package} was not installed by pip, so its bounds are unknown"
         return [Finding("versions", "note", text, "pip install . (in jdp's folder)" if package == "jdp" else "")]
     unmet: list[Finding] = []
     for requirement in map(Requirement, requires):
@@ -55,7 +55,7 @@ def _unmet(package: str, only: str | None = None) -> list[Finding]:
 
 
 def _mismatched(found: dict[str, str]) -> list[Finding]:
-    """Return findings about plugins of another version than jaxlib's: JAX may load them with a warning at most."""
+    """Return findings about plugins whose version differs from jaxlib's: JAX may load them with only a warning."""
     return [
         Finding(
             "versions",
