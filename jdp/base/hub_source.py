@@ -1,8 +1,8 @@
 """Sources that `datasets` reads, as they are written in an experiment file: "hf:parquet:rows/*.parquet:train".
 
-A builder reads files: "hf:BUILDER:PATH". Without a builder, the source names a data set of the hub ("hf:NAME",
-"hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG") or a folder with a data set ("hf:/local/path"). "hf-stream:" streams the same
-sources. A split may follow: ":train", ":train[:1000]".
+A builder reads files: "hf:BUILDER:PATH". A source without a builder is a data set of the hub ("hf:NAME",
+"hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG") or in a folder ("hf:/local/path"). "hf-stream:" streams the same sources. A
+split may follow: ":train", ":train[:1000]".
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ PAGE = "report.html"
 class Options:
     """Writes one self-contained page on runs: curves, speed, memory, events.
 
-    The page needs no network and no other file. It has all metrics of a run, such as the loss and the learning rate,
-    throughput, the share of time waiting for data, resumes, stops, skipped steps, and the experiment as run. The curves
-    of several runs share their axes, and a table lists how the runs differ.
+    The page needs no network and no other file. It has all metrics of a run, such as the loss and the learning rate. It
+    also has throughput, the share of time waiting for data, resumes, stops, skipped steps, and the experiment as run.
+    The curves of several runs share their axes, and a table lists how the runs differ.
 
     For memory and timeline the step is compiled, not run, for the run's devices; this machine needs neither these
     devices nor the run's data. The page of a run that continues, failed or was killed lists the missing information.

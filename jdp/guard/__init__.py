@@ -12,7 +12,7 @@ __all__ = ["CorruptState", "check_replicas"]
 if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        """Import modules that need JAX when they are first used: readers of a run's files do without."""
+        """Import modules that need JAX at first use, because readers of a run's files do not need JAX."""
         if name not in __all__:
             raise AttributeError(f"module 'jdp.guard' has no attribute {name!r}")
         from jdp.guard import replicas

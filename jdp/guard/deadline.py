@@ -1,18 +1,18 @@
-"""A deadline for each step: nothing in JAX ends a hang, so a thread beside the loop does.
+"""A deadline for each step: JAX does not end a hang, so a thread beside the loop does.
 
-1. The loop tells the thread what it begins, and that a step ended. A step may take ten median steps, but at least
-   `seconds`; anything that happens once and compiles, reads or writes may take `first_seconds`.
-2. In a cluster each process publishes its step once a second in the coordination service, which answers while the
+1. The loop reports to the thread its next activity, and the end of each step. A step may take ten median steps, but at
+   least `seconds`; rare work that compiles, reads or writes may take `first_seconds`.
+2. In a cluster each process publishes its step once a second in the coordination service, which works while the
    devices hang. A process whose deadline has passed publishes that too; the others see it and stop.
-   A silent process is noticed by process 0, and a silent process 0 by all others. JAX's heartbeats notice it later,
-   abort all processes with 134, and name nobody.
-3. Each prints the stacks of its threads and which process is behind, and exits with 75: a supervisor starts the job
-   again, from its last checkpoint.
+   Process 0 notices a silent process, and all others notice a silent process 0. JAX's heartbeats notice it later,
+   abort all processes with 134, and name no process.
+3. Each process prints the stacks of its threads and which process is behind, and exits with 75: a supervisor restarts
+   the job from its last checkpoint.
 
-Nothing ends the thread itself: a process without memory can start no other, and any line may raise MemoryError. The
-thread that ends the process for certain is started before. A process that was stopped (Ctrl-Z) and goes on has its
-time again. On GPUs XLA has a timeout of its own, below this one (`set_xla_timeout`): it ends a process whose Python
-cannot.
+The thread must survive any error: without memory a process cannot start another thread, and any line may raise
+MemoryError. So the thread that finally ends the process is started in advance. A process that was stopped (Ctrl-Z) and
+continues gets its time again. On GPUs XLA has its own, shorter timeout (`set_xla_timeout`), which ends a process whose
+Python cannot run.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ MEDIANS = 10
 """The number of median steps that a step may take."""
 _TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
 SILENT_SECONDS = 20.0
-"""A process that publishes nothing for so long, between steps of the others, is stopped or gone. JAX's heartbeats take
-half of HEARTBEAT_SECONDS to all of it."""
+"""A process that publishes nothing for this long, while the others step, is stopped or gone. JAX's heartbeats take
+half to all of HEARTBEAT_SECONDS."""
 _ANSWER_SECONDS = 4.0  # for the others to publish their positions
-_LAST_RESORT_SECONDS = 20.0  # after that the process ends, whatever hangs
+_LAST_RESORT_SECONDS = 20.0  # after this time the process ends, whatever hangs
 _numbers = itertools.count(1)  # all processes make their deadlines in the same order
 
 
 class Deadline:
-    """Ends this process, and in a cluster all of them, when a step does not end in time. Use it in `with`.
+    """Ends this process, and in a cluster all processes, if a step does not end in time. Use it in `with`.
 
         >>> train_step = jdp.make_train_step(loss_fn, plan)
         >>> with jdp.Deadline() as deadline:
@@ -60,16 +60,16 @@ class Deadline:
         ...     with deadline.during("saving"):
         ...         jdp.save("checkpoint", state)
 
-    `step` reports that a step ended, `during` that something else goes on. When the time is up, each process prints the
-    stacks of all its threads and which process is behind. It ends with exit code 75, "run again". JAX runs ahead of the
-    devices, so a hang shows a few steps after it began. In a cluster a process that is stopped or gone is noticed
-    after 20 seconds, between steps.
+    `step` reports the end of a step, `during` other work. When the time is up, each process prints the stacks of all
+    its threads and which process is behind, and exits with code 75, "run again". JAX runs ahead of the devices, so a
+    hang shows a few steps after it began. In a cluster a process that is stopped or gone is noticed after 20 seconds,
+    between steps.
 
     Args:
-        seconds: a step must end within this time, or within ten times the median step, if that is longer; 0: no
-            deadline. Raise it when single steps may take minutes, as on a shared file system that stalls.
-        first_seconds: the same for the first step, which compiles, and for `during`; 0: no deadline. Raise it for
-            models that compile for an hour.
+        seconds: limit of a step, or ten times the median step if that is longer; 0: no deadline. Raise it if single
+            steps may take minutes, for example on a shared file system that stalls.
+        first_seconds: limit of the first step, which compiles, and of `during`; 0: no deadline. Raise it for models
+            that compile for an hour.
 
     Raises:
         ValueError: a number is negative.
@@ -85,8 +85,11 @@ class Deadline:
         self._durations: deque[float] = deque(maxlen=101)
         self._once, self._doing, self._step = True, "starting", 0
         self._since = time.monotonic()
-        self._done, self._changed = threading.Event(), threading.Event()  # changed: this is a step now, publish at once
-        self._expired = threading.Lock()  # released when the time is up, which needs no memory
+        self._done, self._changed = (
+            threading.Event(),
+            threading.Event(),
+        )  # changed: publish a step at once
+        self._expired = threading.Lock()  # released when the time is up: needs no memory
         self._expired.acquire()
         self._peers: _Peers | None = None
         self._threads: list[threading.Thread] = []
@@ -106,9 +109,9 @@ class Deadline:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._changed.set()
-        with contextlib.suppress(RuntimeError):  # it is released already
+        with contextlib.suppress(RuntimeError):  # already released
             self._expired.release()
-        # a thread that comes back from JAX into a Python that is ending aborts the process
+        # a thread that returns from JAX while Python exits aborts the process
         for thread in self._threads:
             thread.join(THREAD_SECONDS)
 
@@ -117,30 +120,30 @@ class Deadline:
         self._threads[-1].start()
 
     def step(self, step: int, doing: str = "its next step") -> None:
-        """Tell that a step ended; the next thing must end in time.
+        """Report the end of a step; the next activity must end in time.
 
         Args:
             step: its number.
-            doing: the name of what begins now, for messages.
+            doing: name of the next activity, for messages.
         """
         now = time.monotonic()
         if not self._once:
             self._durations.append(now - self._since)
-        # The time is set first, here and below: else a limit for short things may apply to the begin of a long one.
+        # Set the time first, here and below: else a short limit may apply to the start of a long activity.
         self._since, self._step, self._doing = now, step, doing
         self._is_once(False)
 
     def beat(self, doing: str) -> None:
-        """Tell that a part ended that is not a step, such as a batch of an evaluation.
+        """Report the end of a part that is not a step, such as a batch of an evaluation.
 
         Args:
-            doing: the name of what begins now, for messages.
+            doing: name of the next activity, for messages.
         """
         self._since, self._doing = time.monotonic(), doing
         self._is_once(False)
 
     def says(self, doing: str) -> None:
-        """Name what goes on; the time runs on.
+        """Name the current activity without changing its time limit.
 
         Args:
             doing: the name, for messages.
@@ -149,7 +152,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Generator[None]:
-        """Give `first_seconds` to the code inside `with`, such as an evaluation or a save; it is not a step.
+        """Allow `first_seconds` for the code in `with`, such as an evaluation or a save; it is not a step.
 
         Args:
             doing: its name, for messages: "saving".
@@ -163,14 +166,14 @@ class Deadline:
             self._is_once(once)
 
     def _is_once(self, once: bool) -> None:
-        """Publish a change to steps at once: what stops within a second of it is silent, not in a long part."""
+        """Publish a change to steps at once: a process that stops within the next second is then known as silent."""
         before, self._once = self._once, once
         if before and not once:
             self._changed.set()
 
     @property
     def limit(self) -> float | None:
-        """Seconds within which the current part must end; None: there is no deadline."""
+        """Seconds within which the current part must end; None without a deadline."""
         if self._once:
             return self._first_seconds or None
         median = statistics.median(self._durations) if self._durations else 0.0
@@ -182,13 +185,13 @@ class Deadline:
         return Position(self._step, self._doing, time.monotonic() - self._since)
 
     def _watch(self) -> None:
-        """Wait, in a thread, until the time is up here or on another process; then end this one."""
+        """Wait, in a thread, until the time is up here or on another process; then end this process."""
         before, limit = time.monotonic(), self.limit
         while not self._done.is_set():
             try:
                 self._done.wait(_TICK_SECONDS)
                 now = time.monotonic()
-                if now - before > _TICK_SECONDS + _LATE_SECONDS:  # this process was stopped, and has its time again
+                if now - before > _TICK_SECONDS + _LATE_SECONDS:  # this process was stopped and gets its time again
                     self._since = now
                     if self._peers is not None:
                         self._peers.heard = now
@@ -198,14 +201,14 @@ class Deadline:
                 time.sleep(_TICK_SECONDS)
             before = time.monotonic()
             late, lost, peers = limit is not None and before - self._since > limit, False, self._peers
-            if peers is not None:  # another one's time is up, or one is silent while this one steps
+            if peers is not None:  # the time of another process is up, or it is silent while this one steps
                 silent = peers.silent or before - peers.heard > SILENT_SECONDS
                 lost = peers.expired or (silent and self._seconds > 0 and not self._once)
             if (late or lost) and not self._done.is_set():
                 self._leave(limit if late else None)
 
     def _end_for_certain(self) -> None:
-        """End this process, in a thread, some seconds after its time was up, whatever hangs by then."""
+        """End this process, in a thread, some seconds after its time was up, whatever hangs."""
         self._expired.acquire()
         if not self._done.is_set():
             time.sleep(_LAST_RESORT_SECONDS)
@@ -215,7 +218,7 @@ class Deadline:
         """Publish, in a thread, the position of this process, and look for others whose time is up."""
         while not self._done.is_set():
             try:
-                peers.publish(self.position, once=self._once)  # at once: a process may stop within its first second
+                peers.publish(self.position, once=self._once)  # a process may stop within its first second
                 self._changed.wait(_TICK_SECONDS)
                 self._changed.clear()
             except Exception:  # memory is exhausted; or the service is gone, and JAX ends this process
@@ -224,7 +227,7 @@ class Deadline:
             peers.leave()
 
     def _leave(self, limit: float | None) -> None:
-        """End this process, after a report, whatever fails in that."""
+        """Report, then end this process even if the report fails."""
         try:
             self._expired.release()
             self._report(limit)
@@ -261,12 +264,12 @@ class _Peers:
     def __init__(self, client: Any, me: int, count: int, number: int) -> None:
         self._client, self._me, self._count = client, me, count
         self._prefix = f"jdp/deadline/{number}"
-        self._stamps: dict[str, tuple[str, float]] = {}  # process 0's: key -> what was published, and since when
+        self._stamps: dict[str, tuple[str, float]] = {}  # process 0's: key -> published text, and its time
         self.expired = self.silent = False
-        self.heard = time.monotonic()  # when the service answered last
+        self.heard = time.monotonic()  # last answer of the service
 
     def publish(self, position: Position, *, once: bool) -> None:
-        """Publish the position of this process, with whether it is in a step, and look at those of the others."""
+        """Publish the position of this process, and whether it is in a step; read those of the others."""
         self._put("at", position, once=once)
         self.expired = bool(self._all("expired"))
         if self._me == 0:
@@ -274,11 +277,11 @@ class _Peers:
         self.heard = time.monotonic()
 
     def leave(self) -> None:
-        """Withdraw the position of this process, which is at its end: it is not silent."""
+        """Withdraw the position of this process at its end, so that it does not count as silent."""
         self._client.key_value_delete(f"{self._prefix}/at/{self._me}")
 
     def _look_for_silent_ones(self) -> None:
-        """Compare what the processes published with what they had before. Only those in a step may not be silent."""
+        """Compare the published positions with the previous ones. Only processes in a step may not be silent."""
         now = time.monotonic()
         known = self._stamps if now - self.heard < _LATE_SECONDS else {}  # this process was stopped itself
         found = dict(self._client.key_value_dir_get(f"{self._prefix}/at"))
@@ -289,7 +292,7 @@ class _Peers:
         self.silent = any(not json.loads(text)[-1] for text in silent)
 
     def ask(self, position: Position) -> tuple[str, list[int]]:
-        """Publish that the time is up, wait a moment for the others, and return which process is behind, in words."""
+        """Publish that the time is up, wait briefly for the others, and return which process is behind, in words."""
         answers: list[tuple[str, list[int]]] = []
 
         def run() -> None:
@@ -315,7 +318,7 @@ class _Peers:
         self._client.key_value_set(f"{self._prefix}/{kind}/{self._me}", text, allow_overwrite=True)
 
     def _all(self, kind: str) -> dict[int, tuple[Position, float]]:
-        """Return process -> its position, and when it published that (Unix seconds)."""
+        """Return process -> its position, and its publication time (Unix seconds)."""
         found: dict[int, tuple[Position, float]] = {}
         for key, text in self._client.key_value_dir_get(f"{self._prefix}/{kind}"):
             step, doing, seconds, at, _ = json.loads(text)
@@ -335,7 +338,7 @@ def main_stack() -> list[str]:
 
 
 def set_xla_timeout(environment: MutableMapping[str, str], seconds: float) -> str | None:
-    """Set XLA's own timeout of one execution on GPUs, below the deadline; before JAX starts its devices."""
+    """Set XLA's timeout of an execution on GPUs, below the deadline; call it before JAX starts its devices."""
     flag = "--xla_gpu_execution_terminate_timeout"
     given = environment.get("XLA_FLAGS", "")
     if not seconds or flag in given or not visible_gpus(environment):

@@ -1,10 +1,10 @@
 """Why a run is slow, hung or dead, and which process caused it: from the flight recorders of all processes.
 
-1. Each recorder is cut into visits. The last visit of every process is examined together, those before in short.
-2. Its end, by the first of these: a process that failed by itself, one that ended silently, a deadline, a signal, the
-   normal end. A process that reports the loss of another is never the cause.
-3. If it goes on: whether any process has moved lately, and which is behind.
-4. Where the time of its steps goes, on which process, and the goodput of all visits; of these the largest cost.
+1. Each recorder is cut into visits. The last visits of all processes are examined together, earlier visits in short.
+2. The end of the visit is the first of: a process that failed by itself, a process that ended silently, a deadline, a
+   signal, the normal end. A process that reports the loss of another is never the cause.
+3. If it continues: whether any process has moved lately, and which is behind.
+4. Where its steps spend time, and on which process; the goodput of all visits; the largest cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jdp.guard.who_is_behind import Position, capital, whereabouts
 from jdp.launch.output import LOGS
 
 ERRORS = f"Messages by their text, each with cause and command: {Path(__file__).with_name('errors.md')}"
-"""The line that leads from a diagnosis to the guide's page of errors."""
+"""The line of a diagnosis that names the guide's page of errors."""
 _HUNG_SECONDS, _MEDIANS = 60.0, 10.0
 _MOST_VISITS, _MOST_LINES = 5, 5
 Events = Sequence[Mapping[str, Any]]
@@ -37,11 +37,11 @@ class Diagnosis:
 
     Attributes:
         pace: medians over the steps of each process, in seconds.
-        slow: the one cause of a slow run, in words; None if nothing costs much.
+        slow: the largest cause of a slow run, in words; None if nothing costs much.
     """
 
     state: str  # "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown"
-    began: int | None  # the process that caused it; None if unknown, or if none did
+    began: int | None  # the process that caused it, if any is known
     words: list[str]  # sentences, the most important first
     pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     goodput: Account = field(default_factory=Account)  # where all time went
@@ -68,17 +68,17 @@ class Seen:
     @property
     def step(self) -> int:
         """The last complete step."""
-        done = [event for event in self.events if event.get("doing") != "compile"]  # of a step that has not ended
+        done = [event for event in self.events if event.get("doing") != "compile"]  # that step has not ended
         return max((event["step"] for event in done if isinstance(event.get("step"), int)), default=0)
 
     @property
     def left(self) -> Mapping[str, Any] | None:
-        """The event of its exit; None if there is none."""
+        """The event of its exit, if any."""
         return next((event for event in reversed(self.events) if event["event"] in ENDS), None)
 
     @property
     def how(self) -> str | None:
-        """How it ended, one of `ENDS`; None if there is no event of that."""
+        """How it ended, one of `ENDS`; None without such an event."""
         return None if self.left is None else self.left["event"]
 
     @property
@@ -121,7 +121,7 @@ _DOING = {
 def diagnose(
     folder: Path, *, now: float | None = None, lives: Callable[[Seen, float], bool] | None = None
 ) -> Diagnosis:
-    """Find out why a run is slow, hung or dead."""
+    """Diagnose why a run is slow, hung or dead."""
     now, lives = time.time() if now is None else now, lives or _lives
     ranks = {rank: visits for rank, events in read_ranks(folder / FLIGHT).items() if (visits := _visits(rank, events))}
     if not ranks:
@@ -144,17 +144,17 @@ def diagnose(
 
 
 def _visits(rank: int, events: Events) -> list[Seen]:
-    """Cut events at each "start"; those before the first are left out."""
+    """Cut events at each "start"; events before the first are dropped."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
     if not starts and events:
-        return [Seen(rank, events)]  # of a long visit: the recorder no longer has its beginning
+        return [Seen(rank, events)]  # a long visit: the recorder has lost its beginning
     return [Seen(rank, events[i:j]) for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
 
 
 def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
-    """Return each visit of the first process, oldest first, with those of the others at the same time.
+    """Return each visit of the first process, oldest first, with the simultaneous visits of the others.
 
-    A process may have fewer visits: it was killed before its recorder began, or the run went on without it.
+    A process may have fewer visits if it was killed before its recorder began, or if the run continued without it.
     """
     own = ranks[min(ranks)]
     together = [{one.rank: one} for one in own]
@@ -162,7 +162,7 @@ def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
         for seen in visits if rank != min(ranks) else ():
             at = max(range(len(own)), key=lambda i: _overlap(own[i], seen))
             if rank < _count(own[at]):
-                together[at][rank] = seen  # of several the latest
+                together[at][rank] = seen  # the latest wins
     return [list(each.values()) for each in together]
 
 
@@ -202,7 +202,7 @@ def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | N
         return (
             "failed",
             None,
-            ["Every process reports that another one exited, and none why. Look at the logs of all."],
+            ["Every process reports that another one exited, and none reports why. Look at all logs."],
         )
     stopped = next((seen for seen in last if seen.how == "stopped"), None)
     if stopped is not None:
@@ -268,7 +268,7 @@ def _going_on(last: Sequence[Seen], count: int, now: float) -> tuple[str, int | 
 
 
 def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
-    """Return a line about the end of each visit before the last, newest first."""
+    """Return a line about the end of each earlier visit, newest first."""
     lines: list[str] = []
     for seen in reversed(visits[-_MOST_VISITS - 1 : -1]):
         state, began, words = _ended(seen)
@@ -286,7 +286,7 @@ _SHORT = {"failed": "ended by an error", "deadline": "ended by its deadline"}
 
 
 def _stack(event: Mapping[str, Any], rank: int) -> list[str]:
-    """Return where the main thread was, and its innermost frame outside of JAX."""
+    """Return the main thread's position, and its innermost frame outside JAX."""
     frames = [str(frame) for frame in event.get("stack") or []]
     own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
     return [f"Process {rank} was in {frames[0]}, called from {own}."] if frames and own else []
@@ -297,7 +297,7 @@ def _speaks(event: Mapping[str, Any]) -> bool:
 
 
 def _log(folder: Path, rank: int) -> list[str]:
-    """Return the last lines of a process' log, if there is one."""
+    """Return the last lines of a process' log, if it has one."""
     try:
         lines = (folder / LOGS / f"rank-{rank:05}.log").read_text(errors="replace").splitlines()
     except OSError:
@@ -307,7 +307,7 @@ def _log(folder: Path, rank: int) -> list[str]:
 
 
 def _lives(seen: Seen, now: float) -> bool:
-    """Return True if a process lives: on this machine by its number, elsewhere by its last event."""
+    """Return True if a process is alive: on this machine by its number, elsewhere by its last event."""
     pid, host, began = seen.start.get("pid"), seen.start.get("host"), seen.start.get("began")
     if host == socket.gethostname() and isinstance(pid, int) and isinstance(began, int | float):
         return Path(f"/proc/{pid}").exists() and abs(born(pid) - began) < 3

@@ -7,23 +7,23 @@ One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/
 | start         | the process joined the run                    | rank, of, pid, host, began                          |
 | started       | its first step follows                        | step, devices and versions                          |
 | resumed       | the same, after some steps                    | the same; changed: key -> [before, now]             |
-| begin         | something that takes long begins              | doing, step                                         |
+| begin         | a long activity begins                        | doing, step                                         |
 | end           | it ended                                      | doing, step, seconds                                |
 | step          | a step of the loop ended                      | step, seconds, its parts data, dispatch, wait, host |
 | bad step      | no finite gradient                            | step, words                                         |
-| corrupt       | a device's copy of the state has other bits   | step, words                                         |
-| late          | another host than before delays all           | step, words                                         |
+| corrupt       | a device's copy of the state differs          | step, words                                         |
+| late          | the host that delays all others has changed   | step, words                                         |
 | alive         | nothing else happened for a while             | doing, step                                         |
 | signal        | a signal came                                 | signal                                              |
-| deadline      | something did not end in time                 | doing, step, words, behind, stack                   |
+| deadline      | an activity did not end in time               | doing, step, words, behind, stack                   |
 | finished      | all steps are done                            | step, stopped_early                                 |
 | stopped       | a signal                                      | step, signal, code                                  |
 | failed        | an error                                      | step, error, at, lost_peer                          |
 | nothing to do | the run was finished before                   | step                                                |
-| before        | the first line of a file that follows another | the account and the history of those before         |
+| before        | the first line of a file that follows another | the account and the history of the earlier files    |
 
-Each line goes to the operating system at once, so it survives SIGKILL. A file that has grown to `LIMIT_BYTES` is
-renamed to `rank-00000.old.jsonl` and replaces the one before: a process keeps the last ten thousand steps or more.
+Each line goes to the operating system at once, so it survives SIGKILL. A file that has grown to `LIMIT_BYTES` replaces
+`rank-00000.old.jsonl`: a process keeps at least the last ten thousand steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FLIGHT = "flight"
 """The folder of the recorders, in the folder of a run."""
 LIMIT_BYTES = 2**20
 _MOST_KEPT = 400
-"""Most events of visits that a file takes over from the one before."""
+"""Largest number of visits' events that a file takes over from its predecessor."""
 BEGINNINGS, ENDS = ("started", "resumed"), ("finished", "stopped", "failed", "nothing to do")
 """Events of a visit's first step, and of its end."""
 
@@ -64,7 +64,7 @@ class Flight:
             self._open()
 
     def event(self, event: str, **values: Any) -> None:
-        """Append an event. A disk that cannot be written loses it, and does not stop the run."""
+        """Append an event. If the disk cannot be written, the event is lost and the run continues."""
         line = json.dumps({"time": round(time.time(), 4), "event": event, **values}, default=str) + "\n"
         self.last = time.monotonic()
         with self._lock, self._reporting():
@@ -76,14 +76,14 @@ class Flight:
                 self._set_aside()
 
     def close(self) -> None:
-        """Close the file; events after that are dropped."""
+        """Close the file; later events are dropped."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
             self._descriptor, self._is_closed = None, True
 
     def _open(self) -> int:
-        """Open the file, and end a half-written last line of a killed process."""
+        """Open the file, and complete the half-written last line of a killed process."""
         self._descriptor = descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._size = os.fstat(descriptor).st_size
         if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
@@ -91,7 +91,7 @@ class Flight:
         return descriptor
 
     def _set_aside(self) -> None:
-        """Begin a new file, whose first line has the account of those before."""
+        """Begin a new file, whose first line has the account of the earlier files."""
         assert self._descriptor is not None
         os.close(self._descriptor)
         self._descriptor = None
@@ -104,7 +104,7 @@ class Flight:
 
     @contextlib.contextmanager
     def _reporting(self) -> Any:
-        """Turn an error of the disk into a notice; the next event opens the file again."""
+        """Turn a disk error into a notice; the next event reopens the file."""
         try:
             yield
         except OSError as error:
@@ -116,7 +116,7 @@ class Flight:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the events of one file in their order; damaged lines are left out. No file: no events."""
+    """Return the events of a file in order, without damaged lines; no events without a file."""
     events: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError):
         for line in file.read_bytes().split(b"\n"):
@@ -128,11 +128,11 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first and the last event of each visit that had steps to take; one that was killed has no last."""
+    """Return the first and last event of each visit with steps to take; a killed visit has no last event."""
     found, begun = list[dict[str, Any]](), False
     for event in events:
         match event:
-            case {"event": "start"}:  # of a visit: an end before its first step is not the end of the one before
+            case {"event": "start"}:  # an end before a visit's first step does not end the previous visit
                 begun = False
             case {"event": "before", "history": list(kept)}:
                 found += history([each for each in kept if isinstance(each, dict)])

@@ -1,8 +1,8 @@
-"""Refuse what cannot fit into memory before anything is built: a run's weights, batch and state; a proof's copies.
+"""Refuse, before building it, a run whose weights, batch or state cannot fit into memory, or a proof's copies.
 
-Only what is certain is counted, as it is sharded: no activations, and of a run no gradients or working copies (`jdp
-plan` compiles the step and counts them). It is compared with all the memory there is, not with what is free now: a run
-that is refused here could not have started.
+The check counts only a lower bound, sharded: no activations, and for a run no gradients or working copies (`jdp plan`
+compiles the step and counts them). It compares with the total memory, not with the free memory, so a run that it
+refuses could not have started.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _WEIGHT_BYTES = 4  # master weights are float32
 
 
 def check_weights(count: int, mesh: Mesh, strategy: str, *, sharded: bool) -> None:
-    """Check `count` weights, before the model is traced. Raises ValueError."""
+    """Check `count` weights before the model is traced. Raises ValueError."""
     each = _WEIGHT_BYTES * count / (mesh.size if sharded else 1)
     _refuse("its weights", each, f"a model of {count:,} parameters or more", mesh, strategy)
 
 
 def check_batch(batch: Batch, rows: int) -> None:
-    """Check this process' part of a global batch, in this machine's memory. Raises ValueError."""
+    """Check this process' part of a global batch against this machine's memory. Raises ValueError."""
     held, memory = _total(batch) // jax.process_count(), memory_bytes()
     if memory is not None and held > memory:
         raise UserError(
@@ -41,7 +41,7 @@ def check_batch(batch: Batch, rows: int) -> None:
 
 
 def check_state(state: TrainState, mesh: Mesh, strategy: str) -> None:
-    """Check the state (weights, the optimizer's, the model's own) as it is sharded. Raises ValueError."""
+    """Check the sharded state of weights, optimizer and model. Raises ValueError."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     held = sum(
         bytes_per_device(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape), leaf.dtype, 1)
@@ -53,7 +53,7 @@ def check_state(state: TrainState, mesh: Mesh, strategy: str) -> None:
 
 
 def check_proof(state: TrainState, *, devices: int, steps: int, precision: Precision, available: int | None) -> None:
-    """Check a proof: its reference and bounds at every step; a run's state, gradients and copies on all its devices.
+    """Check a proof: its reference and bounds at every step, and a run's state, gradients and copies on all devices.
 
     The virtual devices share this machine's memory. Raises ValueError.
     """
@@ -83,7 +83,7 @@ def _refuse(what: str, each: float, model: str, mesh: Mesh, strategy: str) -> No
 
 
 def _memory(devices: list[Device]) -> tuple[float, str]:
-    """Return the bytes that one of these devices can have, and that in words; infinity where it is not known."""
+    """Return the memory of one of these devices in bytes, and in words; infinity if unknown."""
     if devices and devices[0].platform == "cpu" and (memory := memory_bytes()) is not None:
         share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
         return memory / len(devices), f"this machine has {format_bytes(memory)}{share}"

@@ -1,9 +1,8 @@
-"""A step that is not finite: in which leaf it began, and on which batch.
+"""Find the leaf and the batch of a step that is not finite.
 
-The step itself only skips: it keeps everything as it was, and counts. `Inspection` computes the same gradient and
-update again, and checks every leaf. It names the first that broke in the order of computation: the batch, the
-parameters, the loss, the gradients from the last layer to the first, the update. `save_batch` keeps the batch, to look
-at or to repeat the step.
+The step itself only skips: it changes nothing, and counts. `Inspection` recomputes its gradient and update, and checks
+every leaf. It names the first bad leaf in the order of computation: the batch, the parameters, the loss, the gradients
+from the last layer to the first, the update. `save_batch` keeps the batch, for inspection or to repeat the step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from jdp.core.types import Batch, PyTree
 from jdp.core.update.guarded import broken, clipped_update
 from jdp.core.update.offloaded import fetched
 
-SHOWN = 4  # leaves, and rows, that a sentence names
+SHOWN = 4  # leaves, and rows, in a sentence
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,11 @@ class Bad:
 
 @dataclass(frozen=True)
 class Finding:
-    """The leaves in which a step broke; each group is in the order of computation."""
+    """The leaves that are not finite in a step; each group is in the order of computation."""
 
     step: int  # number of the step
     batch: tuple[Bad, ...]  # leaves of the batch
-    processes: tuple[int, ...]  # those that read these rows of the batch
+    processes: tuple[int, ...]  # processes that read these rows of the batch
     params: tuple[Bad, ...]  # parameters that were not finite before the step
     loss: float  # the mean loss of the batch
     gradients: tuple[Bad, ...]  # the gradients, from the last layer to the first
@@ -72,7 +71,7 @@ class Finding:
 
     @property
     def sentences(self) -> list[str]:
-        """The findings in words, the first cause first."""
+        """The findings in words, the root cause first."""
         said: list[str] = []
         if self.batch:
             read = f", read by process {_listed(self.processes)}" if jax.process_count() > 1 else ""
@@ -85,7 +84,7 @@ class Finding:
             said.append(f"The loss of step {self.step} is finite, {self.loss:.4g}: the backward pass broke.")
         if self.gradients:
             first = f"in the order of the backward pass first {_listed(self.gradients)}"
-            said.append(f"Of {self.leaves} gradients {len(self.gradients)} are not finite, {first}.")
+            said.append(f"{len(self.gradients)} of {self.leaves} gradients are not finite, {first}.")
         elif self.updated:
             said.append(
                 f"The gradient of step {self.step} is finite; the optimizer's update is not. It would leave NaN or "
@@ -93,21 +92,21 @@ class Finding:
             )
         elif np.isfinite(self.loss):
             said.append(
-                f"The gradient of step {self.step} is finite when it is computed again, on the weights of some steps "
-                "later: it was large where it overflowed, or a device computed wrong."
+                f"The gradient of step {self.step} is finite when it is recomputed on the weights of some steps later: "
+                "it overflowed narrowly, or a device computed wrong."
             )
         return said
 
 
 class Inspection:
-    """Computes a step's gradient and update again and finds leaves that are not finite. The first call compiles."""
+    """Recomputes a step's gradient and update to find leaves that are not finite. The first call compiles."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._order: list[str] = []
 
     def of(self, state: TrainState, batch: Batch, done: int) -> Finding:
-        """Compute the gradient and the update of step `done` on `state`. Of several processes all must call it."""
+        """Recompute the gradient and update of step `done` on `state`. Every process must call it."""
         self._order = self._order or self._backward_order(state, batch)
         with tracing_on(self._step.plan.mesh):
             flags = jax.device_get(self._flags(state, batch, jnp.int32(done - 1)))
@@ -142,7 +141,7 @@ class Inspection:
         return jax.jit(flags, out_shardings=NamedSharding(step.plan.mesh, PartitionSpec()))
 
     def _updated(self, state: TrainState, grads: PyTree, sums: Sums) -> dict[str, jax.Array]:
-        """Return path -> bool [n]: where along its first dimension the update breaks a leaf of the state."""
+        """Return path -> bool [n]: the rows of each leaf of the state that the update makes non-finite."""
         step, fields = self._step, ("params", "opt_state")
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
         state, grads = fetched(step.plan, state, grads)
@@ -153,7 +152,7 @@ class Inspection:
         return {path_of(path): _by_place(x) for path, x in jax.tree.leaves_with_path(flags) if x.size}
 
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
-        """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
+        """Return the paths of the trained leaves in the order of the backward pass."""
         step = self._step
         spec = step.loss.gradient_spec(state)
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
@@ -169,7 +168,7 @@ class Inspection:
 
 
 def _flagged(tree: PyTree) -> dict[str, jax.Array]:
-    """Return path -> bool [n]: where along its first dimension a floating-point leaf is not finite."""
+    """Return path -> bool [n]: the rows of each floating-point leaf that are not finite."""
     leaves = [(path_of(path), x) for path, x in jax.tree.leaves_with_path(tree)]
     return {path: _by_place(~jnp.isfinite(x)) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
 
@@ -216,7 +215,7 @@ def save_batch(folder: Path, done: int, batch: Batch) -> Path:
 
 
 def _own_rows(leaf: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return which rows of a leaf this process holds, and the rows."""
+    """Return the indices and values of this process' rows of a leaf."""
     if not isinstance(leaf, jax.Array):
         return np.arange(len(leaf)), np.asarray(leaf)
     blocks = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}

@@ -1,13 +1,13 @@
-"""Silent corruption: replicas that should be equal are compared bit for bit, and the device that differs is named.
+"""Silent corruption: compare replicas bit for bit, and name the device that differs.
 
-A device with a defect computes wrong without any error (Hochschild et al. 2021, "Cores that don't count"; Dixit et al.
-2021, arXiv:2102.11245). It shows in everything that is replicated over a mesh axis: parameters and optimizer state
-under `ddp`, small leaves under ZeRO, shards over `replica`.
+A defective device computes wrong results without an error (Hochschild et al. 2021, "Cores that don't count"; Dixit et
+al. 2021, arXiv:2102.11245). The fault shows in arrays that are replicated over a mesh axis: parameters and optimizer
+state under `ddp`, small leaves under ZeRO, shards over `replica`.
 
-1. Each device adds up a mix of the bits of its own shard of every leaf: 32 bits a leaf, without any communication.
-2. These numbers, 4 bytes a leaf and device, are gathered on every process.
-3. The devices that hold the same part of a leaf must have the same number. The minority is at fault; of two that
-   differ it is unknown which.
+1. Each device adds up a mix of the bits of its shard of every leaf: 32 bits per leaf, without communication.
+2. These numbers, 4 bytes per leaf and device, are gathered on every process.
+3. Devices with the same part of a leaf must have the same number. The minority is at fault; if two devices differ,
+   either may be at fault.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from jdp.core.types import Device, PyTree
 
 Table = NDArray[Any]
 """A number for every device of the mesh and every leaf: [devices, leaves]."""
-SHOWN = 3  # leaves, and devices, that an error names
+SHOWN = 3  # leaves, and devices, in an error
 
 
 class CorruptState(RuntimeError):
-    """A device computed or stored something wrong: arrays that should be equal bit for bit are not.
+    """A device computed or stored wrong values: arrays that should be equal bit for bit are not.
 
         >>> wrong = [np.full(2, float(device.id == 5)) for device in jax.devices()]  # device 5 has another copy
         >>> x = jax.make_array_from_single_device_arrays((2,), plan.replicated, jax.device_put(wrong, jax.devices()))
@@ -61,7 +61,7 @@ class Difference:
     """A leaf whose copies are not equal."""
 
     path: str  # of the leaf, such as "params/layers/0/kernel"
-    devices: tuple[Device, ...]  # those at fault: the minority, or all holders of this part if there is no majority
+    devices: tuple[Device, ...]  # devices at fault: the minority, or without a majority all devices with this part
     agreeing: tuple[Device, ...] = ()  # the majority
 
 
@@ -71,11 +71,11 @@ class Fingerprints:
 
     paths: tuple[str, ...]  # of the leaves
     devices: tuple[Device, ...]  # of the mesh, in its order
-    parts: Table  # for each device and leaf, the number of the part that the device holds; equal numbers, equal parts
+    parts: Table  # for each device and leaf, the number of the device's part; equal numbers mean equal parts
     values: jax.Array  # uint32 [devices, leaves]
 
     def differences(self) -> list[Difference]:
-        """Wait for the fingerprints, and return the leaves with different copies."""
+        """Wait for the fingerprints, and return the leaves whose copies differ."""
         values: Table = np.asarray(jax.device_get(self.values))
         return [
             self._difference(leaf, part, values[:, leaf])
@@ -96,7 +96,7 @@ class Fingerprints:
 
 @public()
 def check_replicas(state: PyTree, *, what: str = "the state") -> int:
-    """Compare all replicas of a state bit for bit. With several processes all of them must call it.
+    """Compare all replicas of a state bit for bit. Every process must call it.
 
         >>> jdp.guard.check_replicas(state)  # step, bias, its moments: the other leaves have no replicas under zero3
         7
@@ -106,10 +106,10 @@ def check_replicas(state: PyTree, *, what: str = "the state") -> int:
         what: the state's name in errors. Give it when a loop has several.
 
     Returns:
-        The number of leaves that are replicated and were compared; 0 if none is.
+        The number of replicated leaves, which were compared.
 
     Raises:
-        CorruptState: replicas differ; on every process, with the same text.
+        CorruptState: replicas differ; every process raises it with the same text.
     """
     taken = fingerprints(state)
     if taken is None:
@@ -119,7 +119,7 @@ def check_replicas(state: PyTree, *, what: str = "the state") -> int:
 
 
 def fingerprints(state: PyTree) -> Fingerprints | None:
-    """Have the devices compute the fingerprints of a state, and return without waiting for them."""
+    """Have the devices compute the fingerprints of a state, without waiting for them."""
     mesh: Mesh | None = None
     chosen: list[tuple[str, jax.Array, PartitionSpec, Table]] = []
     for path, leaf in jax.tree.leaves_with_path(state):
@@ -139,13 +139,13 @@ def fingerprints(state: PyTree) -> Fingerprints | None:
 
 
 def raise_for(differences: Sequence[Difference], what: str) -> None:
-    """Raise the error about replicas that differ, if there are any."""
+    """Raise an error if replicas differ."""
     if not differences:
         return
     raise CorruptState(
         f"Replicas of {what} must be equal bit for bit; {in_words(differences)}: the device, its memory or its link "
-        "computed wrong, and JAX saw nothing. Nothing was saved of it. Take that device's host out, or test it, and "
-        "run again: the newest checkpoint is from before.",
+        "computed wrong, unnoticed by JAX. Nothing of it was saved. Remove or test that device's host, and run again: "
+        "the newest checkpoint is from before the fault.",
         differences,
     )
 
@@ -160,7 +160,7 @@ def in_words(differences: Sequence[Difference]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Table:
-    """Return for each device of the mesh the number of the part of such an array that it holds."""
+    """Return, for each device of the mesh, the number of its part of such an array."""
     indices = sharding.devices_indices_map(shape)
     numbers: dict[str, int] = {}
     devices = np.asarray(sharding.mesh.devices).flat
@@ -168,7 +168,7 @@ def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Table:
 
 
 def _parts_that_differ(parts: Table, values: Table) -> list[int]:
-    """Return the parts of a leaf that have different copies."""
+    """Return the parts of a leaf whose copies differ."""
     one = np.zeros(parts.max() + 1, values.dtype)
     one[parts] = values
     return np.unique(parts[one[parts] != values]).tolist()
@@ -178,7 +178,7 @@ def _parts_that_differ(parts: Table, values: Table) -> list[int]:
 def _computed(
     leaves: tuple[jax.Array, ...], mesh: Mesh, specs: tuple[PartitionSpec, ...], everywhere: bool
 ) -> jax.Array:
-    """Return uint32 [devices, leaves]: each device computes its row alone; all get all rows if `everywhere`."""
+    """Return uint32 [devices, leaves]: each device computes its row; with `everywhere`, all devices get all rows."""
 
     def local(*shards: jax.Array) -> jax.Array:
         return jnp.stack([_mixed(shard) for shard in shards])[None]
@@ -190,9 +190,9 @@ def _computed(
 
 
 def _mixed(shard: jax.Array) -> jax.Array:
-    """Return a uint32 that any change of one element changes, and other changes with a chance of 1 - 2⁻³².
+    """Return a uint32 that changes with any single element, and with other changes with probability 1 - 2⁻³².
 
-    Each word is mixed with its index by invertible steps (constants of Appleby's MurmurHash3): equal changes of two
+    Each word is mixed with its index by invertible steps (constants of Appleby's MurmurHash3), so equal changes of two
     words do not cancel in the sum.
     """
     words = words_of(shard).ravel()

@@ -1,14 +1,14 @@
-"""Stragglers: the process whose host makes the others wait, and its cost. It only warns.
+"""Stragglers: warn about the process whose host makes the others wait, and its cost.
 
-A collective begins when the last process comes to it. A process is late if the devices have finished all their work
-before it dispatches the next step. Its host's time since the results of the step before, waiting for data included, is
-then time in which every device idles. A host that runs ahead of its devices costs nothing, however long it takes.
+A collective begins when the last process reaches it. A process is late if the devices have finished all their work
+before it dispatches the next step. All devices are then idle during its host's time since the results of the last step,
+waiting for data included. A host that runs ahead of its devices costs nothing, however long it takes.
 
 1. Each process adds up the seconds in which it was late, over a window of steps.
-2. At the end of a window it publishes the mean, with that of the window before, in the coordination service's store.
-3. Process 0 compares the window before, which all have published by then. No process waits for another.
+2. At the end of a window it publishes the mean, with the previous window's, in the coordination service's store.
+3. Process 0 compares the previous window, which all have published by then. No process waits for another.
 
-A slow device is not seen: it comes to the collective late, and its host does not.
+Slow devices are not detected: the device reaches the collective late, but its host does not.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import jax
 
 from jdp.core.cluster.barrier import coordination_client
 
-COSTS = 0.05  # of a step, from which there is a warning
-AGAIN = 2  # windows in a row in which it is the same process, before it is named
+COSTS = 0.05  # share of a step from which there is a warning
+AGAIN = 2  # windows in a row with the same latest process before it is named
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process that comes later than the others."""
+    """A process that is later than the others."""
 
     process: int  # its index
-    seconds: float  # by which its host is late before a step
+    seconds: float  # lateness of its host before a step
     others: float  # the median of the others
     step_seconds: float  # the time of a step
 
     @property
     def cost(self) -> float:
-        """The share of a step for which the others wait, at most: its devices' own time may hide some of it."""
+        """The largest share of a step for which the others wait: its devices' own time may hide a part."""
         return min((self.seconds - self.others) / self.step_seconds, 1.0)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Straggler:
 
 
 def straggler(late: Mapping[int, float], step_seconds: float) -> Straggler | None:
-    """Return the latest process if it costs more than 5 % of a step."""
+    """Return the latest process if it costs more than `COSTS` of a step."""
     if len(late) < 2 or step_seconds <= 0:
         return None
     process = max(late, key=late.__getitem__)
@@ -61,7 +61,7 @@ def straggler(late: Mapping[int, float], step_seconds: float) -> Straggler | Non
 
 
 class HostTimes:
-    """Measures how late this process' host is, and on process 0 which process is a straggler."""
+    """Measures the lateness of this process' host; process 0 also finds the straggler."""
 
     def __init__(self, every: int) -> None:
         client = coordination_client()
@@ -74,17 +74,17 @@ class HostTimes:
         self.found: Straggler | None = None
 
     def results(self) -> None:
-        """Begin the host's time: the results of a step are here, or a common activity has ended."""
+        """Begin the host's time: the results of a step have arrived, or a common activity has ended."""
         self._results = time.perf_counter()
 
     def dispatches(self, values: Any) -> None:
-        """End the host's time before a step is given to the devices."""
+        """End the host's time before a step is dispatched."""
         idle = values is None or all(leaf.is_ready() for leaf in jax.tree.leaves(values))
         self._late += (time.perf_counter() - self._results) * idle
         self._steps += 1
 
     def restart(self) -> None:
-        """Discard the current window, in which something else than steps happened."""
+        """Discard the current window, which has more than steps."""
         self._late, self._steps = 0.0, 0
         self._began = self._results = time.perf_counter()
 
@@ -103,7 +103,7 @@ class HostTimes:
         return self._changed(straggler(late, earlier[2]))
 
     def _published(self, window: int) -> dict[int, float]:
-        """Return process -> its lateness in a window, as far as they have published it."""
+        """Return process -> its lateness in a window, if published."""
         assert self._client is not None
         return {
             int(key.rpartition("/")[2]): late
@@ -113,7 +113,7 @@ class HostTimes:
         }
 
     def _changed(self, found: Straggler | None) -> str | None:
-        """Return a line if the straggler is not the one that was named, and has been for `AGAIN` windows."""
+        """Return a line if the straggler has changed for `AGAIN` windows."""
         self.found = found
         process = found.process if found else None
         suspect, times = self._suspect

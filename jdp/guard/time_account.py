@@ -1,9 +1,9 @@
-"""Goodput: the useful share of all the time that a run has taken, over all its visits, and where the rest went.
+"""Goodput: the useful share of a run's time over all its visits, and where the rest went.
 
-1. All time is from the start of the first process to the last event, the time between visits included.
-2. Steps, without their wait for data, and evaluations are useful; not steps that a crash lost and a later visit
-   repeated.
-3. `other` is the time that no event explains: a visit's last moments, and the loop's work between its steps.
+1. The time is from the start of the first process to the last event, including the time between visits.
+2. Useful time is that of evaluations and of steps, without their wait for data and without the steps that a crash lost
+   and a later visit repeated.
+3. `other` is the time that no event explains: a visit's last moments, and the loop's work between steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF = {"eval": "eval", "save": "save", "wait": "save", "restore": "restore", "co
 class Account:
     """Where the time of a run went, in seconds."""
 
-    steps: float = 0.0  # steps that count, without their wait for data
+    steps: float = 0.0  # useful steps, without their wait for data
     eval: float = 0.0  # evaluations
     compile: float = 0.0  # each visit's first step
     data: float = 0.0  # steps waiting for data
@@ -37,7 +37,7 @@ class Account:
     visits: int = 0  # number of visits
     step_count: int = 0  # the steps in `steps`
     began: float = 0.0  # Unix seconds of the start of the last visit's process
-    aside: float = 0.0  # of `start`, seconds that are counted elsewhere
+    aside: float = 0.0  # seconds of `start` that are counted elsewhere
     at: int = 0  # the last step
     compiled: bool = False  # True after the last visit's first step
 
@@ -48,7 +48,7 @@ class Account:
 
     @property
     def goodput(self) -> float | None:
-        """The useful share of all time; None before anything happened."""
+        """The useful share of all time; None before any event."""
         return min((self.steps + self.eval) / self.total, 1.0) if self.total > 0 else None
 
     @property
@@ -68,11 +68,11 @@ class Account:
         return f"{share}; {where}" if where else share
 
     def as_record(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the account as JSON."""
         return asdict(self)
 
     def as_summary(self) -> dict[str, Any]:
-        """Return its part of a run's summary."""
+        """Return the account for a run's summary."""
         return {"share": self.goodput, "seconds": self.total, "visits": self.visits, **self.parts}
 
 
@@ -90,7 +90,7 @@ _WORDS = {
 
 
 def account(events: Sequence[Mapping[str, Any]]) -> Account:
-    """Return where the time of a process' events went."""
+    """Return the account of a process' events."""
     own = Account()
     durations: dict[int, float] = {}
     before = replace(own)
@@ -125,7 +125,7 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
 
 
 def _begin_visit(own: Account, time: float, event: Mapping[str, Any]) -> None:
-    """Begin a visit: its process started before it joined the run."""
+    """Begin a visit; its process started before it joined the run."""
     began = event.get("began", time)
     own.began = began if own.last <= began <= time else time
     if own.visits:
@@ -137,7 +137,7 @@ def _begin_visit(own: Account, time: float, event: Mapping[str, Any]) -> None:
 
 
 def _give_up(own: Account, step: int, durations: dict[int, float]) -> None:
-    """Count the steps after the one that a visit resumes from as lost."""
+    """Count the steps after the step from which a visit resumes as lost."""
     gone = max(own.at - step, 0)
     if gone and own.step_count:
         gone = min(gone, own.step_count)
@@ -148,7 +148,7 @@ def _give_up(own: Account, step: int, durations: dict[int, float]) -> None:
 
 
 def _count_step(own: Account, step: int, seconds: float, data: float, durations: dict[int, float]) -> None:
-    """Count a step: a visit's first one compiles."""
+    """Count a step; a visit's first step compiles."""
     own.at = step
     own.data += data
     if not own.compiled:

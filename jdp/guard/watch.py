@@ -1,4 +1,4 @@
-"""What a training loop reports to its flight recorder and its deadline."""
+"""The reports of a training loop to its flight recorder and its deadline."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jdp.guard.flight_recorder import FLIGHT, Flight
 from jdp.guard.who_is_behind import DEVICES
 
 ALIVE_SECONDS = 5.0
-"""After so long without an event the recorder notes that the process is alive."""
+"""After this long without an event, the recorder notes that the process is alive."""
 _LONGEST_ERROR, _MOST_FRAMES = 1000, 8
 _NEXT = {
     "data": "in its step",  # dispatched, or compiled
     "dispatch": DEVICES,
     "wait": "finishing its step",
 }
-"""A part of a step -> what follows it."""
+"""A part of a step -> the next activity."""
 
 
 class Watch:
-    """Reports to a flight recorder and a deadline what the loop does. Use it in `with`.
+    """Reports the loop's activity to a flight recorder and a deadline. Use it in `with`.
 
     Attributes:
         begun: whether the visit has steps to take.
@@ -56,7 +56,7 @@ class Watch:
         self.deadline.__exit__(*error)
 
     def resumed(self, step: int, **facts: Any) -> None:
-        """Report, to the supervisor too, that the loop begins after this step, and facts about the visit."""
+        """Report, also to the supervisor, that the loop begins after this step, with facts about the visit."""
         note_progress(step)
         self._step, self.begun = step, True
         self._restart()
@@ -64,7 +64,7 @@ class Watch:
         self.deadline.says("waiting for data")
 
     def mark(self, part: str) -> None:
-        """Report that a part of the step ended: "data", "dispatch" or "wait"."""
+        """Report the end of a part of the step: "data", "dispatch" or "wait"."""
         now = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._mark
         self._mark = now
@@ -75,7 +75,7 @@ class Watch:
             self.deadline.says(_NEXT[part])
 
     def step(self, step: int) -> dict[str, float]:
-        """Report that a step ended; return its seconds and their parts: data, dispatch, wait, host."""
+        """Report the end of a step; return its seconds and their parts: data, dispatch, wait, host."""
         seconds = time.perf_counter() - self._start - self._aside
         parts = {"seconds": seconds, **self._parts, "host": max(seconds - sum(self._parts.values()), 0.0)}
         self.flight.event("step", step=step, **{name: round(value, 6) for name, value in parts.items()})
@@ -86,7 +86,7 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, doing: str, **values: Any) -> Generator[None]:
-        """Report the work inside `with`, such as "eval", "save", "restore"; its time does not count in the step's."""
+        """Report the work in `with`, such as "eval", "save", "restore"; its time does not count for the step."""
         start = time.perf_counter()
         self.flight.event("begin", doing=doing, step=self._step, **values)
         with self.deadline.during(_DOING.get(doing, doing)):
@@ -97,7 +97,7 @@ class Watch:
         self._mark = now
 
     def batch(self) -> None:
-        """Report that a batch of an evaluation ended."""
+        """Report the end of a batch of an evaluation."""
         self.deadline.beat("evaluating")
 
     def _restart(self) -> None:
@@ -115,7 +115,7 @@ _DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait"
 
 @contextlib.contextmanager
 def watching(folder: Path, deadline: Deadline, at_end: Callable[[], Mapping[str, Any]]) -> Generator[Watch]:
-    """Record a visit of a run while in `with`, and how it ends, under a deadline; `at_end` returns facts for that."""
+    """Record a visit of a run while in `with`, and its end, under a deadline; `at_end` returns facts about the end."""
     rank, count = joined_as() or (0, 1)
     flight = Flight(folder / FLIGHT, rank)
     flight.event("start", rank=rank, of=count, pid=os.getpid(), host=socket.gethostname(), began=born())
@@ -136,7 +136,7 @@ def watching(folder: Path, deadline: Deadline, at_end: Callable[[], Mapping[str,
 
 
 def born(process: int | str = "self") -> float:
-    """Return when a process of this machine started, in Unix seconds; the current time if that is not known."""
+    """Return the start of a process of this machine in Unix seconds; the current time if unknown."""
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])

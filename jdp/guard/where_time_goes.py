@@ -1,4 +1,4 @@
-"""Where the time of a run's steps goes, and on which process, in words."""
+"""Where a run's steps spend time, and on which process, in words."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CAUSE_SHARE, _ONCE_SHARE = 0.1, 0.25
 
 
 def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Return the medians of each process' steps in seconds, and sentences about the causes of slow ones.
+    """Return the medians of each process' steps in seconds, and sentences about the causes of slow steps.
 
-    A process' first step, which compiles, is left out, and so are processes with few steps.
+    Excluded are each process' first step, which compiles, and processes with few steps.
     """
     steps = {rank: [event for event in own if event["event"] == "step"][1:] for rank, own in events.items()}
     medians = {rank: _medians(own) for rank, own in steps.items() if len(own) >= _FEWEST}
@@ -32,9 +32,9 @@ def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, d
 
 
 def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | None:
-    """Return what costs a run most time besides its steps' own work, and the share; None if nothing costs a tenth.
+    """Return the largest cost of a run besides its steps' own work, and its share; None if no cost reaches a tenth.
 
-    The costs of the first start, which a longer run spreads over more steps, count if nothing else does.
+    The cost of the first start, which a longer run spreads over more steps, counts only without another cost.
     """
     if total.total <= 0 or not total.step_count:
         return None
@@ -57,13 +57,13 @@ def cause(medians: Mapping[int, Mapping[str, float]], total: Account) -> str | N
 
 @dataclass(frozen=True)
 class _Cost:
-    """What the devices wait for in a step, and on which process most.
+    """A cause for which the devices wait in a step, on the process with the longest wait.
 
     Attributes:
-        share: of a step.
-        least: the share from which it is reported.
-        cause: what it is, in a line.
-        sentence: what it is and what to do.
+        share: share of a step.
+        least: share from which it is reported.
+        cause: the cause in a line.
+        sentence: the cause and the fix.
     """
 
     share: float
@@ -73,7 +73,7 @@ class _Cost:
 
 
 def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[_Cost]:
-    """Return what costs the steps of a run time that is not their own work."""
+    """Return the costs of a run's steps besides their own work."""
     costs: list[_Cost] = []
     for part, least, waits, does in (
         (
@@ -98,7 +98,7 @@ def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[_Cost]:
 
 
 def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> _Cost | None:
-    """Return the process whose host works much longer than the others' before its devices can begin."""
+    """Return the cost of a process whose host works much longer than the others before its devices can begin."""
     own = {rank: one["data"] + one["dispatch"] + one["host"] for rank, one in medians.items()}
     slowest = max(own, key=own.__getitem__)
     others = [seconds for rank, seconds in own.items() if rank != slowest]
@@ -106,7 +106,7 @@ def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> _Cost | None:
     if not others or own[slowest] - statistics.median(others) <= _BEHIND_SHARE * (step["seconds"] or 1.0):
         return None
     usual = statistics.median(others)
-    share = (own[slowest] - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # those are costs already
+    share = (own[slowest] - usual - step["data"] - step["host"]) / (step["seconds"] or 1.0)  # these are counted already
     return _Cost(
         share,
         -math.inf,
@@ -117,7 +117,7 @@ def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> _Cost | None:
 
 
 def _medians(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the median duration, and of each part its mean share of that."""
+    """Return the median duration, and each part's mean share of it."""
     middle = statistics.median(_number(step, "seconds") for step in steps)
     total = sum(_number(step, "seconds") for step in steps) or 1.0
     shares = {part: sum(_number(step, part) for step in steps) / total for part in PARTS}
@@ -136,7 +136,7 @@ def _overview(own: Mapping[str, float], count: int) -> str:
 
 
 def _long_steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the steps that took far longer than the others."""
+    """Return a sentence about the steps that took far longer than the others."""
     middle = statistics.median(_number(step, "seconds") for step in steps)
     long = [step for step in steps if _number(step, "seconds") > _LONG * middle]
     if not long or not middle:

@@ -1,4 +1,4 @@
-"""The process that delays the others, in words, from the position that each one publishes."""
+"""The process that delays the others, in words, from the published positions of all."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from jdp.core.cluster.barrier import named
 
 DEVICES = "waiting for the devices"
-"""The activity of a process that waits for another one."""
+"""The activity of a process that waits for another process."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a process: its last complete step, its activity, and the seconds since that began."""
+    """The position of a process: its last complete step, its activity, and the activity's seconds so far."""
 
     step: int
     doing: str
@@ -22,7 +22,7 @@ class Position:
 
 
 Known = Mapping[int, tuple[Position, float]]
-"""Process -> its position, and when it published that (Unix seconds)."""
+"""Process -> its position, and its publication time (Unix seconds)."""
 
 
 def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tuple[str, list[int]]:
@@ -33,7 +33,7 @@ def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tup
     silent = [rank for rank in range(count) if rank not in answers]
     if silent:
         words = " ".join(_silent(rank, before, now) for rank in silent[:3])
-        more = f" So it is with {len(silent) - 3} more." if silent[3:] else ""
+        more = f" {len(silent) - 3} more do not answer." if silent[3:] else ""
         return words + more + _where(answers), silent
     steps = {rank: position.step for rank, (position, _) in answers.items()}
     behind = [rank for rank, step in steps.items() if step == min(steps.values())]
@@ -53,7 +53,7 @@ def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tup
 
 def _silent(rank: int, before: Known, now: float) -> str:
     if rank not in before:
-        return f"Process {rank} does not answer, and never said where it was."
+        return f"Process {rank} does not answer, and never reported its position."
     position, at = before[rank]
     return (
         f"Process {rank} does not answer: {max(now - at, 0):.0f} seconds ago it was at step {position.step:,}, "
@@ -62,7 +62,7 @@ def _silent(rank: int, before: Known, now: float) -> str:
 
 
 def _where(answers: Known) -> str:
-    """Return the steps of the processes that answer, in short."""
+    """Return the steps of the answering processes, in short."""
     steps = sorted({position.step for position, _ in answers.values()})
     if not steps:
         return ""

@@ -33,7 +33,7 @@ class Nodes:
         if self.count < 1 or not 0 <= self.rank < self.count:
             raise UserError(
                 f"Nodes are numbered from 0 to --nodes - 1; given --node-rank {self.rank} of --nodes {self.count}. "
-                "Give each machine a number of its own."
+                "Give each machine its own number."
             )
         split_address(self.coordinator)
 
@@ -92,7 +92,7 @@ def _split_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[S
     share = len(gpus) // processes if each is None else each
     if share < 1 or share * processes > len(gpus):
         raise UserError(
-            f"Every process needs GPUs of its own: {processes} processes × {max(share, 1)} = "
+            f"Every process needs its own GPUs: {processes} processes × {max(share, 1)} = "
             f"{processes * max(share, 1)}, but there are {len(gpus)}. Start fewer, or set JAX_PLATFORMS=cpu to run on "
             "virtual CPU devices."
         )

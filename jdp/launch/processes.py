@@ -138,7 +138,7 @@ class Processes:
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
     def _start(self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs) -> Child:
-        """Start one process in a group of its own, and register its pipes."""
+        """Start a process in its own process group, and register its pipes."""
         process = subprocess.Popen(
             ending_with_parent(command),
             env=variables,

@@ -52,7 +52,7 @@ def test_who_does_not_answer():
     assert behind == [1, 3]
     assert words == (
         "Process 1 does not answer: 12 seconds ago it was at step 8, evaluating. Process 3 does not answer, and never "
-        "said where it was. All others are at step 9."
+        "reported its position. All others are at step 9."
     )
 
 

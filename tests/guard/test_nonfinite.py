@@ -61,7 +61,7 @@ def test_nan_in_the_batch_is_named_with_its_rows(trainer):
     first, second, third = finding.sentences
     assert first == "The batch of step 7 has NaN or infinities: x (at 3, 9 of 16 along its first dimension)."
     assert second == "The loss of step 7 is nan: the forward pass broke."
-    assert third.startswith("Of 4 gradients 4 are not finite, in the order of the backward pass first out/c, ")
+    assert third.startswith("4 of 4 gradients are not finite, in the order of the backward pass first out/c, ")
 
 
 def test_gradients_break_where_the_backward_pass_does(trainer):
@@ -82,7 +82,7 @@ def test_parameters_that_are_not_finite_come_before_the_loss(trainer):
 
 def test_a_finite_gradient_is_said_to_be_one(trainer):
     finding = trainer.finding()
-    assert not finding.gradients and "is finite when it is computed again" in finding.sentences[-1]
+    assert not finding.gradients and "is finite when it is recomputed" in finding.sentences[-1]
 
 
 def test_an_update_that_is_not_finite_is_named_with_its_leaves(trainer):

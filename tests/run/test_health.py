@@ -79,7 +79,7 @@ def test_a_skipped_step_is_inspected_and_its_batch_kept(file, monkeypatch, capsy
             f"Step {step} is skipped: its gradient or update was not finite.",
             f"The batch of step {step} has NaN or infinities: features.",
             f"The loss of step {step} is nan: the forward pass broke.",
-            "Of 4 gradients 3 are not finite, in the order of the backward pass first layers/1/bias, layers/1/kernel, "
+            "3 of 4 gradients are not finite, in the order of the backward pass first layers/1/bias, layers/1/kernel, "
             "layers/0/kernel.",
             f"Its batch is in {folder / 'flight' / f'batch-{step}.npz'}.",
         )

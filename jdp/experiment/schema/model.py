@@ -55,7 +55,7 @@ def _model_name(name: str) -> str:
 
 
 class Model(Made):
-    """[model]: the model to train: a named size, with any of its fields changed; or `make`, a function of (rng,
+    """[model]: the model to train: a named size, with any of its fields changed. Or `make`, a function of (rng,
     keywords) that returns an nnx.Module or a pytree of arrays."""
 
     name: Annotated[str, AfterValidator(_model_name)]

@@ -1,6 +1,6 @@
 """The devices that JAX finds, their communication library, and its speed: the only checks that start JAX.
 
-NCCL sends between GPUs of a machine by peer-to-peer copies, shared memory or RDMA, and does not notice lost data: an
+NCCL sends between GPUs of a machine by peer-to-peer copies, shared memory or RDMA, and does not notice lost data. An
 IOMMU or PCI ACS, enabled in many BIOSes, breaks peer-to-peer copies. So an all-reduce that hangs is tried again without
 each transport in turn. Each try is another process, because nothing ends the process that hangs."""
 
