@@ -13,8 +13,8 @@ payload; reduce-scatter and all-gather take half of both. A tree (all-reduce onl
 same time over each device's network card. Sources: NVIDIA/nccl 2.28, src/graph/tuning.cc (`ncclTopoTuneModel`,
 `ncclTopoGetAlgoTime`), every number below; NVIDIA/nccl-tests, doc/PERFORMANCE.md, for wire bytes.
 
-Reduction in the switches (NVLS, SHARP) is not modelled: with it, an all-reduce inside a host of Hopper or later is up
-to 1.3 times faster (NVIDIA/nccl-tests issue 212). Nor are the PAT algorithm, XLA's own small all-reduce kernels, limits
+Reduction in the switches (NVLS, SHARP) is not modelled: an all-reduce inside a host of Hopper or later is up to 1.3
+times faster with it (NVIDIA/nccl-tests 212). Nor are the PAT algorithm, XLA's own small all-reduce kernels, limits
 per channel, and the wait for the last device. A tree's smaller traffic between two hosts, and groups or jobs that share
 a card or a switch, do not count. NCCL has no model for direct sends: they are timed with a ring's first hop.
 """

@@ -1,12 +1,12 @@
-"""Finds steps that go wrong, and ends a run that cannot go on.
+"""Detects bad steps, and ends a run that cannot continue.
 
-1. `after` reads the metrics of an earlier step, because reading waits for it. The first skipped step of a row is
+1. `after` reads the metrics of an earlier step, because reading waits for the step. The first skipped step of a row is
    inspected, and its batch is written to the run's folder. Too many skipped steps in a row end the run.
 2. Replicas are compared every `guard.check_replicas_every` steps and before each save, so no checkpoint holds copies
-   that differ. A device with other bits than the rest ends the run (`wrong_devices`).
-3. Process 0 reports the host that the others wait for.
+   that differ. If a device's bits differ from the others', the run ends (`wrong_devices`).
+3. Process 0 reports the host for which the others wait.
 
-Every process decides from values that all have, so all decide the same at the same step.
+Every process decides from values that all have, so all take the same decision at the same step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jdp.run.wrong_devices import check_devices
 AHEAD = 2
 """Steps that may be queued on the devices before the loop waits."""
 _LARGEST_NORM = float(np.sqrt(np.finfo(np.float32).max))
-"""A gradient of a larger norm is skipped where it is not clipped: its square is infinite."""
+"""A gradient with a larger norm is skipped unless it is clipped, because its square is infinite."""
 INSPECTED = 3
-"""Most skipped steps of a visit that are inspected, and whose batches are kept."""
+"""Largest number of skipped steps per visit to inspect, and of batches to keep."""
 COMPARED_EVERY = 20
-"""Steps between comparisons of how late each process' host is."""
+"""Steps between comparisons of the hosts' lateness."""
 
 
 class Diverged(ExperimentError):
@@ -47,7 +47,7 @@ class Diverged(ExperimentError):
 
 @dataclass(frozen=True)
 class Queued:
-    """A step whose metrics were not read yet."""
+    """A step whose metrics are not yet read."""
 
     step: int
     values: Any
@@ -55,7 +55,7 @@ class Queued:
 
 
 class Health:
-    """Watches over the steps of a visit."""
+    """Checks the steps of a visit."""
 
     def __init__(self, assembly: Assembly, progress: Progress, watch: Watch, say: Callable[[str], None]) -> None:
         self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
@@ -68,7 +68,7 @@ class Health:
         self._values: Any = None
 
     def before(self) -> None:
-        """Note when this process dispatches the next step."""
+        """Record when this process dispatches the next step."""
         self._hosts.dispatches(self._values)
 
     def taken(self, batch: Batch, values: Any, step: int) -> None:
@@ -78,7 +78,7 @@ class Health:
         self._queued.append(Queued(step, kept, batch if self._inspected < INSPECTED else None))
 
     def after(self, state: TrainState, step: int) -> None:
-        """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due."""
+        """Read the metrics of the step queued `AHEAD` steps ago, and compare replicas if due."""
         if len(self._queued) > AHEAD:
             self._check(self._queued.pop(0), state)
         every = self._guard.check_replicas_every
@@ -95,7 +95,7 @@ class Health:
         self._hosts.results()
 
     def row(self, values: Any) -> dict[str, float]:
-        """Wait for a step's metrics; return the hosts' columns of a row, which a single host does not have."""
+        """Wait for a step's metrics; return the hosts' columns of a row (empty with a single host)."""
         jax.block_until_ready(values)
         self._hosts.results()
         found = self._hosts.found
@@ -106,10 +106,10 @@ class Health:
         self._hosts.restart()
 
     def check_all(self, state: TrainState, *, ended: bool = False) -> None:
-        """Read the metrics of all steps that were queued, and compare replicas: before a save, and at the end.
+        """Read the metrics of all queued steps, and compare replicas: before a save, and at the end.
 
-        A run, however short, must not end with two skipped steps in a row, or with all steps skipped after the first,
-        whose update may have broken the weights.
+        No run, however short, may end with two skipped steps in a row, or with all steps after the first skipped: the
+        first update may have broken the weights.
         """
         last: Queued | None = None
         while self._queued:
@@ -142,7 +142,7 @@ class Health:
             raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == self._read))
 
     def _report(self, queued: Queued, state: TrainState) -> None:
-        """Report the first skipped step of a row, keep its batch, and find where its gradient broke."""
+        """Report the first skipped step of a row, keep its batch, and find the bad part of its gradient."""
         sentences = [f"Step {queued.step} is skipped: its gradient or update was not finite."]
         if queued.batch is not None:
             self._inspected += 1
@@ -157,7 +157,7 @@ class Health:
             self._say(sentence)
 
     def _found(self, state: TrainState, batch: Batch, step: int) -> list[str]:
-        """Return the findings of an inspection, or why it failed: it needs up to the memory of a step."""
+        """Return the findings of an inspection, or why it failed: it needs as much memory as a step."""
         try:
             with self._watch.during("inspecting a bad step"):
                 return self._assembly.inspection.of(state, batch, step).sentences
@@ -168,7 +168,7 @@ class Health:
 
 
 def _why_skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:
-    """Return the error of `steps` skipped steps in a row: the `last` ones, or as many as the limit allows."""
+    """Return the error of `steps` skipped steps in a row: the `last` of a run, or as many as the limit allows."""
     which = "and the run ended with them" if last else "train.max_skips_in_a_row"
     names = ("loss", "weight", "grad_norm")
     loss, weight, norm = (float(value) for value in jax.device_get([values[name] for name in names]))

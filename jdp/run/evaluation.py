@@ -2,10 +2,10 @@
 
 1. The held-out part of the data is "eval"; each [eval.NAME] is "eval_NAME". Batches are always the same: all examples
    once; or, if `eval_batches` is a number, that many batches, drawn from all examples with a fixed seed.
-2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, for any
-   batch sizes: padding has weight 0.
+2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples for any batch sizes,
+   because padding has weight 0.
 3. `train.eval_metrics` adds metrics.
-4. `Best` holds the best value of a metric, and how many evaluations have passed since.
+4. `Best` holds the best value of a metric, and the number of evaluations since.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Row = dict[str, float]
 def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
     """Evaluate every data set, with the averaged parameters if the run has them (`optimizer.ema_decay`).
 
-    The result is None if the run stops meanwhile.
+    Return None if the run stops meanwhile.
     """
     state = assembly.averaged(state)
     row: Row = {}
@@ -79,7 +79,7 @@ def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Calla
 
 
 def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> Row:
-    """Return the loss of text in other units."""
+    """Return a text's loss in other units."""
     row, asked = {"bits_per_token": loss / math.log(2)}, assembly.experiment.train.eval_metrics
     if PERPLEXITY in asked:
         row[PERPLEXITY] = float(np.exp(np.float64(loss)))
@@ -90,7 +90,7 @@ def _of_text(assembly: Assembly, source: Source, loss: float, tokens: float) -> 
 
 
 def _bytes_evaluated(assembly: Assembly, source: Source) -> int:
-    """Return the bytes of text of the samples that an evaluation reads, counted once."""
+    """Return the bytes of text that an evaluation reads, each sample counted once."""
     most, samples = assembly.experiment.train.eval_batches, len(source)
     if isinstance(most, str):
         indices = range(samples)
@@ -104,7 +104,7 @@ def _bytes_evaluated(assembly: Assembly, source: Source) -> int:
 
 
 def _text_bytes(source: Source, indices: Iterable[int], tokenizer: Tokenizer) -> int:
-    """Return the bytes of text that the targets with weight of some samples stand for."""
+    """Return the bytes of text behind the targets of these samples that have a weight."""
     sizes = tokenizer.byte_counts()
     assert sizes is not None
     total = 0
@@ -123,7 +123,7 @@ class Best:
     """The best evaluation so far by one metric.
 
     Attributes:
-        metric: its name; larger is better of an accuracy.
+        metric: its name; larger is better for an accuracy.
         value, step: the best value and its step; None and 0 before the first evaluation.
         waiting: evaluations since then.
     """
@@ -135,13 +135,13 @@ class Best:
 
     @property
     def mode(self) -> Literal["min", "max"]:
-        """Which value is better: "max" or "min"."""
+        """Whether the largest or the smallest value is the best: "max" or "min"."""
         return "max" if self.metric.endswith("accuracy") else "min"
 
     def seen(self, step: int, row: Row, *, newest: bool = False) -> bool:
-        """Record an evaluation, and return True if it is better than all before.
+        """Record an evaluation, and return True if it is the best so far.
 
-        Of equal values the first is the best; the `newest`, where `jdp.Checkpoints` keeps that one.
+        The first of equal values is the best; with `newest` the last, which `jdp.Checkpoints` keeps.
         """
         value, best = row[self.metric], self.value
         is_better = best is None or (value > best if self.mode == "max" else value < best)
@@ -162,7 +162,7 @@ class Best:
 
     @staticmethod
     def resumed(metric: str, record: dict[str, Any] | None) -> Best:
-        """Return what `dataclasses.asdict` recorded; a new one if the record is of another metric."""
+        """Restore the record of `dataclasses.asdict`; a new `Best` if the record is of another metric."""
         if not record or record["metric"] != metric:
             return Best(metric)
         return Best(**record)

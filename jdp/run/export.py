@@ -1,10 +1,11 @@
 """The export at the end of a run (`train.export`): its folder `export`, for `transformers` and `jdp generate`.
 
-1. The state: of the best checkpoint, else the last. Its averaged parameters, if the run has them; LoRA's updates added.
-2. It is written to `.export.new` beside, with the keys of the model of Hugging Face's that it began as, and moved when
-   it is complete. `jdp.json` in it names the step. A run that is finished already exports nothing twice; one that went
-   on replaces the export of the step before.
-3. The run's tokenizer goes along, and the tokens that open and end its texts are named as `transformers` reads them.
+1. It has the state of the best checkpoint, else the last, with averaged parameters if the run has them; LoRA's updates
+   are added.
+2. It is written to `.export.new` beside the target, with the config keys of its original Hugging Face model, and moved
+   when complete. Its `jdp.json` names the step. A finished run exports nothing twice; a continued run replaces the
+   earlier export.
+3. It has the run's tokenizer, with the tokens that begin and end a text in the files of `transformers`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", None: None}
 
 
 def check_free(folder: Path) -> None:
-    """Raise ExperimentError if the run's folder `export` is not one that a run made."""
+    """Raise ExperimentError if `export` in the run's folder was not made by a run."""
     export = folder / EXPORT
     if export.exists() and exported_step(export) is None:
         raise ExperimentError(
@@ -49,7 +50,7 @@ def check_free(folder: Path) -> None:
 
 
 def exported_step(export: Path) -> int | None:
-    """Return the step of an export; None if a run did not make it, or there is none."""
+    """Return the step of an export; None if it does not exist or was not made by a run."""
     step = _mark(export).get("step")
     return step if isinstance(step, int) else None
 
@@ -60,7 +61,7 @@ def _mark(export: Path) -> dict[str, Any]:
 
 
 def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Checkpoints, folder: Path) -> str:
-    """Export the run's model unless this is done; return the line that says where. The state is given up.
+    """Export the run's model unless this is done; return a line with the folder. The state is deleted.
 
     Every process calls this.
     """
@@ -78,21 +79,21 @@ def export(assembly: Assembly, state: TrainState, progress: Progress, saved: Che
     params, config = assembly.averaged(state), assembly.config
     if config.lora_rank is not None:
         params, config = merge_lora(params, config)
-    on_first_process(lambda: shutil.rmtree(fresh, ignore_errors=True))  # of a run that was killed
+    on_first_process(lambda: shutil.rmtree(fresh, ignore_errors=True))  # from a killed run
     original, began = original_folder(experiment), experiment.train.init_from
     export_hf(fresh, params, config, original=original, dtype=_DTYPES[dtype])
     mark = {"name": experiment.name, "step": step, "dtype": dtype}
     on_first_process(lambda: _complete(experiment, fresh, target, mark))
     is_best = progress.kept is not None and progress.kept.step == step
     best = f", the best by {experiment.train.best_metric}" if is_best else ""
-    without = "" if (target / TOKENIZER).exists() else f"; it has no tokenizer, as the run has none: add a {TOKENIZER}"
+    without = "" if (target / TOKENIZER).exists() else f"; the run has no tokenizer: add a {TOKENIZER}"
     if original is None and began is not None and not user_path(began).exists():
-        without += f"; {began} is gone, so its config.json has none of the original's other keys"
+        without += f"; {began} is gone, so config.json lacks the other keys of the original"
     return f"exported the model of step {step}{best}, to {target}{without}"
 
 
 def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[str, Any]) -> None:
-    """Add the tokenizer and the mark, and move the export to its place. Process 0 alone calls this."""
+    """Add the tokenizer and the mark, and move the export to its place. Only process 0 calls this."""
     data = experiment.data
     if experiment.kind == "text" and data.knows_text:
         _write_tokenizer(data.tokenizer, fresh)
@@ -108,7 +109,7 @@ def _complete(experiment: Experiment, fresh: Path, target: Path, mark: Mapping[s
 
 
 def _write_tokenizer(name: str, folder: Path) -> None:
-    """Write the run's tokenizer, with the token that closes documents, into a folder."""
+    """Write the run's tokenizer, with the token that ends documents, into a folder."""
     if name == BYTES:
         for file, table in byte_tokenizer().items():
             (folder / file).write_text(json.dumps(table, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -121,7 +122,7 @@ def _write_tokenizer(name: str, folder: Path) -> None:
 
 
 def _name_tokens(name: str, folder: Path) -> None:
-    """Write which tokens open and end a text, by the run's tokenizer, into the files where `transformers` reads it."""
+    """Write the tokenizer's tokens that begin and end a text into the files that `transformers` reads."""
     tokenizer = open_tokenizer(name)
     for file in filter(Path.is_file, (folder / CONFIG, folder / GENERATION)):
         table, ends = read_json(file), [*tokenizer.ends]

@@ -1,14 +1,14 @@
 """The folder of a run: RUNS/NAME, which belongs to one experiment.
 
-A visit is one process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
-experiment and may be resumed, and locks it; `Claim.check` claims what was deleted since. `record` writes the experiment
-into it. `writing` turns a full or read-only disk into one error; after the first step `passing_trouble` lets what may
-pass exit with "run again".
+A visit is a process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
+experiment and may be resumed, and locks it; `Claim.check` restores deleted files of the claim. `record` writes the
+experiment into it. `writing` turns a full or read-only disk into one error; after the first step `passing_trouble` maps
+temporary errors to the exit code "run again".
 
 Between visits the way of computing may change (`MAY_CHANGE`): devices, strategy, precision, evaluations, logging. The
 number of steps may change if the learning rate does not depend on it. The model, the data, the optimizer, and the
-trained parameters with their initial weights may not change. Names and paths may (`PLACES`), as they are not learnt:
-the run's folder, the data or the base model may be moved.
+trained parameters with their initial weights may not change. Names and paths may (`PLACES`): the run's folder, the data
+or the base model may be moved.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ NEW = f"{FILE}.new"
 LOCK = ".lock"
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 EXPORTED = f"{EXPORT}/jdp.json"
-"""The mark of an export that a run made, with its step."""
+"""The file that marks a run's export, with its step."""
 SUMMARY = "summary.json"
-"""The summary of a run that came to its end."""
+"""The summary of a finished run."""
 MAY_CHANGE = {
     *("plugin", "strategy", "offload", "partitioning", "precision", "reduce", "wire", "buckets", "compiler"),
     *(
@@ -63,21 +63,21 @@ MAY_CHANGE = {
         "model.remat",
     ),
 }
-"""Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
-schedule runs over them."""
+"""Keys and tables that may differ when a run is resumed, except `FIXED`, and except `train.steps` if the learning rate
+depends on it."""
 PLACES = re.compile(r"name|data\.(source|heldout|tokenizer)|data\.mixture\..*\.source")
-"""Keys that may differ as well: the samples at these places are compared by their fingerprint."""
+"""More keys that may differ: the samples at these places are compared by their fingerprint."""
 INITIAL = ("train.init_from",)
-"""Keys of weights that are read at a run's start alone: they may differ if nothing is left at the old path."""
+"""Keys of weights that are read only at a run's start: they may differ if the old path is gone."""
 FIXED = frozenset(("train.wrt", *INITIAL))
 _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """Errors of a file system without locks."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
-"""Errors of a disk that cannot be written; other errors of the system are not about writing."""
+"""Errors of a disk that cannot be written; other system errors are not about writing."""
 
 
 class Claim:
-    """A visit's claim on its folder: the experiment in it, and its lock (None: not this process's, or none)."""
+    """A visit's claim on its folder: the experiment in it, and its lock (None: another process has it, or no lock)."""
 
     def __init__(self, folder: Path, toml: str) -> None:
         self.folder = folder
@@ -85,13 +85,13 @@ class Claim:
         self._toml = toml
 
     def check(self) -> None:
-        """Claim the folder anew if somebody deleted it, its lock or its experiment. Raises ExperimentError."""
+        """Claim the folder again if it, its lock or its experiment was deleted. Raises ExperimentError."""
         if self.lock is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock.check()
         if jax.process_index() == 0 and not (self.folder / FILE).exists():
             record(self._toml, self.folder)
-            warn(f"{self.folder / FILE} was deleted during the run: it is written anew")
+            warn(f"{self.folder / FILE} was deleted during the run: it is written again")
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def claimed(folder: Path, toml: str) -> Generator[Claim]:
     Only process 0 writes; the others wait for it.
 
     A folder without a logged or saved step belongs to no run. A visit that fails earlier (weights that do not fit, too
-    little memory) removes it. If a visit is killed earlier, the next one takes the folder over, even for another
+    little memory) removes it. If a visit is killed earlier, the next visit takes the folder over, even for another
     experiment, so that a corrected command works.
     """
     with contextlib.ExitStack() as held:
@@ -124,11 +124,11 @@ def _claim(claim: Claim, toml: str, held: contextlib.ExitStack) -> bool:
         _check_free(folder, toml)
         folder.mkdir(parents=True, exist_ok=True)
         claim.lock = held.enter_context(locked(folder))
-        _check_free(folder, toml)  # again: now nobody else changes it
+        _check_free(folder, toml)  # again, now that no other process changes it
         if not _is_unused(folder):
             return False
         if (folder / FILE).exists() and (differing := _differences(folder, toml)):
-            if claim.lock is None:  # nothing is locked: the visit that left it may still go on
+            if claim.lock is None:  # without locks, the earlier visit may still run
                 raise ExperimentError(_other_experiment(folder, toml, differing))
             warn(
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
@@ -138,7 +138,7 @@ def _claim(claim: Claim, toml: str, held: contextlib.ExitStack) -> bool:
         record(toml, folder)
     except OSError as error:
         with contextlib.suppress(OSError):
-            (folder / NEW).unlink(missing_ok=True)  # a half-written file would be taken for a user's
+            (folder / NEW).unlink(missing_ok=True)  # a half-written file would count as a user's
             if folder in missing:
                 (folder / LOCK).unlink(missing_ok=True)
         for made in missing:
@@ -159,27 +159,25 @@ def _check_free(folder: Path, toml: str) -> None:
         raise ExperimentError(f"a run needs a folder; {folder} is a file: choose another `name` or --run-dir")
     if folder.exists() and not _is_unused(folder):
         raise ExperimentError(
-            f"a run needs a folder of its own; {folder} is not empty and has no {FILE}: choose another `name` or "
-            "--run-dir"
+            f"a run needs its own folder; {folder} is not empty and has no {FILE}: choose another `name` or --run-dir"
         )
     return None
 
 
 def _is_unused(folder: Path) -> bool:
-    """Return True if it has only the files of a visit's beginning: no row of metrics, no checkpoint, no other file."""
+    """Return True if it has only the files of a visit's start: no row of metrics, no checkpoint, no other file."""
     empty = {folder / JSONL, folder / CHECKPOINTS}
     known = {*empty, *_files(folder), folder / FLIGHT, folder / LOGS}
     return not set(folder.iterdir()) - known and not any(map(_holds_something, empty))
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
+    """Return the files of a visit's start, in the order of removal: the files that mark a run's folder come last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
     return [folder / NEW, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:
-    """Remove a run's folder if it is unused."""
     with contextlib.suppress(OSError):
         if not _is_unused(folder):
             return
@@ -200,7 +198,7 @@ def _forget_visits(folder: Path) -> None:
 
 
 def _holds_something(path: Path) -> bool:
-    """Return True if it is a file or folder that is not empty."""
+    """Return True for a file or folder that is not empty."""
     if path.is_dir():
         return any(path.iterdir())
     return os.path.lexists(path) and path.lstat().st_size > 0
@@ -208,7 +206,7 @@ def _holds_something(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Generator[None]:
-    """Turn a failure to write below `folder` into one error. (Checkpoints have their own.)"""
+    """Turn a failure to write below `folder` into one error. (Checkpoints have their own error.)"""
     try:
         yield
     except OSError as error:
@@ -222,14 +220,14 @@ def writing(folder: Path) -> Generator[None]:
 
 
 class RunAgain(UserError):
-    """Trouble of the disk that may pass, and that was tried again in vain."""
+    """A temporary disk error that retries did not overcome."""
 
     exit_code = TRY_AGAIN
 
 
 @contextlib.contextmanager
 def passing_trouble(began: Callable[[], bool]) -> Generator[None]:
-    """Have passing trouble exit with 75, "run again", once the run `began`; before it is a user's mistake."""
+    """Exit with 75, "run again", for temporary errors after the run `began`; before, they are a user's mistake."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -239,7 +237,7 @@ def passing_trouble(began: Callable[[], bool]) -> Generator[None]:
 
 
 def record(toml: str, folder: Path) -> None:
-    """Write the experiment, as resolved, into its folder, in one rename."""
+    """Write the resolved experiment into its folder, in one rename."""
     _replace(folder / FILE, toml)
 
 
@@ -258,14 +256,14 @@ def _replace(file: Path, text: str) -> None:
 def check_same(folder: Path, toml: str) -> None:
     """Compare an experiment, as TOML, with the one in a folder, key by key, unless the folder is unused."""
     begun = (folder / FILE).exists()
-    if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
+    if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without the lock's file a run may be alive
         return
     if differing := _differences(folder, toml):
         raise ExperimentError(_other_experiment(folder, toml, differing))
 
 
 def _differences(folder: Path, toml: str) -> list[str]:
-    """Return the differences that are not allowed between visits of a run. Raises ExperimentError."""
+    """Return the differences that may not occur between visits of a run. Raises ExperimentError."""
     constant = tomllib.loads(toml)["optimizer"]["schedule"] == "constant"
     kept = FIXED if constant else FIXED | {"train.steps"}
     return [
@@ -276,7 +274,7 @@ def _differences(folder: Path, toml: str) -> list[str]:
 
 
 def _is_the_same(key: str, was: Any, now: Any) -> bool:
-    """Return True if two values of a key differ, and what is learnt does not."""
+    """Return True if two different values of a key train the same model."""
     if key == "model.scan":  # both store the same parameters
         return {was, now} == {True, "auto"}
     if key == "model.name":  # the fields are compared one by one
@@ -288,13 +286,13 @@ def _is_the_same(key: str, was: Any, now: Any) -> bool:
 
 
 def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys whose values differ from the recorded ones -> both values; None: no such key."""
+    """Return dotted key -> (recorded value, new value) for each difference; None for a missing key."""
     file, current = folder / FILE, tomllib.loads(toml)
     try:
         before = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ExperimentError(
-            f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
+            f"{file} has the run's experiment, but cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
     before, now = _flat(before), _flat(current)
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
@@ -311,7 +309,7 @@ def _other_experiment(folder: Path, toml: str, differing: Sequence[str]) -> str:
 
 
 def _other_course(folder: Path, toml: str) -> str:
-    """Return the message about another number of steps: what it would do to the learning rate, and the way out."""
+    """Return the message about another number of steps: its effect on the learning rate, and the fix."""
     from jdp.experiment.optimizer import learning_rate  # late: no other message needs optax
 
     text = (folder / FILE).read_text(encoding="utf-8")
@@ -334,7 +332,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# The lock of a run's folder. The system releases an `flock` however its process ends, so none is ever stale.
+# The lock of a run's folder. The system releases an `flock` whenever its process ends, so no lock is ever stale.
 
 
 class Lock:
@@ -361,16 +359,16 @@ class Lock:
         """Release the lock."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._handle, 0)
-            fcntl.flock(self._handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file open, too
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # a process forked meanwhile also has the file open
         os.close(self._handle)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Generator[Lock | None]:
-    """Hold the lock of a run's folder; None where the file system has no locks."""
+    """Hold the lock of a run's folder; yield None if the file system has no locks."""
     handle = _take(folder / LOCK)
     if handle is None:
-        warn(f"{folder} is on a file system without locks: nothing keeps a second run out of it")
+        warn(f"{folder} is on a file system without locks: a second run there is not detected")
         yield None
         return
     lock = Lock(folder / LOCK, handle)
@@ -394,14 +392,14 @@ def _take(file: Path) -> int | None:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise ExperimentError(
-                f"a folder is for one run at a time; {file.parent} has a run that goes on"
+                f"a folder is for one run at a time; {file.parent} is in use by a run"
                 f"{f', {holder}' if holder else ''}: wait for its end, or choose another `name` (--name NEW) or "
                 "--run-dir"
             ) from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), file.stat()):
                 break
-        os.close(handle)  # its folder was removed between the two, and perhaps made anew
+        os.close(handle)  # meanwhile its folder was removed, and perhaps made again
     with contextlib.suppress(OSError):  # on a full disk the file does not name its holder
         os.ftruncate(handle, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,9 +1,8 @@
 """Initial weights from another run, a checkpoint or a safetensors file, read onto a fresh state.
 
 1. Check the path before anything is written.
-2. Read parameters and model state onto the state's shardings. LoRA parameters may be missing: they keep their initial
-   values.
-3. Make the optimizer's state for these weights: an average of parameters starts from them.
+2. Read parameters and model state onto the state's shardings. Missing LoRA parameters keep their initial values.
+3. Make the optimizer's state for these weights; averaged parameters start from them.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from jdp.experiment.schema.model import HF
 from jdp.models.configs.gpt import GPTConfig
 
 LORA = ("*lora_*",)
-"""Parameters that a model without LoRA does not have."""
+"""Parameters that only a model with LoRA has."""
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
-"""Files by which a folder of safetensors is known."""
+"""Files that identify a folder of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class InitialWeights:
     """The weights that a run starts from: `train.init_from`.
 
     Attributes:
-        train: their keys as given.
+        train: the table with their keys.
         place: a run, a checkpoint, a safetensors file or a folder of them.
     """
 
@@ -53,7 +52,7 @@ class InitialWeights:
 
     @staticmethod
     def of(train: Train) -> InitialWeights:
-        """Return the weights that [train] names, which must be some."""
+        """Return the weights of train.init_from, which must be set."""
         assert train.init_from is not None
         return InitialWeights(train, user_path(train.init_from))
 
@@ -67,8 +66,8 @@ class InitialWeights:
         if path is not None and keys:
             folder = path if path.is_dir() else path.parent
             raise ExperimentError(
-                f"train.init_from leads to weights of another model, as {folder / CONFIG} says: set "
-                f'{", ".join(f"model.{key}" for key in keys)}; or take all of it, model.name = "hf:{folder}"'
+                f"train.init_from has the weights of another model, by {folder / CONFIG}: set "
+                f'{", ".join(f"model.{key}" for key in keys)}; or use its whole config, model.name = "hf:{folder}"'
             )
 
     def load(self, state: TrainState, config: Any, plan: Plan) -> tuple[TrainState, str]:
@@ -81,12 +80,12 @@ class InitialWeights:
         message = f"parameters from {given}"
         if fresh:
             shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
-            message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"
+            message += f", except {len(fresh)} that it lacks and that start fresh: {shown}"
         return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
 
 
 def original_folder(experiment: Experiment) -> Path | None:
-    """Return the folder of the model of Hugging Face's that the weights began as; None: there is none any more."""
+    """Return the folder of the Hugging Face model that the weights began as; None if it no longer exists."""
     name, place = experiment.model.name, experiment.train.init_from
     for path in map(user_path, (place, name.removeprefix(HF) if name.startswith(HF) else place) if place else ()):
         folder = path if path.is_dir() else path.parent
@@ -100,13 +99,13 @@ def _safetensors(place: Path) -> Path | None:
     if not place.exists():
         raise ExperimentError(
             f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {place}: "
-            "fix the path, or remove it"
+            "fix the path, or remove the key"
         )
     return place if place.suffix == SAFETENSORS or any((place / file).exists() for file in _IN_FOLDER) else None
 
 
 def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
-    """Return the state with the optimizer's state as it begins for these parameters."""
+    """Return the state with the optimizer's initial state for these parameters."""
     tx, trained = state.static.tx, state.static.trained
 
     def optimizer_state(params: PyTree) -> PyTree:
@@ -117,12 +116,12 @@ def _with_new_optimizer(state: TrainState, plan: Plan) -> TrainState:
 
 
 def _is_hugging_face(path: Path, config: Any) -> bool:
-    """Return True if the tensors of a GPT's file have Hugging Face's names, not jdp's paths such as embed/tokens."""
+    """Return True if a GPT's file has Hugging Face's names, not jdp's paths such as embed/tokens."""
     return isinstance(config, GPTConfig) and not any("/" in name for name in files.read(path))
 
 
 def names_of(path: Path, config: GPTConfig) -> Names:
-    """Return the names that the tensors of a file of Hugging Face's have; those of GPT-2 if positions are learned."""
+    """Return the tensors' names in a Hugging Face file; GPT-2's names if positions are learned."""
     if config.positions != "learned":
         return llama_names(config)
     # the hub's own files lack the prefix that Hugging Face's library writes
@@ -131,7 +130,7 @@ def names_of(path: Path, config: GPTConfig) -> Names:
 
 
 def _import(path: Path, state: TrainState, config: Any) -> TrainState:
-    """Read a safetensors file under the names that its tensors have. Raises ExperimentError if it does not fit."""
+    """Read a safetensors file by the names of its tensors. Raises ExperimentError if it does not fit."""
     try:
         names = names_of(path, config) if _is_hugging_face(path, config) else None
         return import_safetensors(path, state, names=names, missing=LORA)

@@ -6,7 +6,7 @@
    `visit.py` (metrics, evaluations, checkpoints, signals) and `bad_steps.py`.
 4. Exit at the end, or early at a signal, with a checkpoint of the last step.
 
-`step` in metrics and checkpoints counts batches consumed: the optimizer's steps and the skipped ones.
+`step` in metrics and checkpoints counts consumed batches: the optimizer's steps and the skipped steps.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def run(
     profile: range | None = None,
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
+    """Train, or resume, an experiment in `root`/NAME, and return its summary, the content of summary.json."""
     trackers.check_installed(experiment.train.wandb)
-    with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
+    with StopRequest() as stop:  # from now on no signal is lost; before the first step it exits at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
-        _ = assembly.eval_sets  # errors of the data come before anything is written
+        _ = assembly.eval_sets  # report errors of the data before anything is written
         weights = None
         if experiment.train.init_from is not None:
-            from jdp.run.initial_weights import InitialWeights  # late, as all that reads other models' files
+            from jdp.run.initial_weights import InitialWeights  # late, like all readers of other models' files
 
             weights = InitialWeights.of(experiment.train)
         folder = root / experiment.name
         has_checkpoints = any((folder / CHECKPOINTS).glob(f"*/{COMMITTED}"))
-        if weights is not None and not has_checkpoints:  # afterwards they may be moved
+        if weights is not None and not has_checkpoints:  # later the files may have been moved
             weights.check(assembly.config)
         with (
             passing_trouble(lambda: stop.began),
@@ -121,11 +121,11 @@ def _visit(
 
 @dataclass(frozen=True)
 class Start:
-    """What a visit begins with.
+    """The start of a visit.
 
     Attributes:
-        state: on the run's plan.
-        progress: how far the run is.
+        state: the state, on the run's plan.
+        progress: the progress of the run.
         weights_read: a line about initial weights that were read.
     """
 
@@ -135,7 +135,7 @@ class Start:
 
 
 def fresh(assembly: Assembly, weights: InitialWeights | None) -> Start:
-    """Make the state that a run begins with, with any initial weights."""
+    """Make a run's initial state, with any initial weights."""
     state, weights_read = assembly.state(), None
     if weights is not None:
         state, weights_read = weights.load(state, assembly.config, assembly.plan)
@@ -144,7 +144,7 @@ def fresh(assembly: Assembly, weights: InitialWeights | None) -> Start:
 
 
 def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
-    """Restore the newest complete state onto the run's plan; None without one."""
+    """Restore the newest complete state onto the run's plan; None if there is none."""
     newest = saved.latest
     if newest is None:
         return None
@@ -153,7 +153,7 @@ def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
     except CheckpointError:
         if saved.latest is not None:
             raise
-        return None  # all there was were copies in memory, and they are damaged, which was reported
+        return None  # there were only copies in memory, and they are damaged, as reported
     folder, fingerprint = saved.directory.parent, assembly.data.fingerprint
     check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
@@ -167,7 +167,7 @@ def resumed(assembly: Assembly, saved: Checkpoints) -> Start | None:
     progress = Progress.of(assembly.experiment.train, assembly.toml, record)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     if progress.kept is not None and progress.kept.step and progress.kept.step not in saved.steps:
-        warn(f"the best checkpoint, {progress.kept.step}, is not there: the next evaluation is the best again")
+        warn(f"the best checkpoint, {progress.kept.step}, is missing: the next evaluation becomes the best")
         progress.kept = Best(progress.kept.metric)
     return Start(state, progress)
 

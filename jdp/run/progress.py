@@ -1,4 +1,4 @@
-"""How far a run is, and the record of it that each checkpoint keeps."""
+"""The progress of a run, and its record in each checkpoint."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _SAVED = ("done", "samples", "skipped", "loss", "evals", "evaluated", "fingerpri
 
 @dataclass
 class Progress:
-    """How far a run is. A checkpoint records the first ten attributes.
+    """The progress of a run. A checkpoint records the first ten attributes.
 
     Attributes:
         done: batches consumed.
         samples: the samples in them; visits may have batches of different sizes.
-        skipped: of these, steps skipped because of gradients or updates that were not finite.
-        loss: at the last row of metrics, in nats.
+        skipped: steps skipped because gradients or updates were not finite.
+        loss: the loss at the last row of metrics, in nats.
         evals: the metrics of the last evaluation.
         evaluated: the step of that evaluation.
-        fingerprint: of the data.
-        experiment: a hash of the experiment as resolved, of this visit.
+        fingerprint: fingerprint of the data.
+        experiment: hash of this visit's resolved experiment.
         watched: the best evaluation, for early stopping.
-        kept: the best one with a checkpoint; None without `train.keep_best`.
+        kept: the best evaluation with a checkpoint; None without `train.keep_best`.
         resumed_from: batches consumed before this visit.
         seconds: duration of this visit's loop.
         waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
-            tokens or examples; compilation and evaluation are left out.
-        steady_at_peak: the seconds that these steps would take at the devices' peak, where that is known.
-        skips_in_a_row, skips_seen: skipped steps up to the last one whose metrics were read.
+            tokens or examples, without compilation and evaluation.
+        steady_at_peak: the seconds that these steps would take at the devices' peak, if known.
+        skips_in_a_row, skips_seen: skipped steps up to the last step whose metrics were read.
     """
 
     done: int = 0
@@ -81,7 +81,7 @@ class Progress:
 
     @staticmethod
     def of(settings: Train, toml: str, record: dict[str, Any]) -> Progress:
-        """Return the progress from a checkpoint's record; `{}` is a run that has not begun."""
+        """Return the progress from a checkpoint's record; `{}` for a run that has not begun."""
         known = {name.name for name in fields(Progress)}
         progress = Progress(**{name: value for name, value in record.items() if name in known})
         progress.watched = Best.resumed(settings.best_metric, record.get("watched"))
@@ -95,7 +95,7 @@ class Progress:
 
 @dataclass
 class _Record:
-    """The values of a record that are checked, and their types."""
+    """The checked values of a record, and their types."""
 
     done: int
     samples: int
@@ -109,7 +109,7 @@ class _Record:
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:
-    """Check that a checkpoint's record is one that `Progress.record` makes at this step."""
+    """Check that a checkpoint's record is a valid result of `Progress.record` at this step."""
     try:
         TypeAdapter(_Record).validate_json(json.dumps(record), strict=True)
         problem = "" if record["done"] == int(folder.name) else f"done is {record['done']}"
@@ -119,6 +119,6 @@ def check_record(record: dict[str, Any], folder: Path) -> None:
         problem = f"{name} is missing" if first["type"] == "missing" else f"{name} is {first['input']!r}"
     if problem:
         raise CheckpointError(
-            f"{folder / 'record'} is damaged, or not that of a run of jdp train: {problem}. Move {folder} away: the "
-            "run then resumes from the checkpoint before, or starts afresh where there is none."
+            f"{folder / 'record'} is damaged, or not from a run of jdp train: {problem}. Move {folder} away: the run "
+            "then resumes from the previous checkpoint, or starts from the beginning without one."
         )

@@ -1,7 +1,7 @@
 """Reads a run's folder as plain values: its experiment, metrics, history and summary.
 
-Reading writes and locks nothing, so it works during a run. It leaves out damaged or missing parts and notes each
-in a sentence: a run that went wrong must stay readable.
+Reading writes and locks nothing, so it works during a run. It omits damaged or missing parts and adds a note for each,
+because a failed run must stay readable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def find_run(given: str, runs: Path) -> Path:
-    """Return the folder of a run that is given by its path, or by its name in `runs`."""
+    """Return the folder of a run, given its path or its name in `runs`."""
     path = user_path(given)
     named = [runs / path] if len(path.parts) == 1 else []
     folder = next((each for each in (path, *named) if (each / FILE).is_file()), None)
@@ -41,8 +41,8 @@ def find_run(given: str, runs: Path) -> Path:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read a run's folder as the report takes it, without its compiled step."""
-    from jdp.report.run import Run  # a run that trains needs no pages
+    """Read a run's folder for the report, without its compiled step."""
+    from jdp.report.run import Run  # late: training needs no report
 
     notes: list[str] = []
     try:
@@ -57,7 +57,7 @@ def read_run(folder: Path, name: str) -> Run:
         raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a run that you may read") from None
     visits, spent = history(events), account(events)
     if not visits:
-        notes.append(f"There is no {FLIGHT}/rank-00000.jsonl: when the run was resumed or stopped is not known.")
+        notes.append(f"There is no {FLIGHT}/rank-00000.jsonl: resumes and stops of the run are unknown.")
     return Run(
         name,
         rows,

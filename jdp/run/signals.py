@@ -1,12 +1,12 @@
 """Signals that stop a run: all processes stop at the same step, save, and exit.
 
-Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1, which Slurm sends, ask for it. A thread receives them at once, even while
-the main thread compiles or waits inside JAX.
+The signals are Ctrl-C (SIGINT), SIGTERM, SIGHUP, and SIGUSR1, which Slurm sends. A thread receives them at once, even
+while the main thread compiles or waits inside JAX.
 
-1. Until the first step of a visit is dispatched there is nothing to save: all processes exit at once.
-2. After that the loop polls, at each step and at each batch of an evaluation. Several processes agree through
-   the coordination service: each reports its number of polls, and all stop at the first poll that none has reached.
-3. A second signal exits at once. The files on disk are complete at any moment.
+1. Before the first step of a visit is dispatched there is nothing to save: all processes exit at once.
+2. After that the loop polls at each step and at each batch of an evaluation. Several processes agree through the
+   coordination service: each reports its number of polls, and all stop at the first poll that none has reached.
+3. A second signal exits at once. The files on disk are always complete.
 
 These handlers replace JAX's own handling of SIGTERM, which covers neither compilation, nor evaluation, nor other
 signals.
@@ -31,26 +31,26 @@ from jdp.core.cluster.barrier import THREAD_SECONDS, Store, coordination_client
 from jdp.core.cluster.initialize import leave_after_failure
 
 TRY_AGAIN = 75
-"""The exit code of a run that was stopped by another signal than Ctrl-C: run again."""
+"""The exit code of a run stopped by a signal other than Ctrl-C: run again."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_AGAIN, signal.SIGUSR1: TRY_AGAIN}
 """Signals that stop a run, with its exit code."""
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
-_POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
-_LOOK_SECONDS = 0.05  # between two looks for the answers
+_POLL_SECONDS = 0.5  # between looks for another process' request
+_LOOK_SECONDS = 0.05  # between looks for the answers
 _ANSWER_SECONDS = 60.0
 _UNWIND_SECONDS = 2.0  # how long the main thread may take to exit by itself
-_AGAIN_SECONDS = 0.05  # between two tries to have it leave: where it runs, Python may ignore what is raised
+_AGAIN_SECONDS = 0.05  # between tries to make it exit: Python ignores exceptions in some callbacks
 _NOTHING = "before the first step there is nothing to save"
-_CALLBACKS = (weakref.__file__, WeakSet.__init__.__code__.co_filename)  # what they do when an object is collected
+_CALLBACKS = (weakref.__file__, WeakSet.__init__.__code__.co_filename)  # their callbacks when an object is collected
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopped(SystemExit):
-    """Exit of a run that was stopped by a signal, after saving.
+    """Exit of a run stopped by a signal, after saving.
 
     Attributes:
         code: the exit code.
-        summary: of the run so far; before its first step only "stopped", the name of the signal.
+        summary: summary of the run so far; before its first step only "stopped", the name of the signal.
     """
 
     def __init__(self, code: int, summary: dict[str, Any]) -> None:
@@ -62,10 +62,10 @@ class StopRequest:
     """Listens for signals while in `with`; `at_step` returns True if the run stops after this step.
 
     Attributes:
-        signal: why the run stops; None while it goes on.
+        signal: the signal that stops the run; None while it continues.
         heard: the signal that this process has received, before the run stops for it.
         began: whether the first step is dispatched.
-        on_signal: called with a signal, in another thread, when it comes.
+        on_signal: called with each signal, in another thread.
     """
 
     def __init__(self) -> None:
@@ -97,14 +97,14 @@ class StopRequest:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if handler is None else handler)  # None: JAX's own, which is C++
-        with contextlib.suppress(BrokenPipeError):  # the thread has left, and closed its end
+        with contextlib.suppress(BrokenPipeError):  # the thread has ended and closed its end
             os.write(self._pipe[1], b"\0")
         os.close(self._pipe[1])
-        for thread in self._threads:  # one that comes back from JAX into a Python that is ending aborts the process
+        for thread in self._threads:  # a thread that returns from JAX while Python exits aborts the process
             thread.join(THREAD_SECONDS)
 
     def under_way(self) -> None:
-        """Report that the first step is dispatched: from here on processes agree on a stop, and save."""
+        """Report that the first step is dispatched: from now on processes agree on a stop, and save."""
         with self._agreement.lock if self._agreement else contextlib.nullcontext():
             self.began = True
 
@@ -127,13 +127,13 @@ class StopRequest:
         return EXIT_CODES[self.signal]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Exit, in the main thread, if that was decided; `_listen` receives the signal itself."""
+        """Exit, in the main thread, if so decided; `_listen` receives the signal itself."""
         if self._leaving and self.signal is not None and not _is_ignored_in(frame):
             self._raised = True
             raise Stopped(self.exit_code, {"stopped": self.signal.name})
 
     def _listen(self) -> None:
-        """Receive signals, in a thread: Python writes their numbers into the pipe."""
+        """Receive signals in a thread: Python writes their numbers into the pipe."""
         pipe, first = self._pipe[0], 0.0
         while not self._done.is_set() and (numbers := os.read(pipe, 1)):
             number = numbers[0]
@@ -153,7 +153,7 @@ class StopRequest:
         os.close(pipe)
 
     def _look(self) -> None:
-        """Look, in a thread, for a request of any process of a cluster, and agree on where to stop."""
+        """Look, in a thread, for a stop request from any process of a cluster, and agree on the step."""
         if self._agreement is None:
             return
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
@@ -167,12 +167,12 @@ class StopRequest:
         """Exit at once: through the main thread if it runs Python soon, else without it."""
         self.signal, self._leaving = by, True
         with contextlib.suppress(OSError):
-            os.write(2, f"stopped by {by.name}, at once: {why}; what is on the disk is whole\n".encode())
+            os.write(2, f"stopped by {by.name}, at once: {why}; the files on disk are complete\n".encode())
         main = threading.main_thread().ident
         assert main is not None
         end = time.monotonic() + _UNWIND_SECONDS
         while not self._raised and time.monotonic() < end:
-            signal.pthread_kill(main, next(iter(self._before)))  # has Python call `_handle`
+            signal.pthread_kill(main, next(iter(self._before)))  # makes Python call `_handle`
             if self._done.wait(_AGAIN_SECONDS):
                 return
         if self._done.wait(max(0.0, end - time.monotonic())):
@@ -185,7 +185,7 @@ class StopRequest:
 
 
 def _is_ignored_in(frame: FrameType | None) -> bool:
-    """Return True where Python prints an exception and continues: in its collector's callbacks and in destructors."""
+    """Return True if Python ignores exceptions here: in the collector's callbacks and in destructors."""
     while frame is not None:
         if frame.f_code.co_name in ("_xla_gc_callback", "__del__") or frame.f_code.co_filename in _CALLBACKS:
             return True
@@ -194,12 +194,12 @@ def _is_ignored_in(frame: FrameType | None) -> bool:
 
 
 class _Agreement:
-    """Where the processes of a cluster stop, in polls since the beginning.
+    """The poll at which the processes of a cluster stop, counted from the start.
 
     Attributes:
-        store: what the processes tell each other.
+        store: messages between the processes.
         lock: held during the agreement, so that no process continues meanwhile.
-        signal: the one that was received.
+        signal: the received signal.
     """
 
     _rounds = 0
@@ -213,7 +213,7 @@ class _Agreement:
         self._polls, self._stop_at = 0, -1
 
     def asked(self) -> signal.Signals | None:
-        """Return the signal with which a process asked to stop, that of the first process; None if none did."""
+        """Return the signal with which a process asked to stop, the first process' if several did; else None."""
         asked = self.store.all("asked")
         return signal.Signals(int(asked[min(asked)])) if asked else None
 
@@ -224,11 +224,11 @@ class _Agreement:
             return 0 <= self._stop_at <= self._polls
 
     def agree(self, began: Callable[[], bool], done: threading.Event) -> str | None:
-        """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked.
+        """Agree on the poll to stop at. All processes call it, in a thread, after one of them has asked.
 
         Process 0 reads the answers of all, and the others read its decision: -1 if a process has nothing to save. A
-        process that has taken all of its steps before does not answer. It is not waited for in JAX: a thread that is
-        still there when Python ends aborts the process.
+        process that has already taken all its steps does not answer. The wait is not in JAX, because a thread inside
+        JAX aborts the process when Python exits.
         """
         store = self.store
         with self.lock:

@@ -1,4 +1,4 @@
-"""What a visit reports: its first lines, and at the end of the run its summary, one JSON object."""
+"""The report of a visit: its first lines, and at the end of the run its summary, one JSON object."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def introduction(assembly: Assembly) -> list[str | None]:
 
 
 def ending(assembly: Assembly, progress: Progress, folder: Path) -> list[str]:
-    """Return the last lines of a run: how long this visit took, where the run is, and the next commands."""
+    """Return the last lines of a run: the visit's duration, the run's folder, and the next commands."""
     experiment, place = assembly.experiment, shlex.quote(str(folder))
     taken = progress.done - progress.resumed_from
     steps = f"{taken:,} step{'s' * (taken != 1)} in {clock(progress.seconds)}; the" if taken else "the"
@@ -64,8 +64,8 @@ def devices_of(mesh: Mesh) -> dict[str, Any]:
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
     """Return the run as one JSON object; `final_…` come from the last row of metrics and the last evaluation.
 
-    "mfu" covers this visit's steps; it is missing where the devices' peak is not known. "goodput" is process 0's over
-    all visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
+    "mfu" covers this visit's steps; it is missing if the devices' peak is unknown. "goodput" is process 0's over all
+    visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
     """
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None

@@ -39,7 +39,7 @@ from jdp.run.summary import devices_of, ending, introduction, summary
 
 @dataclass(frozen=True)
 class Taken:
-    """A step that was dispatched: its number, the state and the metrics that it returns, and its batch."""
+    """A dispatched step: its number, its state and metrics, and its batch."""
 
     step: int
     state: TrainState
@@ -53,7 +53,7 @@ class Visit:
 
     Attributes:
         assembly: the objects of the run.
-        progress: how far the run is.
+        progress: the progress of the run.
         ended: whether the last step of the visit is done.
     """
 
@@ -109,7 +109,7 @@ class Visit:
 
     @contextlib.contextmanager
     def feed(self) -> Generator[None]:
-        """Read batches ahead while in `with`, if there are steps to take."""
+        """Read batches ahead while in `with`, if steps remain."""
         if self.ended:
             yield
             return
@@ -129,7 +129,7 @@ class Visit:
     def finish(self, state: TrainState) -> dict[str, Any]:
         """Print the sample, export the model, and return the summary, which is written if this visit took steps.
 
-        The state is given up.
+        The state is deleted.
         """
         progress, say = self.progress, self.display.say
         self._sample(state, "sample")
@@ -146,7 +146,7 @@ class Visit:
     # A step.
 
     def before(self, state: TrainState) -> Batch:
-        """Return the batch of the next step, with everything ready for it."""
+        """Prepare the next step and return its batch."""
         if self.profile.begin(self.progress.done + 1, state):
             self._clock.restart()
         batch = next(self._feed)
@@ -155,7 +155,7 @@ class Visit:
         return batch
 
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
-        """Do the duties that follow a step, in this order; `values` are its metrics."""
+        """Do the duties after a step, in order; `values` are its metrics."""
         taken = Taken(self.progress.done + 1, state, values, batch)
         for duty in (
             self._check,
@@ -169,14 +169,14 @@ class Visit:
             duty(taken)
 
     def _check(self, taken: Taken) -> None:
-        """Look for steps that went wrong, and for devices that differ."""
+        """Check for bad steps, and for devices that differ."""
         self.health.taken(taken.batch, taken.values, taken.step)
         self.stop.under_way()
         self.watch.mark("dispatch")
         self.health.after(taken.state, taken.step)
 
     def _count(self, taken: Taken) -> None:
-        """Count the step, and find out whether it is the last one of the visit."""
+        """Count the step, and determine whether it is the last of the visit."""
         progress, train = self.progress, self.experiment.train
         progress.done, progress.samples = taken.step, progress.samples + train.batch_size
         self.display.step(taken.step)
@@ -184,7 +184,7 @@ class Visit:
         self.ended = self.stop.at_step(taken.step) or taken.step == train.steps
 
     def _log(self, taken: Taken) -> None:
-        """Write and show a row if it is due: this step's metrics, and times as means over the steps since the last."""
+        """Write and show a row if due: this step's metrics, and mean times since the last row."""
         progress, train = self.progress, self.experiment.train
         may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
         due = self.ended or taken.step % train.log_every == 0 or may_stop  # a run's last step has a row
@@ -202,19 +202,19 @@ class Visit:
         self.watch.mark("wait")
 
     def _end_trace(self, taken: Taken) -> None:
-        """End the trace if this was its last step, and the step."""
+        """End the step, and the trace if this was its last step."""
         if self.profile.end(taken.step, taken.state):
             self._restart()
         self.watch.step(taken.step)
 
     def _evaluate_and_sample(self, taken: Taken) -> None:
-        """Evaluate and sample as each is due; a signal or the result may end the visit."""
+        """Evaluate and sample if due; a signal or the result may end the visit."""
         if self.stop.signal is None and any([self.evaluate(taken.state), self.sample(taken.state)]):
             self._restart()
         self.ended |= self.stop.signal is not None
 
     def _keep_in_memory(self, taken: Taken) -> None:
-        """Copy the state into the hosts' memory, also if it is saved: until that is in storage a restart needs it."""
+        """Copy the state into the hosts' memory, even if it is saved: a restart needs it until the save is complete."""
         every = self.experiment.guard.keep_in_memory
         if not every or taken.step % every or self.ended:
             return
@@ -224,7 +224,7 @@ class Visit:
         self.health.restart()
 
     def _save(self, taken: Taken) -> None:
-        """Save the state if a checkpoint is due, it is the best, or the visit ends, which waits for it."""
+        """Save the state if a checkpoint is due, it is the best, or the visit ends; the end waits for the save."""
         progress, every = self.progress, self.experiment.train.checkpoint_every
         best = progress.kept is not None and progress.kept.step == taken.step
         if not (self.ended or best or (every and taken.step % every == 0)):
@@ -239,16 +239,16 @@ class Visit:
                 self._save_patiently(taken.state, wait=True)
 
     def _save_patiently(self, state: TrainState, *, wait: bool = False) -> None:
-        """Save in the background, or wait for it to end; after passing trouble save this state, and wait.
+        """Save in the background, or wait for the save; after a temporary error save this state, and wait.
 
-        The error of a save may be that of the one before, whose state is gone. Several processes are not in step after
-        an error: they end, to be started again.
+        The error may come from the previous save, whose state is gone. After an error several processes are no longer
+        in step, so they end, to be restarted.
         """
         progress = self.progress
         measured = progress.evals if progress.evaluated == progress.done and progress.kept is not None else None
 
         def save(again: bool) -> None:
-            self.checkpoints.save(state, progress.record(), measured)  # once it is saved this waits
+            self.checkpoints.save(state, progress.record(), measured)  # waits if this step is already saved
             if again or wait:
                 self.checkpoints.wait()
 
@@ -258,12 +258,12 @@ class Visit:
             self._patient(save)
 
     def _write(self, action: Callable[[], None]) -> None:
-        """Write a row of metrics, again while the disk is full."""
+        """Write a row of metrics; repeat while the disk is full."""
 
         def write(_: bool) -> None:
             try:
                 action()
-            except OSError as error:  # of an open file, which it does not name
+            except OSError as error:  # does not name the open file
                 raise OSError(error.errno, error.strerror, str(self.folder)) from error
 
         self._patient(write)
@@ -272,14 +272,14 @@ class Visit:
         retried(action, passes=is_passing, say=self.display.say, stops=lambda: self.stop.heard is not None)
 
     def _restart(self) -> None:
-        """Leave what was no step out of the steps' times."""
+        """Exclude work between steps from the steps' times."""
         self._clock.restart()
         self.health.restart()
 
     # An evaluation.
 
     def evaluate(self, state: TrainState) -> bool:
-        """Evaluate if it is due after this step and was not done yet; return True if it was now."""
+        """Evaluate if due after this step and not yet done; return True if evaluated."""
         progress, done = self.progress, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
@@ -291,7 +291,7 @@ class Visit:
         progress.watched.seen(done, row)
         if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
             progress.kept.seen(done, row, newest=True)
-        made_up = done == progress.resumed_from  # perhaps not for the first time: the checkpoint precedes it
+        made_up = done == progress.resumed_from  # perhaps repeated: the checkpoint precedes it
         (self.metrics.replace_evaluation if made_up else self.metrics.write)(done, row)
         self.display.log(done, row)
         if progress.stops_early(self.experiment):
@@ -300,7 +300,7 @@ class Visit:
         return True
 
     def sample(self, state: TrainState) -> bool:
-        """Write text if it is due after this step and the run goes on; return True if it was written.
+        """Write text if due after this step and the run continues; return True if written.
 
         After a restart it is written again.
         """
@@ -313,7 +313,7 @@ class Visit:
         return True
 
     def _sample(self, state: TrainState, title: str) -> None:
-        """Have the model write, and show and keep the text."""
+        """Let the model write a text; show and store it."""
         done = self.progress.done
         with self.watch.during("sample"):
             rows = self._writer.rows(state, done)
@@ -322,7 +322,7 @@ class Visit:
             self.display.show_text(title, row["text"])
 
     def _evaluation_due(self) -> bool:
-        """Return whether this step is followed by an evaluation."""
+        """Return whether an evaluation follows this step."""
         done, train = self.progress.done, self.experiment.train
         return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
 
@@ -335,7 +335,8 @@ class Visit:
 class Clock:
     """Measures the steps since the last row of metrics.
 
-    The first step of a process compiles. Only a row of its own includes it, which is left out of the summary's speed.
+    The first step of a process compiles. Only a row for that step alone includes it, and the summary's speed excludes
+    that row.
     """
 
     def __init__(self, assembly: Assembly, progress: Progress, feed: Feed) -> None:
@@ -345,7 +346,7 @@ class Clock:
         self.restart()
 
     def tick(self, values: Any, row_due: bool) -> None:
-        """Wait for a step that compiles, and count from there on unless it gets a row; others pass."""
+        """Wait for a step that compiles, and count from its end unless it gets a row; ignore other steps."""
         if not self._first:
             return
         self._first, self._compiled = False, row_due
@@ -354,11 +355,11 @@ class Clock:
             self.restart()
 
     def restart(self) -> None:
-        """Count from the last step and from now on."""
+        """Restart the count from the last step and the current time."""
         self._from = (self._progress.done, time.perf_counter(), self._feed.wait_seconds)
 
     def row(self, hosts: Mapping[str, float]) -> dict[str, float]:
-        """Return a row's learning rate, times, `hosts` and speed; its times count in the visit's."""
+        """Return a row's learning rate, times, `hosts` and speed; add its times to the visit's."""
         (since, start, waited), progress, assembly = self._from, self._progress, self._assembly
         steps, seconds, wait = progress.done - since, time.perf_counter() - start, self._feed.wait_seconds - waited
         rate = float(jax.device_get(assembly.learning_rate(max(progress.done - progress.skipped - 1, 0))))

@@ -1,8 +1,8 @@
-"""A device whose copy of the state differs from the others' ends the run, with the name of its host.
+"""End the run if a device's copy of the state differs from the others', and name its host.
 
-The wrong copy may be older than the step after which it was found. Since then its gradients were summed with all
-others', so overwriting the copy does not give the right state. Copies are compared before each save, so every
-checkpoint is from before: a run that starts again without that host goes on with the bits of a run without the fault.
+The fault may be older than the step after which it was detected. Since then its gradients were summed with all others',
+so overwriting the copy does not give the right state. Copies are compared before each save, so every checkpoint is from
+before the fault: a run that restarts without that host gets the same bits as a run without the fault.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jdp.guard.flight_recorder import Flight
 from jdp.guard.replicas import CorruptState, Difference, in_words
 
 _SCHEDULER_NAMES = ("SLURMD_NODENAME", "JDP_NODE_NAME")
-"""Variables with the name by which a scheduler knows this host; experiments/cluster/jobset.yaml sets the second."""
+"""Variables with the scheduler's name for this host; experiments/cluster/jobset.yaml sets the second."""
 
 
 class WrongDevice(CorruptState):
-    """A device has other bits than those that should have the same: starting again alone does not help."""
+    """A device's bits differ from those of its replicas: a restart alone does not help."""
 
     exit_code = 78
 
@@ -44,21 +44,21 @@ def check_devices(differences: Sequence[Difference], step: int, flight: Flight) 
     if differences[0].agreeing:
         advice = leave_out(devices[0], hosts, os.environ)
     else:
-        advice = "No majority tells which device is wrong: test both (`jdp doctor`), and leave the wrong one's host out"
+        advice = "No majority shows which device is wrong: test both (`jdp doctor`), and leave out the faulty host"
     raise WrongDevice(
-        f"All copies of the state must be equal bit for bit; given {why}. Nothing was saved of it. {advice}. Then run "
-        "again: it resumes from the checkpoint before.",
+        f"All copies of the state must be equal bit for bit; given {why}. Nothing of it was saved. {advice}. Then run "
+        "again: it resumes from the previous checkpoint.",
         differences,
     )
 
 
 def _host() -> str:
-    """Return the name of this host by which its scheduler takes it out."""
+    """Return the scheduler's name for this host."""
     return next(filter(None, map(os.environ.get, _SCHEDULER_NAMES)), socket.gethostname())
 
 
 def leave_out(device: Device, hosts: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return how to run without a device's host, by what started the processes; `hosts` has each process' host."""
+    """Return how to run without a device's host under this launcher; `hosts` has each process' host."""
     host, others = hosts[device.process_index], len(set(hosts)) - 1
     if "SLURM_JOB_ID" in environment:
         return f"Leave host {host} out: sbatch --exclude={host} JOB.sh"

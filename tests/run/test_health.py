@@ -143,7 +143,7 @@ def test_a_device_that_differs_ends_the_run_before_it_is_saved(file, monkeypatch
     error, host = capsys.readouterr().err, socket.gethostname()
     assert code == 78 and "Traceback" not in error and saved_steps(folder) == [3]
     said = "error: All copies of the state must be equal bit for bit; given after step 6 device 5 (cpu, number 5"
-    assert said in error and f"/bias, on host {host}. Nothing was saved of it." in error
+    assert said in error and f"/bias, on host {host}. Nothing of it was saved." in error
     assert f"It is device 5 of the only host, {host}: run on another, or without it (CUDA_VISIBLE_DEVICES)" in error
     assert any(words.startswith("After step 6 device 5 (cpu, ") for words in diagnose(folder).words)
     assert [event["event"] for event in history(read(folder / "flight" / "rank-00000.jsonl"))] == ["started", "failed"]
@@ -159,7 +159,7 @@ def test_of_two_copies_that_differ_none_is_believed(file, monkeypatch, capsys):
     assert train(file, *two, "--guard.check_replicas_every", "2")[0] == 78
     error = capsys.readouterr().err
     assert "given after step 4 device " in error and "differ from one another in params/" in error
-    assert "No majority tells which device is wrong: test both" in error
+    assert "No majority shows which device is wrong: test both" in error
     assert train(file, *two, "--guard.check_replicas_every", "0", name="never")[0] == 0
 
 

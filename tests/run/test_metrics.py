@@ -89,7 +89,7 @@ def test_a_metric_is_one_number(tmp_path, value):
 
 def test_rows_leave_out_arrays_that_a_loss_counts_and_say_so(capsys):
     assert numbers({"loss": jnp.float32(0.5), "confusion": jnp.zeros((3, 3))}) == {"loss": 0.5}
-    assert "metric 'confusion' has shape (3, 3): rows of metrics hold numbers" in capsys.readouterr().err
+    assert "metric 'confusion' has shape (3, 3): rows of metrics hold only numbers" in capsys.readouterr().err
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path):

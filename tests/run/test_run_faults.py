@@ -254,8 +254,8 @@ with StopRequest() as stop:
 
 
 ONCE = {
-    "compile": (1, "stopped by SIGTERM, at once: before the first step there is nothing to save; what is on the disk"),
-    "second": (2, "stopped by SIGTERM, at once: a second signal came; what is on the disk is whole"),
+    "compile": (1, "stopped by SIGTERM, at once: before the first step there is nothing to save; the files on disk are"),
+    "second": (2, "stopped by SIGTERM, at once: a second signal came; the files on disk are complete"),
 }
 
 

@@ -292,7 +292,7 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys,
         before = contents(folder)
         error = refusal(capsys, file, "--train.steps", "1")
         assert alone
-        assert f"{folder} has a run that goes on, process {os.getpid()} on {socket.gethostname()} since 20" in error
+        assert f"{folder} is in use by a run, process {os.getpid()} on {socket.gethostname()} since 20" in error
         assert contents(folder) == before
 
     def before_step(visit, state):
@@ -303,7 +303,7 @@ def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys,
     refusals, real = [], Visit.before
     monkeypatch.setattr(Visit, "before", before_step)
     assert train(file)[0] == 0, "a first one that takes steps goes on"
-    assert len(refusals) == 1 and f"{folder} has a run that goes on, process " in refusals[0]
+    assert len(refusals) == 1 and f"{folder} is in use by a run, process " in refusals[0]
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and saved_steps(folder)[-1] == 6
 
 
@@ -325,7 +325,7 @@ def test_a_folder_that_loses_its_files_during_a_run_is_whole_at_its_end(file, ca
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
     said = capsys.readouterr().err
     assert f"{folder}/{LOCK} was deleted during the run: the lock is taken again" in said
-    assert f"{folder}/experiment.toml was deleted during the run: it is written anew" in said
+    assert f"{folder}/experiment.toml was deleted during the run: it is written again" in said
     assert train(file)[0] == 0, "it is the run's folder still"
 
 
@@ -350,7 +350,7 @@ def test_the_lock_dies_with_its_process(file, capsys):
     command = [sys.executable, "-c", f"{hold}; input()", str(folder / LOCK)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        assert "has a run that goes on: wait for its end" in refusal(capsys, file)
+        assert "is in use by a run: wait for its end" in refusal(capsys, file)
         assert [path.name for path in folder.iterdir()] == [LOCK]
         holder.kill()
     assert train(file, "--train.steps", "1")[0] == 0
@@ -401,7 +401,7 @@ def test_what_a_damaged_record_lacks_is_said(file, capsys):
     for said, damage in damages.items():
         described.write_text(json.dumps(description | {"record": damage}))
         vouch(folder / "checkpoints" / "3")
-        assert f"is damaged, or not that of a run of jdp train: {said}" in refusal(capsys, file)
+        assert f"is damaged, or not from a run of jdp train: {said}" in refusal(capsys, file)
     described.write_bytes(b"\0" * 50)
     vouch(folder / "checkpoints" / "3")
     assert "3 cannot be read; a file is damaged or missing: " in refusal(capsys, file)

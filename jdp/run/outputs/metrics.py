@@ -7,8 +7,8 @@ JSON has no NaN and no infinity: such a value is null, and its text under "nonfi
 A run that resumes from step s writes the steps after s again, and `Metrics(folder, resumed_step=s)` first removes the
 rows that an earlier process wrote for them. Each visit has its own event file, which begins with a record that makes
 TensorBoard forget those steps in older files (`purge_step` of its writers). If the checkpoint of s precedes its
-evaluation, each visit that resumes there evaluates again: `replace_evaluation` keeps one row of it. A last row that a
-killed writer left half-written is dropped.
+evaluation, each visit that resumes there evaluates again: `replace_evaluation` keeps only one of the rows. The
+half-written last row of a killed writer is dropped.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ EVENTS = "events"
 class Metrics:
     """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing.
 
-    `patiently` calls what writes to the disk, and again while the disk is full.
+    `patiently` calls a function that writes to the disk, and repeats it while the disk is full.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Metrics:
         self._event: Any = _message_types().Event
         self._file = folder / JSONL
         self._open(lambda row: row["step"] <= resumed_step)
-        # tensorboardX names files by the second, and overwrites. TensorBoard reads them in the order of their names.
+        # tensorboardX names files by the second and overwrites them. TensorBoard reads them in the order of names.
         visits = sum(1 for _ in folder.glob(f"{EVENTS}.out.tfevents.*"))
         self._events = writer(str(folder / EVENTS), filename_suffix=f".visit{visits:06d}")
         self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # its owner leaves it open on a full disk
@@ -69,17 +69,17 @@ class Metrics:
         scalars = {name: _scalar(name, value) for name, value in values.items()}
         row = json.dumps(json_safe({"step": step, "time": round(now, 3)} | scalars), allow_nan=False).encode()
         self._jsonl.write(row + b"\n")
-        self._patiently(self._jsonl.flush)  # what it could not write stays in its buffer
+        self._patiently(self._jsonl.flush)  # unwritten text stays in the buffer
         self._write_event(step, now, scalars)
         for tracker in self._trackers:
             tracker.write(step, scalars)
 
     def replace_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append the evaluation of the last step, in place of the one that an earlier visit may have written."""
+        """Append the evaluation of the last step, replacing an earlier visit's row, if any."""
         if self._speaks:
             self._jsonl.close()
             self._open(lambda row: row["step"] != step or not _is_evaluation(row))
-            self._purge_events_from(step)  # all of the step: what stays is written again
+            self._purge_events_from(step)  # all of the step: the other rows are written again
             for row in read(self._file):
                 if row["step"] == step:
                     metrics = {name: row[name] for name in _metrics_of(row) if isinstance(row[name], int | float)}
@@ -104,7 +104,7 @@ class Metrics:
         self.close(code if isinstance(code, int) else 1)
 
     def _open(self, stays: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Open the file with the rows that stay. It is replaced in one move: a crash here loses nothing."""
+        """Open the file with only the rows that stay. It is replaced in one move, so a crash loses nothing."""
         if self._file.exists():
             fresh = self._file.with_suffix(".jsonl.new")
             fresh.write_text("".join(json.dumps(row) + "\n" for row in _rows(self._file) if stays(row)))
@@ -117,17 +117,17 @@ class Metrics:
         self._patiently(self._events.flush)
 
     def _purge_events_from(self, step: int) -> None:
-        """Make TensorBoard forget what it has read of this step and later ones, as tensorboardX's `purge_step` does."""
+        """Make TensorBoard forget this step and later ones, like tensorboardX's `purge_step`."""
         start = {"status": _message_types().SessionLog.START}
         self._events.write_event(self._event(wall_time=time.time(), step=step, session_log=start))
         self._events.flush()
 
 
 def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Return a step's metrics as numbers, which is all that a row holds; arrays are left out, and reported once."""
+    """Return a step's metrics as numbers; arrays are dropped, and reported once."""
     for name, value in values.items():
         if value.ndim:
-            warn(f"metric {name!r} has shape {value.shape}: rows of metrics hold numbers, so it is left out")
+            warn(f"metric {name!r} has shape {value.shape}: rows of metrics hold only numbers, so it is left out")
     return {name: float(value) for name, value in jax.device_get(values).items() if not value.ndim}
 
 
@@ -135,13 +135,12 @@ def read(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, non-finite values restored; a half-written last row is left out.
 
     Raises:
-        ValueError: another line is no row.
+        ValueError: another line is not a row.
     """
     return [row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()} for row in _rows(file)]
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows as they are in the file."""
     rows, lines = list[dict[str, Any]](), file.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -149,19 +148,19 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             if number < len(lines):
                 raise UserError(
-                    f"{file} must have a row of metrics in each line; line {number} is none: remove that line"
+                    f"{file} must have a row of metrics in each line; line {number} has none: remove that line"
                 ) from None
     return rows
 
 
 def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with null for NaN and infinities, and their names and texts under "nonfinite"."""
+    """Replace NaN and infinities in a row by null, and put their names and texts under "nonfinite"."""
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {name: None if name in bad else value for name, value in row.items()} | ({"nonfinite": bad} if bad else {})
 
 
 def _message_types() -> Any:
-    """Return the module of tensorboardX's messages; protobuf makes its classes at import, so no checker knows them."""
+    """Return tensorboardX's message types; protobuf makes them at import, so no type checker knows them."""
     return importlib.import_module("tensorboardX.proto.event_pb2")
 
 
@@ -178,5 +177,5 @@ def _metrics_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Return True for the row of an evaluation: a step's own has its loss."""
+    """Return True for the row of an evaluation; a step's row has its loss."""
     return all(name.startswith("eval_") for name in _metrics_of(row))

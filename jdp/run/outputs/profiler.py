@@ -1,8 +1,8 @@
 """A trace of some of a run's steps, for TensorBoard's profiler (XProf) and Perfetto: `jdp train FILE --profile 10:13`.
 
-Only process 0 traces; its devices do what all others do. Tracing starts when everything before the first step is done
-and stops when the last step's state is ready, so the trace has these steps and nothing else. `with` around the loop
-also stops it when the run ends earlier, by a signal or an error.
+Only process 0 traces, because all devices do the same. Tracing starts when all work before the first step is done and
+stops when the last step's state is ready, so the trace has only these steps. `with` around the loop also stops it if
+the run ends earlier, by a signal or an error.
 """
 
 import re
@@ -52,7 +52,7 @@ class Profile:
             self._left = range(0)
 
     def begin(self, step: int, state: Any) -> bool:
-        """Call before `step` is queued. Returns True if tracing starts here, which waited for the steps before."""
+        """Call before `step` is queued. Returns True if tracing starts, after waiting for the earlier steps."""
         starts = step in self._left and not self._running
         if starts:
             jax.block_until_ready(state)
@@ -64,7 +64,7 @@ class Profile:
         return starts
 
     def end(self, step: int, state: Any) -> bool:
-        """Call after `step` is queued. Returns True if tracing ended here, which waited for the step."""
+        """Call after `step` is queued. Returns True if tracing ended, after waiting for the step."""
         if not self._running:
             return False
         self._close_annotation()

@@ -1,4 +1,4 @@
-"""The files samples/STEP.jsonl of a run's text, [sample]: a row for each prompt."""
+"""The files samples/STEP.jsonl with a run's text, [sample]: a row for each prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return a run's samples, by step. Damaged rows are left out, which is added to `notes`."""
+    """Return a run's samples by step. Damaged rows are left out and reported in `notes`."""
     rows: list[dict[str, Any]] = []
     for file in sorted((folder / SAMPLES).glob("*.jsonl"), key=lambda file: (len(file.name), file.name)):
         lines = [line for line in file.read_bytes().decode(errors="replace").split("\n") if line]

@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: a plain line per log, on a terminal above a progress bar; process 0 only."""
+"""The display of a run: a plain line per log, on a terminal above a progress bar; process 0 only."""
 
 import sys
 import time
@@ -43,14 +43,14 @@ class Display:
             self._bar.stop()
 
     def step(self, step: int) -> None:
-        """Move the bar to a step that is done, or queued on the devices. Reads nothing from them."""
+        """Move the bar to a step that is done, or queued on the devices. Reads nothing from the devices."""
         if self._started is None:  # the first step of a process compiles; the pace is measured after it
             self._started = (step, time.monotonic())
         if self._bar:
             self._bar.update(self._task, completed=step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show metrics, such as loss, lr and tokens_per_second, in the order given."""
+        """Show metrics, such as loss, lr and tokens_per_second, in this order."""
         if self._bar:
             self._bar.update(self._task, completed=step)
         items = [_shown(name, value) for name, value in values.items()]
@@ -59,18 +59,18 @@ class Display:
         self._print(_BETWEEN.join(items) if self._bar is None else _in_lines(items, self._console.width))
 
     def say(self, text: str) -> None:
-        """Print a line, or several, above the bar."""
+        """Print lines above the bar."""
         self._print(text if self._bar is None else wrapped(escaped(text), self._console.width))
 
     def show_text(self, title: str, text: str) -> None:
-        """Print a text that a model wrote, above the bar; a terminal gets it without control characters."""
+        """Print a model's text above the bar; on a terminal without control characters."""
         self.say(f"{title}:")
         self._print(text if self._bar is None else escaped(text))
 
     def bar(self, done: int) -> str:
-        """Return the line that moves, as wide as the terminal at most: the step, a bar, speed and time to go.
+        """Return the bar, at most as wide as the terminal: the step, a bar, speed and time to go.
 
-        What has no room is left out, the last first; no number is cut.
+        Items that do not fit are dropped, the last first; no number is cut.
         """
         width = self._console.width - 1
         items = [f"step {done}/{self._steps}"]
@@ -100,7 +100,7 @@ class Display:
 
 
 class _Line(ProgressColumn):
-    """The one column of a progress bar, which knows how wide all of it is."""
+    """The only column of a progress bar, which knows the total width."""
 
     def __init__(self, display: Display) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ class _Line(ProgressColumn):
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as a clock shows them: 75 is "1:15", 3700 is "1:01:40"."""
+    """Format seconds like a clock: 75 is "1:15", 3700 is "1:01:40"."""
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 def _in_lines(items: list[str], width: int) -> str:
-    """Return items in lines of at most `width`; later lines are indented."""
+    """Put items into lines of at most `width`; later lines are indented."""
     lines = [items[0]]
     for item in items[1:]:
         longer = f"{lines[-1]}{_BETWEEN}{item}"

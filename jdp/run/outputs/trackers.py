@@ -1,9 +1,9 @@
-"""Weights & Biases, for those who use it: a copy of the metrics in the run's own folder.
+"""Weights & Biases (optional): a copy of the metrics in the run's folder.
 
-The folder's trackers.json has the tracker's name for this run, so a run that resumes continues the same curves. A
-tracker starts before the first step, and a failure then is an error. Later it only gets rows, on a thread of its own,
-so a slow network delays no step. A failure is reported once, and the run goes on with its local files. The package
-is imported only if it is asked for.
+The folder's trackers.json has the tracker's name for this run, so a resumed run continues the same curves. The tracker
+starts before the first step, and a failure then is an error. Later it only gets rows, on its own thread, so a slow
+network delays no step. A failure is reported once, and the run continues with its local files. The package is imported
+only on request.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from jdp.base.notices import warn
 
 FILE = "trackers.json"
 WAITING_ROWS = 10_000
-"""Rows that may wait for a slow tracker; with more it has failed."""
+"""Rows that may wait for a slow tracker before it counts as failed."""
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits for rows that are still to be sent."""
+"""How long the end of a run waits for unsent rows."""
 
 
 def check_installed(wandb: str | None) -> None:
-    """Check that the package of a wanted tracker is installed; only process 0 needs it."""
+    """Check that the package of a requested tracker is installed; only process 0 needs it."""
     if wandb is None or jax.process_index() != 0:
         return
     spec = find_spec("wandb")
-    if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
+    if spec is None or spec.origin is None:  # W&B's folder `wandb` beside the program is not a package
         raise UserError("train.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
 
 
 def start(
     folder: Path, config: Mapping[str, Any], *, wandb: str | None, resumed_step: int = 0
 ) -> list[BackgroundTracker]:
-    """Start the tracker, or continue its run. On processes other than 0 there is none."""
+    """Start the tracker, or continue its run; process 0 only."""
     if wandb is None or jax.process_index() != 0:
         return []
     known, key = _read_ids(folder), f"wandb:{wandb}"
@@ -49,7 +49,7 @@ def start(
         tracker = WandB(folder, wandb, config, known.get(key))
     except Exception as error:
         if key in known and resumed_step:
-            warn(f"wandb did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
+            warn(f"wandb did not continue its run ({_first_line(error)}): metrics are only in {folder}")
             return []
         raise UserError(
             f"train.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
@@ -62,7 +62,7 @@ def start(
 
 
 class BackgroundTracker:
-    """A tracker on a thread of its own, as it may take long; an exception of its ends the tracking, not the run."""
+    """A tracker on its own thread, because it may be slow; its exceptions end the tracking, not the run."""
 
     def __init__(self, tracker: WandB, folder: Path) -> None:
         self._tracker, self._folder = tracker, folder
@@ -80,7 +80,7 @@ class BackgroundTracker:
             self._fail(f"{WAITING_ROWS} rows behind")
 
     def close(self, exit_code: int = 0) -> None:
-        """Send the queued rows, for `CLOSE_SECONDS` at most, and end this visit in the tracker."""
+        """Send the queued rows for at most `CLOSE_SECONDS`, and end this visit in the tracker."""
         self._exit_code = exit_code
         if self._failed:
             return
@@ -105,13 +105,13 @@ class BackgroundTracker:
     def _fail(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            warn(f"wandb failed ({reason}): this run goes on without it, metrics are in {self._folder}")
+            warn(f"wandb failed ({reason}): this run continues without it, metrics are in {self._folder}")
 
 
 class WandB:
     """A run of Weights & Biases, its files in the run's folder.
 
-    W&B takes steps in rising order only: after a resume it ignores the steps that it has, whose rows are the same.
+    W&B accepts only increasing steps: after a resume it ignores the steps that it has, whose rows are the same.
     """
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any], known: str | None) -> None:
@@ -128,7 +128,7 @@ class WandB:
             dir=str(folder),
             config=dict(config),
             allow_val_change=True,  # a resumed run may have another strategy
-            settings=wandb.Settings(console="off"),  # stdout is the command's: W&B would put itself in its place
+            settings=wandb.Settings(console="off"),  # W&B would replace stdout, which is the command's
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
