@@ -23,7 +23,7 @@ PUBLIC = ("jdp", "jdp.checkpoint", "jdp.data", "jdp.export", "jdp.guard", "jdp.m
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """What the README's command writes; `--strict`: a warning is an error."""
+    """What the command in CONTRIBUTING.md writes; `--strict`: a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = ["mkdocs", "build", "--strict", "-f", ".ci/site/mkdocs.yml", "-d", str(folder)]
     built = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
