@@ -8,7 +8,7 @@ What a page may hold, and how it is checked:
   lines with `$ ` are commands.
 - ```toml has keys of an experiment file, or is a target (`like = ...`).
 - A table whose first heading is "message" quotes messages of jdp: `…` stands for a value.
-- All pages have at most 18,000 words, code and tables included; sentences are short and words are plain, as in docstrings.
+- All pages have at most 18,000 words, code and tables included. Sentences are short and words plain, as in docstrings.
 """
 
 import ast
