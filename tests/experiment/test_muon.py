@@ -35,7 +35,6 @@ def params_of(config):
 def steps(tx, params, count=3):
     """Return the parameters after some steps with gradients that are drawn from their paths."""
 
-
     @jax.jit
     def update(step, state, params):
         keys = iter(jax.random.split(jax.random.key(step), len(jax.tree.leaves(params))))
