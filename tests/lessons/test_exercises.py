@@ -165,5 +165,5 @@ def test_80_gb_of_model_state():
 def test_numbers_of_the_interview_are_those_recorded():
     planned = load("planned")
     (first, *_, last), replicas = planned.RECORDED[planned.FEW], planned.RECORDED[planned.REPLICAS][-1]
-    shown = f"reach {last[0]:.0%} where 8 reach {first[0]:.0%}".replace("%", " %")
+    shown = f"reach {last[0]:.0%} while 8 reach {first[0]:.0%}".replace("%", " %")
     assert shown in INTERVIEW and f"it is {replicas[0]:.0%}".replace("%", " %") in INTERVIEW
