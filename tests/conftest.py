@@ -58,7 +58,6 @@ TESTS_OF_TRIALS = {
     "test_agreement",
     "test_losses_table",
     "test_outputs",
-    "test_value_and_grad",
 }
 
 

@@ -44,7 +44,7 @@ NAMES = {
     "with_ema": "core/test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
     "checkpoint": "checkpoint/test_tree_checkpoints.py::test_a_tree_is_restored_onto_another_plan",
     "data": "data/test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
-    "export": "test_guides.py::test_its_python_runs[jdp/checkpoint/hugging_face.md]",
+    "export": "checkpoint/test_hugging_face.py::test_an_exported_model_is_what_was_imported[llama]",
     "guard": "guard/test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows[zero3]",
     "models": "models/test_models.py::test_logits_are_those_of_a_plain_reference",
     "prove": "prove/test_prove.py::test_every_strategy_on_one_device_and_all_with_one_microbatch_and_two_and_a_resume",

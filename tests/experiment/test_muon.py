@@ -34,12 +34,17 @@ def params_of(config):
 
 def steps(tx, params, count=3):
     """Return the parameters after some steps with gradients that are drawn from their paths."""
+
+    @jax.jit
+    def update(step, state, params):
+        keys = iter(jax.random.split(jax.random.key(step), len(jax.tree.leaves(params))))
+        grads = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape), params)
+        updates, state = tx.update(grads, state, params)
+        return state, optax.apply_updates(params, updates)
+
     state = tx.init(params)
     for step in range(count):
-        keys = iter(jax.random.split(jax.random.key(step), len(jax.tree.leaves(params))))
-        grads = jax.tree.map(lambda leaf, keys=keys: jax.random.normal(next(keys), leaf.shape), params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        state, params = update(step, state, params)
     return params
 
 
