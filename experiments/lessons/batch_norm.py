@@ -1,12 +1,12 @@
 """BatchNorm on many devices: statistics of a device's own rows, or of all devices' rows.
 
-The claims: "data parallelism computes what one device computes" (not where a layer mixes rows); "always synchronise
+The claims: "data parallelism computes what one device computes" (not if a layer mixes rows); "always synchronise
 BatchNorm".
 
-A small network learns scikit-learn's digits on eight devices, from 2 to 32 rows a device, from the same start and the
-same batches. In one step each norm takes the statistics of its device's rows, in the other those of all rows. Held-out
-loss and accuracy are compared over three seeds, as are what both steps send and take. The fewer rows, the noisier a
-device's own statistics.
+A small network learns scikit-learn's digits on eight devices, from 2 to 32 rows per device, from the same start and the
+same batches. One step uses the statistics of each device's rows, the other the statistics of all rows. Held-out loss
+and accuracy are compared over three seeds, and so are bytes and times. The fewer rows, the noisier a device's own
+statistics.
 
     python experiments/lessons/batch_norm.py [--picture FILE.svg]
 
@@ -35,7 +35,7 @@ from jdp.foresight.program.collectives import collectives
 from jdp.foresight.traffic.theory import ring_bytes
 from jdp.report.charts import chart
 
-ROWS, STEPS, SEEDS, HELD_OUT, CHANNELS = (2, 4, 8, 32), 60, 3, 392, (8, 16, 32)  # rows a device; digits held out
+ROWS, STEPS, SEEDS, HELD_OUT, CHANNELS = (2, 4, 8, 32), 60, 3, 392, (8, 16, 32)  # rows per device; digits held out
 NORMS = {"local": LocalNorm, "sync.": nnx.BatchNorm}
 
 
@@ -66,7 +66,7 @@ def loss(model: Any, batch: Any, rng: Any) -> jdp.Loss:
 
 
 # 1. One step, two norms. Under "manual" each device runs the loss on its own rows. jdp gives every nnx.BatchNorm the
-# mesh's axes, and a norm of another class nothing. (Under "auto" arrays are whole: statistics are those of all rows.)
+# mesh's axes, and other norms nothing. (Under "auto" arrays are whole: statistics are those of all rows.)
 def make_steps(plan: jdp.Plan) -> dict[str, Any]:
     return {name: jdp.make_train_step(loss, plan, partitioning="manual", donate=False) for name in NORMS}
 
@@ -89,7 +89,7 @@ def traffic(program: Any, devices: int) -> tuple[int, float]:
     return len(sent), sum(ring_bytes(each.kind, each.payload_bytes, devices) for each in sent)
 
 
-# 3. What it brings. Both see the same batches from the same start, and take turns, so that times can be compared.
+# 3. The effect. Both see the same batches from the same start, and take turns, so that times can be compared.
 def train(programs: dict[str, Any], plan: jdp.Plan, rows: int, count: int, seed: int) -> tuple[Any, dict[str, Any]]:
     (images, labels), states = digits(), {name: start(plan, seed, name) for name in programs}
     random, seconds = np.random.default_rng(seed), {name: list[float]() for name in programs}
@@ -133,17 +133,17 @@ def main(argv: list[str] | None = None) -> None:
     heads = [f"{what}, {name}" for what in ("accuracy", "loss", "sent") for name in ("local", "sync.")] + ["time ratio"]
     losses = np.array([each["loss"] for each in found.values()])  # [rows, local or not, seeds]
     less, lost, least, most = (f"{each:.2f}" for each in losses[[0, -1]].mean(2).ravel())
-    said = f"""With {ROWS[0]} rows a device its own statistics are noise: a loss of {less}, not {lost}. With
-        {ROWS[-1]} rows they are much the same ({least}, {most}); what is within the deviation of the seeds says
-        nothing. Synchronising sends few bytes in many collectives, so it costs latency, not bandwidth."""
+    said = f"""With {ROWS[0]} rows per device local statistics are noise: a loss of {less}, not {lost}. With {ROWS[-1]}
+        rows they are nearly equal ({least}, {most}); differences within the deviation of the seeds mean nothing.
+        Synchronising sends few bytes in many collectives, so it costs latency, not bandwidth."""
     title = f"{STEPS} steps on {plan.mesh.size} devices, {SEEDS} seeds ± deviation; sent: bytes in how many collectives"
-    show(title, ("rows a device", *heads), table, said)
+    show(title, ("rows per device", *heads), table, said)
     figure, (panel,) = chart(width=6)
     for i, name in enumerate(("local", "synchronised")):
         panel.errorbar(ROWS, losses[:, i].mean(1), losses[:, i].std(1, ddof=1), fmt="o-", capsize=3, label=name)
-    panel.set(xscale="log", xlabel="rows a device", ylabel="held-out loss, nats", title="Statistics of BatchNorm")
+    panel.set(xscale="log", xlabel="rows per device", ylabel="held-out loss, nats", title="Statistics of BatchNorm")
     panel.legend()
-    keep(figure, options.picture, "Held-out loss with local and synchronised statistics, by rows a device")
+    keep(figure, options.picture, "Held-out loss with local and synchronised statistics, by rows per device")
 
 
 if __name__ == "__main__":

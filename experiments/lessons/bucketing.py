@@ -1,18 +1,18 @@
 """Buckets: how many all-reduces should synchronise one gradient, and can they hide behind the backward pass?
 
-The claim: PyTorch's DDP groups gradients into buckets of 25 MB, because one collective a tensor is slow. It starts a
-bucket's as soon as its gradients are there.
+The claim: PyTorch's DDP groups gradients into buckets of 25 MB, because one collective per tensor is slow. It sends a
+bucket as soon as its gradients are ready.
 
 Two real processes exchange gradients over a real socket (Gloo, loopback). All-reduces of many sizes are timed, which
-gives what one costs (α) and what a byte costs (1/β). Then a gradient of 16 layers is synchronised by one all-reduce a
-tensor, by buckets, by one for all; after the backward pass (naive) and while it runs (overlapped). Both processes
-compute on the cores that also send, so a network of its own is simulated.
+gives the cost of a collective (α) and of a byte (1/β). Then a gradient of 16 layers is synchronised by one all-reduce
+per tensor, by buckets, and by one for all; after the backward pass (naive) or during it (overlapped). The same cores
+compute and send here, so a separate network is simulated.
 
     python experiments/lessons/bucketing.py [--picture FILE.svg]
 
 n collectives alone take n·α + bytes/β. Overlapped on a slow network they take backward/n + n·α + bytes/β, least at n =
-√(backward/α). XLA's combiner would make one collective of all, which waits for the last gradient: it is switched off
-here, and "in the program" is counted. Li et al. 2020, arXiv:2006.15704, section 3.2. jdp: `buckets=`.
+√(backward/α). XLA's combiner would make one collective of all, which waits for the last gradient, so it is off here;
+"in the program" counts the collectives. Li et al. 2020, arXiv:2006.15704, section 3.2. jdp: `buckets=`.
 """
 
 import math
@@ -37,7 +37,7 @@ KINDS = ("sync", "naive", "overlapped")  # of programs; `model` and `simulated` 
 
 
 def fill_buckets(sizes: dict[str, int], limit: float) -> list[list[str]]:
-    """Return which tensors travel together: from the back, since the last layer's gradients come first."""
+    """Return the tensors of each bucket: from the back, because the last layer's gradients come first."""
     buckets: list[list[str]] = [[]]
     for name in reversed(sizes):
         if buckets[-1] and sum(sizes[each] for each in buckets[-1]) + sizes[name] > limit:
@@ -83,7 +83,7 @@ def program(kind: str, buckets: list[list[str]], mesh: jax.sharding.Mesh):
 
 
 def measure_here(limits: dict[str, float], layers: int, width: int, rows: int, rounds: int) -> dict:
-    """What each process runs. Returns seconds of collectives by size, and of each way to synchronise a gradient."""
+    """Run in each process. Return seconds of collectives by size, and of each way to synchronise a gradient."""
     jdp.initialize()
     mesh = jdp.make_mesh(data=-1)
     random, shapes = np.random.default_rng(0), {"kernel": (width, width), "bias": (width,)}
@@ -108,10 +108,10 @@ def main(argv: list[str] | None = None) -> None:
     picture = parser(__file__, __doc__).parse_args(argv).picture
     found = in_processes(__file__, 2, limits=LIMITS, layers=16, width=256, rows=64, rounds=6)
     (alpha, beta), backward, ways = fit(found["links"]), found["backward"], found["ways"]
-    rows = [("α: what a collective costs, ms", 1e3 * alpha), ("β: MB a second", beta / 1e6)]
+    rows = [("α: cost of a collective, ms", 1e3 * alpha), ("β: MB per second", beta / 1e6)]
     rows += [("the backward pass alone, ms", 1e3 * backward), ("√(backward / α): buckets", math.sqrt(backward / alpha))]
-    said = f"""An all-reduce of {alpha * beta / 1e3:.0f} kB (α·β) spends half its time on its latency: smaller
-        tensors should travel together."""
+    said = f"""An all-reduce of {alpha * beta / 1e3:.0f} kB (α·β) spends half its time on latency: smaller tensors
+        should be sent together."""
     show("Fitted to all-reduces between two processes", ("what", "number"), rows, said)
     for way, sizes in found["bytes"].items():
         ways[way]["model"] = len(sizes) * alpha + sum(sizes) / beta
@@ -120,8 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = [(way, n[way], found["counted"][way], *(1e3 * ways[way][kind] for kind in kinds)) for way in ways]
     headers = ("bucket", "buckets", "in the program", *KINDS, "sync by model", "simulated")
     best = {kind: f"{kind}: {min(ways, key=lambda way, kind=kind: ways[way][kind])}" for kind in kinds}
-    said = f"""Sync alone is fastest with few buckets, as each costs α. Overlapping gains little or nothing here,
-        where the cores that compute also send; on a network of its own (simulated) some buckets beat one, which has
+    said = f"""Sync alone is fastest with few buckets, because each costs α. Overlapping gains little or nothing here,
+        because the same cores compute and send. On a separate network (simulated) several buckets beat one, which has
         to wait for the last gradient. Fastest: {"; ".join(best.values())}."""
     show("Milliseconds of a step", headers, rows, said)
     figure, (left, right) = chart(columns=2)

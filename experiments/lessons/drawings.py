@@ -1,4 +1,4 @@
-"""What lessons draw that is no curve: shards of arrays, heat maps, lanes of time."""
+"""Pictures of the lessons other than curves: shards of arrays, heat maps, lanes of time."""
 
 from collections.abc import Sequence
 from typing import Any

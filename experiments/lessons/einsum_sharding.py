@@ -3,14 +3,13 @@
 The claim: "with 5120 rows over two devices each sees 2560 rows and all weights; the forward pass needs no
 communication, the weight gradient an all-reduce". True, and one of four ways.
 
-Say where x, w and y are, and XLA inserts what is missing: nobody writes a collective here. What is summed over a
-split dimension must be added up over the devices (all-reduce): the gradient of w, where the rows are split. What a
-device needs whole must be brought to it (all-gather). The programs are compiled and read, on two devices and on eight,
-and drawn.
+You shard x, w and y, and XLA inserts the collectives. A sum over a split dimension needs an all-reduce, such as the
+gradient of w if the rows are split. An operand that a device needs whole needs an all-gather. The programs are compiled
+for two and for eight devices, read, and drawn.
 
     python experiments/lessons/einsum_sharding.py [--sizes 5120 2048 1024] [--target h100:1x8] [--picture FILE.svg]
 
-    sharded                     forward           backward                                         FLOPs a byte, 8 H100s
+    sharded                     forward           backward                                         FLOPs/byte, 8 H100s
     batch (data parallel)       -                 all-reduce of ∂w, D·F elements                   549
     weight (tensor parallel)    -                 all-reduce of ∂x, B·D                            110
     both, one axis (ZeRO-3)     all-gather of w   all-gather of w, reduce-scatter of ∂w            366
@@ -39,7 +38,7 @@ from jdp.foresight.program.collectives import collectives, total_wire_bytes, tra
 from jdp.foresight.targets.resolve import target
 from jdp.report.charts import chart
 
-# 1. The shardings of x [B, D], w [D, F] and y [B, F]. `data` has all devices, except where `model` takes two of them.
+# 1. The shardings of x [B, D], w [D, F] and y [B, F]. `data` has all devices, unless `model` takes two of them.
 
 SHARDINGS = {
     "batch": (P("data", None), P(None, None), P("data", None)),
@@ -59,13 +58,13 @@ def backward(x: jax.Array, w: jax.Array, grad: jax.Array) -> tuple[jax.Array, ja
 
 
 def places(sharding: str, devices: Sequence[Any]) -> tuple[NamedSharding, ...]:
-    """Return where x, w and y are."""
+    """Return the shardings of x, w and y."""
     model = 2 if sharding == "both, two axes" else 1
     mesh = jdp.make_mesh(devices=devices, data=len(devices) // model, model=model)
     return tuple(NamedSharding(mesh, spec) for spec in SHARDINGS[sharding])
 
 
-# 2. Compile forward and backward pass, and read what XLA inserted. No array is needed for that, nor the devices.
+# 2. Compile forward and backward pass, and read the collectives that XLA inserted. This needs no arrays and no devices.
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         case = count(way, chosen, b, d, f)
         kinds = [", ".join(f"{k} {v / 1e6:.3g} MB" for k, v in c.items()) or "-" for c in (case.forward, case.backward)]
         rows.append((len(chosen), way, "{} {}".format(*case.has), *kinds, 6 * b * d * f / len(chosen) / case.sent))
-    headers = ("devices", "sharded", "x and w on a device", "forward", "backward", "FLOPs a byte sent")
-    said = """Splitting the batch sends the gradient of w, splitting w that of x: the smaller of the two is the
-        better to send. With the batch split a byte sent is worth 0.75·B/(N−1) FLOPs: rows a device decide, not the
-        layer's size. Splitting both on one axis keeps less on a device, and gathers w for each pass; XLA:GPU then
+    headers = ("devices", "sharded", "x and w on a device", "forward", "backward", "FLOPs per byte sent")
+    said = """Splitting the batch sends the gradient of w, splitting w the gradient of x; the smaller one is cheaper.
+        With the batch split there are 0.75·B/(N−1) FLOPs for each byte sent: the rows per device decide, not the
+        layer's size. Splitting both on one axis keeps less on a device and gathers w for each pass; XLA:GPU then
         reduce-scatters the gradient of w, which sends half of XLA:CPU's all-reduce."""
     show(f"bd,df->bf with B = {b}, D = {d}, F = {f}", headers, rows, said)
     x, w = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((b, d), (d, f)))

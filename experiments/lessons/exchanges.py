@@ -1,4 +1,4 @@
-"""What it takes by formula to add up N devices' arrays of M bytes: a ring, a naive exchange, a parameter server."""
+"""Bytes and seconds, by formula, to add up N devices' arrays of M bytes: ring, naive exchange, parameter server."""
 
 
 def formula(way: str, devices: int, size: float) -> float:
@@ -17,5 +17,5 @@ def seconds(way: str, devices: int, size: float, latency: float, bandwidth: floa
 
 
 def size_where_equal(devices: int, latency: float, bandwidth: float) -> float:
-    """Return the bytes below which the naive exchange is the faster one: αβ / (1 − 2/N)."""
+    """Return the bytes below which the naive exchange is faster: αβ / (1 − 2/N)."""
     return latency * bandwidth / (1 - 2 / devices) if devices > 2 else float("inf")

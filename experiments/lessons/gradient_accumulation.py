@@ -1,8 +1,8 @@
 """Gradient accumulation: a large batch in small parts, reduced once a step or once a microbatch.
 
-The claim: "accumulation gives the large batch's result in less memory, for free". The result, yes, if sums are added
-and divided once. Memory falls until the accumulated gradient is most of it. And what it sends depends on where the loop
-reduces: after the last microbatch, or in each.
+The claim: "accumulation gives the large batch's result in less memory, for free". The result is right if sums are added
+and divided once. Memory falls until most of it is the accumulated gradient. Bytes depend on where the loop reduces:
+after the last microbatch or in each.
 
 Three loops by hand: reduce once, all-reduce each microbatch (a loop that forgot PyTorch's `no_sync`), reduce-scatter
 each, which keeps 1/N of the sum. Bytes and memory are those of the compiled programs. Then jdp's strategies do the
@@ -10,7 +10,7 @@ same. Last, microbatches with unequal numbers of rows.
 
     python experiments/lessons/gradient_accumulation.py [--picture FILE.svg]
 
-With K microbatches, N devices, and D = 4Ψ(N−1)/N what a reduce-scatter of Ψ float32 sends:
+With K microbatches, N devices, and D = 4Ψ(N−1)/N bytes for a reduce-scatter of Ψ float32:
 
     way                              sends         keeps for the sum
     all-reduce once                  2D            4Ψ
@@ -47,11 +47,11 @@ def in_parts(rows: Any, k: int) -> Any:  # [rows, ...] -> [k, rows / k, ...]
     return jax.tree.map(lambda leaf: leaf.reshape(k, -1, *leaf.shape[1:]), rows)
 
 
-# 1. By hand: one flat gradient, added up over microbatches. Only `reduce` and where it stands differ.
+# 1. By hand: one flat gradient, added up over microbatches. Only `reduce` and its place differ.
 
 
 def gradient(params: Any, rows: Any, way: str, k: int) -> Any:
-    """What each device runs: the gradient of the mean over all devices' rows."""
+    """Return, on each device, the gradient of the mean over all devices' rows."""
     flat, back = ravel_pytree(params)  # its size divides by the devices
     reduce = {
         "once": lambda part: part,
@@ -77,7 +77,7 @@ def by_hand(mesh: jax.sharding.Mesh, way: str, k: int) -> Any:
 
 
 def sent_and_held(program: Any) -> tuple[int, int]:
-    """Return the bytes that a device sends a step, and the most it needs beside arguments and results."""
+    """Return the bytes that a device sends per step, and its temporary memory."""
     return int(total_wire_bytes(collectives(program.as_text()))), program.memory_analysis().temp_size_in_bytes
 
 
@@ -85,7 +85,7 @@ def apart(a: Any, b: Any) -> float:  # |a − b| / |b|
     return float(optax.tree.norm(jax.tree.map(np.subtract, a, b)) / optax.tree.norm(b))
 
 
-# 2. With jdp: one word and one number.
+# 2. With jdp: a strategy and a number.
 
 
 def loss(params: Any, rows: Any, rng: jax.Array) -> jdp.Loss:
@@ -103,11 +103,11 @@ def with_jdp(mesh: jax.sharding.Mesh, strategy: Any, k: int, steps: int = STEPS)
     return *sent_and_held(program), float(metrics.get("loss", "nan"))
 
 
-# 3. Unequal microbatches: the mean of means counts a token of a short microbatch for more.
+# 3. Unequal microbatches: the mean of means gives tokens of short microbatches more weight.
 
 
 def error_of_unequal(how: str, shares: tuple[int, ...]) -> float:
-    """Return the gradient's error, of 32 rows a microbatch, of which `shares` are no padding."""
+    """Return the gradient's error, for microbatches of 32 rows, `shares` of them not padding."""
     weight = (np.arange(32) < np.array(shares)[:, None]).astype(np.float32)
     params, rows = init(jax.random.key(0), WIDTHS), make_batch(0, weight.size) | {"weight": weight.ravel()}
     right = jax.tree.map(lambda grad: grad / weight.sum(), jax.grad(total_loss)(params, rows))
@@ -127,23 +127,23 @@ def main(argv: list[str] | None = None) -> None:
     rows = [(WAYS[way], k, *found[way, k], apart(run(*given), right)) for (way, k), run in runs.items()]
     most, (least, few), each = (found[job] for job in (("once", 1), ("once", 8), ("each", 8)))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(given[0]))
-    said = f"""The gradient is the same, to rounding, however it is cut. Eight microbatches take {few / most[1]:.0%} of
-        the temporary memory, not an eighth: the gradients themselves ({size / 1e6:.2f} MB) do not shrink. Reducing
-        in each sends {each[0] / least:.0f} times as much for one sum; a reduce-scatter keeps an eighth of it."""
+    said = f"""The gradient is the same, to rounding, however the batch is cut. Eight microbatches take
+        {few / most[1]:.0%} of the temporary memory, not an eighth: the gradients ({size / 1e6:.2f} MB) do not shrink.
+        Reducing in each sends {each[0] / least:.0f} times as much; a reduce-scatter keeps an eighth of the sum."""
     heads = ("way", "microbatches", "sent, bytes", "temporary, bytes", "error / gradient's norm")
     show(f"One gradient of {ROWS} rows on {mesh.size} devices", heads, rows, said)
     trained = [(name, k, *with_jdp(mesh, name, k)) for name in STRATEGIES for k in (1, 4)]
-    said = """The word decides where the loop reduces. ddp and zero1 send the same for any number of microbatches;
-        zero2 sends more with each, and needs less memory than zero1. The last loss is the same in six ways."""
+    said = """The strategy decides where the loop reduces. ddp and zero1 send the same for any number of microbatches;
+        zero2 sends more with each, and needs less memory than zero1. The last loss is the same in all six cases."""
     show(f"The same with jdp, {STEPS} steps of SGD", ("strategy", *heads[1:4], "loss"), trained, said)
     table = [(each, *(error_of_unequal(how, each) for how in HOWS)) for each in ((32, 32, 32, 32), (32, 32, 4, 4))]
     said = f"""With equal parts both are right, so a test with full batches finds nothing. With padding the mean of
         means is off by {table[1][-1]:.0%} of the gradient. Add up sums and weights, and divide once."""
-    heads = ("rows that are no padding", *(f"error, {how}" for how in HOWS.values()))
+    heads = ("real rows", *(f"error, {how}" for how in HOWS.values()))
     show("Gradient of four microbatches", heads, table, said)
     sent = {name: [found[way, k][0] / 1e6 for k in MICROBATCHES] for way, name in WAYS.items()}
-    figure = curves("Sent by a device a step", ("microbatches", MICROBATCHES), "MB", sent)
-    keep(figure, options.picture, "Bytes that a device sends a step, by number of microbatches, for three loops")
+    figure = curves("Sent by a device per step", ("microbatches", MICROBATCHES), "MB", sent)
+    keep(figure, options.picture, "Bytes that a device sends per step, by number of microbatches, for three loops")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Gradient synchronisation made visible: what each device has before and after, in which order, in which buckets, when.
+"""Gradient synchronisation made visible: gradients before and after on each device, their order, buckets and times.
 
 The claim: "gradients are synchronised bucket by bucket, last layers first, while the backward pass goes on".
 
 The backward pass starts at the loss, so the last layer's gradients come first. Their order is read from the jaxpr,
-JAX's list of operations. A bucket is gradients sent together, ready when the last is made. Its collective starts then,
-or when the one before it has ended. A clock that counts FLOPs draws that for each strategy (ddp; zero1 to zero3 shard
-state, lesson 7), with microbatches: parts of a batch. Heat maps show each device's part of each gradient, before and
-after.
+JAX's list of operations. A bucket is gradients that are sent together, ready when the last is computed. Its collective
+starts then, or when the previous one has ended. A clock that counts FLOPs draws this for each strategy (ddp; zero1 to
+zero3 shard state, lesson 7), with microbatches: parts of a batch. Heat maps show each device's part of each gradient,
+before and after.
 
     python experiments/lessons/gradient_sync_visualizer.py [--bucket-bytes 65536] [--accumulate 2]
         [--flops-per-byte 32] [--picture FILE.svg] [--page FILE.html]
 
-XLA may choose another order than the jaxpr's. How many FLOPs a device does while it sends a byte is given. The gathers
-of zero3 are left out. jdp: `Plan(mesh, strategy)` says where gradients rest; `jdp plan` has the compiled step's
-timeline. Li et al. 2020, arXiv:2006.15704, section 3.2.3 (25 MB a bucket).
+XLA may choose another order than the jaxpr's. `--flops-per-byte` is how many FLOPs a device does while it sends a byte.
+The gathers of zero3 are left out. jdp: `Plan(mesh, strategy)` says where gradients rest; `jdp plan` has the compiled
+step's timeline. Li et al. 2020, arXiv:2006.15704, section 3.2.3 (25 MB per bucket).
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def timeline(strategy: str, filled: Sequence[Bucket], total: int, k: int, pace: 
     return syncs
 
 
-# 2. What each device has: the norm of its piece of each gradient, over the norm of the whole one.
+# 2. The norm of each device's piece of each gradient, over the norm of the whole gradient.
 
 
 def norms(mesh: jax.sharding.Mesh, paths: Sequence[str]) -> dict[str, np.ndarray]:
@@ -80,7 +80,7 @@ def norms(mesh: jax.sharding.Mesh, paths: Sequence[str]) -> dict[str, np.ndarray
     params, rows = init(jax.random.key(0), WIDTHS), make_batch(0)
     local = jax.shard_map(own, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
     grads = {"before": jax.jit(local)(params, rows)}
-    for strategy in STRATEGIES:  # where jdp lets the gradient rest
+    for strategy in STRATEGIES:  # the gradient's sharding under jdp
         rest = jax.tree.map(lambda at: NamedSharding(mesh, at.rest), jdp.Plan(mesh, strategy).param_placements(params))
         grads[strategy] = jax.jit(jax.grad(total_loss), out_shardings=rest)(params, rows)
     found = {}
@@ -118,18 +118,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     lanes(panels[3], "Collectives by bucket; lines: when each is ready", syncs, total, k)
     ddp = late[0]
     tables = [
-        ("Gradients, in the order they are made", ("gradient", "bytes", "equation", "FLOPs done", "bucket"), order),
+        ("Gradients by backward order", ("gradient", "bytes", "equation", "FLOPs done", "bucket"), order),
         (f"Collectives; time in microbatches, the last of which ends at {k}", ("what", "ready", "start", "end"), sent),
         ("The last collective ends", ("strategy", "collectives", "with buckets", "with one bucket"), late),
     ]
     said = [
-        f"""The forward pass comes first. The last layer's gradient is there after {order[1][3]} of the FLOPs, the first
+        f"""The forward pass comes first. The last layer's gradient is ready after {order[1][3]} of the FLOPs, the first
             layer's at the end.""",
-        """A collective starts when its bucket is ready and the one before has ended. ddp and zero1 add up
-            the microbatches' whole gradients, and send after the last; zero2 and zero3 reduce in each.""",
-        f"""With buckets the last all-reduce of ddp ends at {ddp[2]}, with one bucket at {ddp[3]}: the first
-            buckets go while the backward pass computes. Nothing hides the last: its gradients are made at the end.
-            A reduce-scatter (zero1 to zero3) sends half of an all-reduce.""",
+        """A collective starts when its bucket is ready and the previous one has ended. ddp and zero1 add up the
+            microbatches' whole gradients and send after the last; zero2 and zero3 reduce in each.""",
+        f"""With buckets the last all-reduce of ddp ends at {ddp[2]}, with one bucket at {ddp[3]}: the first buckets are
+            sent while the backward pass computes. Nothing hides the last one, because its gradients come at the end. A
+            reduce-scatter (zero1 to zero3) sends half as much as an all-reduce.""",
     ]
     for each, shown in zip(tables, said, strict=True):
         show(*each, shown)

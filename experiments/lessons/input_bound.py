@@ -4,14 +4,14 @@ The claim: "the all-reduce is always the bottleneck". Often a step waits for its
 a gap, or, on the other hosts, a long all-reduce.
 
 A loader that sleeps stands for a slow disk, and one compiled step for the model. Batches are read between steps; in a
-thread, ahead of the step; by several threads; or once, which is the test that tells. A clock around each line of the
+thread, ahead of the step; by several threads; or only once, which is the decisive test. A clock around each line of the
 loop shows which line waits. Last, a simulation: hosts whose reading times vary, and where the waiting shows.
 
     python experiments/lessons/input_bound.py [--picture FILE.svg]
 
 With r seconds to read a batch, c to compute a step and w readers a step takes r + c without, max(c, r/w) with
-prefetching. Over H hosts it takes the slowest one's. jdp: `shard_batches(loader, plan, prefetch=2)`, whose
-`wait_seconds` is what the loop waited; `data_wait_seconds` in the metrics of `jdp train`. Mohan et al. 2021,
+prefetching. Over H hosts it takes the slowest host's time. jdp: `shard_batches(loader, plan, prefetch=2)`, whose
+`wait_seconds` is the loop's waiting time; `data_wait_seconds` in the metrics of `jdp train`. Mohan et al. 2021,
 arXiv:2007.06775 (data stalls).
 """
 
@@ -37,15 +37,15 @@ WAYS = {  # readers (0: the loop itself reads), batches ahead
 
 
 def seconds_a_step(read: float, compute: float, readers: int) -> float:
-    """Return r + c where the loop itself reads, else the larger of c and r / readers."""
+    """Return r + c if the loop itself reads, else the larger of c and r / readers."""
     return max(compute, read / readers) if readers else read + compute
 
 
-# 1. A loader, and readers that keep the order: the next results are waited for in the order they were asked for.
+# 1. A loader, and readers that keep the order: results are awaited in the order of their requests.
 
 
 def read_batch(index: int, seconds: float) -> np.ndarray:
-    time.sleep(seconds)  # a disk, a network, a decoder in C: what lets other threads run
+    time.sleep(seconds)  # like a disk, a network or a decoder in C, it lets other threads run
     return np.full((ROWS, WIDTH), index, np.float32)
 
 
@@ -74,7 +74,7 @@ def step(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def run(plan: jdp.Plan, readers: int, prefetch: int, read: float, steps: int = STEPS) -> dict[str, float]:
-    """Return seconds a step: of each line by the clock, of all, and what jdp's feed says that the loop waited."""
+    """Return seconds per step: of each line by the clock, of all, and the wait that jdp's feed reports."""
     put = lambda x: jax.device_put(x, plan.batch_sharding)  # noqa: E731
     weights, took = jax.device_put(np.eye(WIDTH, dtype=np.float32), plan.replicated), dict.fromkeys(LINES, 0.0)
     jax.block_until_ready(step(weights, put(read_batch(0, 0))))  # compiles
@@ -99,7 +99,7 @@ def run(plan: jdp.Plan, readers: int, prefetch: int, read: float, steps: int = S
 
 
 def waiting(hosts: int, read: float, compute: float, spread: float, steps: int = 2000) -> tuple[float, float, float]:
-    """Return seconds a step, and a host's mean wait for its own input and in the all-reduce; `spread`: σ of log r."""
+    """Return seconds per step, and a host's mean wait for its own input and in the all-reduce; `spread`: σ of log r."""
     reads = read * np.exp(np.random.default_rng(0).normal(-(spread**2) / 2, spread, (steps, hosts)))  # of mean `read`
     own = np.maximum(reads - compute, 0)  # its batch is read while the step before computes
     last = own.max(axis=1, keepdims=True)
@@ -119,20 +119,20 @@ def main(argv: list[str] | None = None) -> None:
         (way, *(1e3 * each[name] for name in (*LINES, "all")), 1e3 * bound, f"{each['waited'] / each['all']:.0%}")
         for (way, each), bound in zip(found.items(), bounds, strict=True)
     ]
-    said = """A thread that reads ahead hides the shorter of the two, not the longer: only more readers do. Look
-        at the line that takes the batch: the other two together stay what a step computes. (A call returns before
-        a GPU is done; these CPU devices do part of it in the call.) And train on one batch, made once: if that is
-        faster, it was the input."""
+    said = """A thread that reads ahead hides the shorter of reading and computing; only more readers shorten the
+        longer. Look at the line that takes the batch: the other two together take the computing time in every row. (A
+        call returns before a GPU is done; these CPU devices do part of it in the call.) Then train on one batch, made
+        once: if that is faster, the input was the limit."""
     heads = ("input", *LINES, "a step", "formula", "waited for input")
-    show(f"Milliseconds a step; reading takes {1e3 * read:.0f}", heads, rows, said)
+    show(f"Milliseconds per step; reading takes {1e3 * read:.0f}", heads, rows, said)
     rows = [(n, *(1e3 * each for each in waiting(n, 0.08, 0.1, 0.5))) for n in HOSTS]
     said = f"""Reading takes 80 ms on average and computing 100, so one host hardly waits. Of {HOSTS[-1]} hosts one is
         nearly always late: a step takes {rows[-1][1] / rows[0][1]:.1f} times as long. Each waits little for its own
-        input, and long in the all-reduce: the profile says "network", and the input did it."""
+        input, and long in the all-reduce: the profile blames the network, but the input is the cause."""
     heads = ("hosts", "a step", "waits for its own input", "waits in the all-reduce")
     show("Simulated, in ms: reading times vary (lognormal, σ 0.5), compute is 100", heads, rows, said)
     parts = {"its own input": [row[2] for row in rows], "the all-reduce": [row[3] for row in rows]}
-    figure = curves("What a host waits for", ("hosts", HOSTS), "ms a step", parts)
+    figure = curves("What a host waits for", ("hosts", HOSTS), "ms per step", parts)
     keep(figure, options.picture, "Waiting for a host's own input and in the all-reduce, by number of hosts")
 
 

@@ -1,11 +1,11 @@
-"""Large batches: how the learning rate goes with them, and where more devices stop helping.
+"""Large batches: how the learning rate scales with them, and when more devices stop helping.
 
 The claims: scale the rate linearly with the batch and warm it up, whatever the optimizer; a larger batch is better.
-More devices make the batch larger, so this decides how many are of use.
+More devices make the batch larger, so this decides how many are useful.
 
-An MLP learns scikit-learn's digits from 4, 16, 64 or 256 rows a step. Its rate was tuned for 4 rows and is scaled by
-three rules; then the best of seven is taken. Counted are the steps to a loss of 0.1. Then the noise scale says how
-large a batch is of use, from two norms that data parallelism has at hand, without training twice.
+An MLP learns scikit-learn's digits from 4, 16, 64 or 256 rows per step. Its rate was tuned for 4 rows and is scaled by
+three rules; then the best of seven rates is taken. The lesson counts the steps to a loss of 0.1. Then the noise scale
+estimates the largest useful batch from two norms that data parallelism has anyway, in one training.
 
     python experiments/lessons/large_batches.py [--picture FILE.svg]
 
@@ -34,7 +34,7 @@ import jdp
 from jdp.report.charts import chart
 
 BATCHES = (4, 16, 64, 256)
-OPTIMIZERS = {"SGD": (optax.sgd(1.0), 2**-3), "Adam": (optax.adam(1.0), 2**-8)}  # with rates tuned for 4 rows a step
+OPTIMIZERS = {"SGD": (optax.sgd(1.0), 2**-3), "Adam": (optax.adam(1.0), 2**-8)}  # with rates tuned for 4 rows per step
 TARGET, MOST, WARMUP = 0.1, 700, 20  # nats, mean over the first 256 digits; steps; steps
 RULES = {"same rate": 0, "square root": 1, "linear": 2}  # the rate for 4 · 4^i rows: the tuned one times 1, 2^i, 4^i
 
@@ -76,15 +76,15 @@ def sweep(name: str, batches: Sequence[int], seeds: int, warmup: int = 0, target
     return np.median(np.reshape(steps, (len(batches), seeds, -1)), axis=1), params
 
 
-# 2. Where more devices stop helping: steps(B) = S_min · (1 + B_crit / B), equation 2.11; least relative errors.
+# 2. When more devices stop helping: steps(B) = S_min · (1 + B_crit / B), equation 2.11; least relative errors.
 def fit(batches: Sequence[int], steps: Sequence[float]) -> tuple[float, float]:
     terms = np.array([[1 / s, 1 / (b * s)] for b, s in zip(batches, steps, strict=True)])
     least, slope = map(float, np.linalg.lstsq(terms, np.ones(len(steps)), rcond=None)[0])
     return least, slope / least
 
 
-# 3. The noise scale S / |G|². A mean of B gradients has E|g_B|² = |G|² + S / B, S the summed variances. There are two B
-# at hand, a device's rows and the whole batch: two equations (appendix A.1).
+# 3. The noise scale S / |G|². A mean of B gradients has E|g_B|² = |G|² + S / B, S the summed variances. Two B are
+# available, a device's rows and the whole batch: two equations (appendix A.1).
 def noise_scale(mesh: Mesh, params: Any, batches: int, rows: int = 256) -> tuple[float, float]:
     """Return (|G|², S) from two squared norms, averaged over batches: the ratio of one batch's is noisy and biased."""
 
@@ -113,12 +113,12 @@ def main(argv: list[str] | None = None) -> None:
         columns["fit"] = [least * (1 + critical / batch) for batch in BATCHES]
         for label, steps in columns.items():
             panel.loglog(BATCHES, steps, "--" if label == "fit" else "o-", label=label)
-        panel.set(title=name, xlabel="rows a step", ylabel=f"steps to a loss of {TARGET}")
+        panel.set(title=name, xlabel="rows per step", ylabel=f"steps to a loss of {TARGET}")
         panel.legend()
         columns["work of a row"] = list(best[0] / best * BATCHES[0] / np.array(BATCHES))
         holds = [rule for rule in ("square root", "linear") if np.isfinite(columns[rule]).all()]
-        said = f"""Without another rate more rows save few steps. {" and ".join(holds) or "no rule"} learns with
-            every batch; "inf" diverged. With the best rate steps are {least:.0f} (1 + {critical:.0f} / rows). At
+        said = f"""At the same rate more rows save few steps. {" and ".join(holds) or "no rule"} learns with every
+            batch; "inf" diverged. With the best rate steps are {least:.0f} (1 + {critical:.0f} / rows). At
             {critical:.0f} rows, the critical batch, a row does half the work of one in a small batch; at 256
             {columns["work of a row"][-1]:.0%}."""
         rows = [*zip(BATCHES, *columns.values(), strict=True)]
@@ -127,8 +127,8 @@ def main(argv: list[str] | None = None) -> None:
     for target in (2.0, 1.0, 0.3, 0.1):
         params = jax.tree.map(lambda leaf: leaf[2], sweep("SGD", [16], 1, target=target)[1])  # of the best rate
         found.append((target, *(scale := noise_scale(mesh, params, 100)), scale[1] / scale[0]))
-    said = """S / |G|² is a batch size: below it gradients are mostly noise, and more rows save steps. It grows
-        while the model learns, as |G| falls. It has the order of magnitude of the critical batch above, from one
+    said = """S / |G|² is a batch size: below it gradients are mostly noise, and more rows save steps. It grows while
+        the model learns, because |G| falls. It has the order of magnitude of the critical batch above, from one
         training."""
     headers = ("at a loss of", "squared gradient |G|²", "variance of a row S", "noise scale S / |G|², rows")
     show(f"Noise scale, {mesh.size} devices, 256 rows", headers, found, said)

@@ -1,7 +1,7 @@
-"""Mixed precision: what is kept in which width, why float16 needs its loss scaled, and why bfloat16 does not.
+"""Mixed precision: the width of each array, why float16 needs a scaled loss, and why bfloat16 does not.
 
-The claim: "train in 16 bits, and everything takes half". Products and what is gathered take half. Weights must be kept
-in 32 bits, or small updates round away, so model state takes as much as before.
+The claim: "train in 16 bits, and everything takes half". Products and gathered weights take half. Master weights must
+be kept in 32 bits, or small updates round away, so model state takes as much as before.
 
 First the formats. Then the bytes of jdp's settings. Then the gradient of a trained net: which elements does
 float16 lose, by the factor that the loss is multiplied with? A training loop finds that factor by itself. Last, weights
@@ -11,7 +11,7 @@ kept in bfloat16, which stop learning.
 
 Widths in bits (exponent, fraction): float32 8, 23; float16 5, 10; bfloat16 8, 7. An update u of a weight w is lost if
 |u| < |w|·ε/4 or so, with ε = 2^-23, 2^-10, 2^-7. The loop: ∇(S·L)/S; if an element is not finite, skip the step and
-halve S, else double it now and then. All devices must decide alike, so look at the *sum*. jdp: `precision="bf16"`.
+halve S, else double it now and then. All devices must decide alike, so check the *sum*. jdp: `precision="bf16"`.
 Micikevicius et al. 2018, arXiv:1710.03740; Kalamkar et al. 2019, arXiv:1905.12322 (bfloat16).
 """
 
@@ -40,11 +40,12 @@ SCALES, STEPS, BATCHES = tuple(2.0**k for k in range(-16, 33, 8)), 400, 2
 RATE, SMALL = 3e-3, 1e-4  # of Adam
 
 
-# 1. jdp's settings: what rests is weighed. What is sent is the dtypes' width, as XLA sends 32 bits on CPUs anyway.
+# 1. jdp's settings: bytes at rest are measured. Bytes sent are the dtypes' widths, because XLA sends 32 bits on CPUs
+# anyway.
 
 
 def bytes_a_parameter(name: str, plan: jdp.Plan) -> tuple[float, ...]:
-    """Return bytes a parameter, of all devices: weights and Adam's moments at rest, a gradient and a weight sent."""
+    """Return bytes per parameter, of all devices: weights and Adam's moments at rest, a gradient and a weight sent."""
     precision = SETTINGS[name]
     start = lambda key: jax.tree.map(lambda leaf: leaf.astype(precision.params_dtype), init(key))  # noqa: E731
     state = jdp.init_state(start, optax.adam(RATE), plan, rng=jax.random.key(0))
@@ -69,7 +70,7 @@ def scaled_gradient(params: Any, rows: Any, scale: Any, dtype: Any) -> Any:
 
 
 def lost(params: Any, dtype: Any, scale: float) -> tuple[float, float]:
-    """Return which share of the gradient's elements becomes zero, and which is not finite."""
+    """Return the shares of the gradient's elements that become zero, and that are not finite."""
     right, found = (
         ravel_pytree(scaled_gradient(params, make_batch(0), *how)[1])[0] for how in ((1, "f4"), (scale, dtype))
     )
@@ -110,10 +111,10 @@ def main(argv: list[str] | None = None) -> None:
     show("Three formats", ("format", *LIMITS), about, said)
     plan = jdp.Plan(jdp.make_mesh(data=-1), "ddp")
     table = [(name, *bytes_a_parameter(name, plan)) for name in SETTINGS]
-    said = """With bf16 the model multiplies, and weights travel, in 16 bits; what rests is as large as before.
-        Gradients are summed in 32 bits unless you say otherwise, as a sum over many devices rounds in each addition."""
+    said = """With bf16 the model multiplies and gathers weights in 16 bits; state at rest is as large as before.
+        Gradients are summed in 32 bits by default, because a sum over many devices rounds in each addition."""
     heads = ("precision", "weights at rest", "moments at rest", "a gradient sent", "a weight sent")
-    show("Bytes a parameter", heads, table, said)
+    show("Bytes per parameter", heads, table, said)
     learnt = train("f4")[0]
     table = [(s, *lost(learnt, "f2", s), *lost(learnt, jnp.bfloat16, s)) for s in SCALES]
     said = f"""Without a factor float16 makes {table[2][1]:.1%} of this toy's gradient zero, and
@@ -128,15 +129,15 @@ def main(argv: list[str] | None = None) -> None:
         "float16, factor found": train("f2", 2.0**24, True),
     }
     table = [(n, float(x[-BATCHES:].mean()), float(s[-1]), int((~f).sum())) for n, (_, (x, s, f)) in ways.items()]
-    said = f"""The loop begins with a factor that overflows, skips {table[-1][-1]} steps, and settles. (All four
-        learn alike: this toy loses few gradients without it.) On many devices all must skip the same steps, or
-        their weights diverge: look at the summed gradient, which is not finite everywhere if it is not somewhere. jdp
-        skips such steps in any precision (`skipped` in the metrics)."""
+    said = f"""The loop begins with a factor that overflows, skips {table[-1][-1]} steps, and settles. (All four learn
+        alike: this toy loses few gradients without it.) On many devices all must skip the same steps, or their weights
+        diverge: check the summed gradient, which is not finite on all devices if it is not on one. jdp skips such steps
+        in any precision (`skipped` in the metrics)."""
     show(f"{STEPS} steps of Adam", ("computed in", "last losses", "last factor", "steps skipped"), table, said)
     small = {kept: train(jnp.bfloat16, kept=kept, rate=SMALL)[1][0] for kept in ("f4", "bfloat16")}
     table = [(jnp.dtype(kept).name, float(x[0]), float(x[-BATCHES:].mean())) for kept, x in small.items()]
-    said = f"""With a rate of {SMALL} many updates are less than half a step of bfloat16 at that weight, and round
-        away. That is what the 32-bit master weights are for."""
+    said = f"""With a rate of {SMALL} many updates are less than half a step of bfloat16 at that weight, and round away.
+        32-bit master weights prevent this."""
     show(f"{STEPS} steps with a small rate", ("master weights", "first loss", "last losses"), table, said)
     drawn = {f"master weights in {jnp.dtype(kept).name}": x for kept, x in small.items()}
     figure = curves(f"Adam with a rate of {SMALL}, computed in bfloat16", ("step", range(STEPS)), "loss, nats", drawn)

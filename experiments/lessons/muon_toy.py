@@ -1,4 +1,4 @@
-"""What `zero_muon.py` trains: square layers, by a step of jdp's, whose bytes and FLOPs are counted."""
+"""The model of `zero_muon.py`: square layers, trained by jdp's step, with bytes and FLOPs counted."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ def total_loss(layers: jax.Array, rows: dict[str, Any]) -> jax.Array:
 
 @dataclass(frozen=True)
 class Result:
-    """`sent`: kind of collective -> bytes that a device sends a step; `flops`: a device's; `losses`: of each step."""
+    """`sent`: kind of collective -> bytes that a device sends per step; `flops`: a device's; `losses`: of each step."""
 
     sent: dict[str, float]
     flops: float
@@ -64,7 +64,7 @@ def by_jdp(plan: jdp.Plan, tx: optax.GradientTransformation, matrices: int, step
 
 
 def forms(mesh: jax.sharding.Mesh, strategy: str, steps: int) -> dict[str, Result]:
-    """Return AdamW's step (not trained), Muon's without owners, and with, of as many matrices as devices."""
+    """Return AdamW's step (not trained), and Muon's without and with owners, for as many matrices as devices."""
     plan = jdp.Plan(mesh, strategy)
     return {
         "AdamW": by_jdp(plan, optax.adamw(3e-3), mesh.size, 0),

@@ -1,4 +1,4 @@
-"""What the lessons share beside their devices: their options, how they print a table and what it shows, the picture."""
+"""Shared by the lessons: options, tables with explanations, pictures."""
 
 import argparse
 import contextlib
@@ -37,7 +37,7 @@ def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
 
 
 def picture_file(text: str) -> Path:
-    """Return an option's path, before the lesson's work and not after it, if an SVG can be written there."""
+    """Return an option's path if an SVG can be written there: checked before the lesson's work."""
     path = Path(text)
     if path.suffix != ".svg":
         raise argparse.ArgumentTypeError(f"takes a file that ends in .svg; given {text}")
@@ -57,7 +57,7 @@ def positive(text: str) -> float:
 
 @contextlib.contextmanager
 def collected_notices() -> Iterator[list[str]]:
-    """Collect what jdp reports meanwhile, which would stand between a lesson's tables; an exception prints it."""
+    """Collect jdp's reports, which would appear between a lesson's tables; an exception prints them."""
     messages, logger = list[str](), logging.getLogger("jdp")
     collector, before = logging.Handler(), (logger.level, logger.propagate)
     collector.emit = lambda record: messages.append(record.getMessage())
@@ -74,7 +74,7 @@ def collected_notices() -> Iterator[list[str]]:
 
 
 def tell(lesson: Callable[[], None]) -> None:
-    """Run a lesson, and print what jdp reported meanwhile below its tables."""
+    """Run a lesson, and print jdp's reports below its tables."""
     with collected_notices() as messages:
         lesson()
     if messages:
@@ -82,7 +82,7 @@ def tell(lesson: Callable[[], None]) -> None:
 
 
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], *said: str) -> None:
-    """Print a table under its title, floats with four digits, and below it what it shows: a paragraph for each."""
+    """Print a table under its title, floats with four digits, and its explanations below, a paragraph each."""
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     print(f"\n{title}", *align_columns([headers, *cells]), sep="\n  ")
     for paragraph in said:
@@ -100,7 +100,7 @@ def curves(title: str, x: tuple[str, Sequence[float]], y: str, series: Mapping[s
 
 
 def stacked(panel: Axes, title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
-    """Draw a bar for each of `names`, made of `parts`: what the part is -> its height in each bar."""
+    """Draw a bar for each of `names`, made of `parts`: a part's name -> its height in each bar."""
     below = [0.0] * len(names)
     for part, heights in parts.items():
         panel.bar(names, heights, bottom=below, label=part)
@@ -110,7 +110,7 @@ def stacked(panel: Axes, title: str, names: Sequence[str], parts: Mapping[str, S
 
 
 def keep(figure: Figure, path: Path, described: str) -> None:
-    """Write a picture and say where."""
+    """Write a picture and print its path."""
     write(figure, path, described)
     print(f"\nwrote {path}")
 

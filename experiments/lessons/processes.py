@@ -1,6 +1,6 @@
-"""Processes that are a cluster, for the lessons that measure a real exchange: each has one CPU device, or its GPUs.
+"""Processes of one cluster, for the lessons that measure a real exchange: each has one CPU device, or its GPUs.
 
-And how long an all-reduce between them takes, α + bytes / β, and a step that overlaps some with its backward pass.
+Also the time of an all-reduce between them, α + bytes / β, and of a step that overlaps several with its backward pass.
 """
 
 import json
@@ -26,12 +26,11 @@ _GIVEN = "JDP_LESSON_GIVEN"
 
 
 def in_processes(lesson: str, processes: int, **given: Any) -> Any:
-    """Run a lesson as each process of a cluster here; return what `measure_here(**given)` found in process 0.
+    """Run a lesson as each process of a cluster here; return process 0's result of `measure_here(**given)`.
 
-    Args:
-        lesson: its `__file__`; its last lines are `if __name__ == "__main__" and not is_one_of_several(measure_here)`.
-        processes: how many.
-        given: JSON values; what is returned is one too.
+    Args: lesson: its `__file__`; its last lines are
+        `if __name__ == "__main__" and not is_one_of_several(measure_here)`. processes: how many. given: JSON values;
+        the result is one too.
     """
     environment = dict(os.environ)
     if len(visible_gpus(environment)) < processes:
@@ -60,7 +59,7 @@ def is_one_of_several(measure_here: Callable[..., Any]) -> bool:
 
 
 def spread(block: np.ndarray, mesh: Mesh) -> jax.Array:
-    """Return a global array of which every device has `block` as its own rows."""
+    """Return a global array in which every device has `block` as its own rows."""
     sharding = NamedSharding(mesh, P("data"))
     return jax.make_array_from_callback((mesh.size * len(block), *block.shape[1:]), sharding, lambda _: block)
 

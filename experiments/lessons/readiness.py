@@ -1,4 +1,4 @@
-"""The order in which a backward pass makes its gradients, read from its jaxpr, and buckets filled in that order."""
+"""The order in which a backward pass computes its gradients, read from its jaxpr, and buckets filled in that order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def readiness(loss: Callable[[Any, Any], jax.Array], params: Any, rows: Any) -> 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together; ready when the last of them is, at `flops`."""
+    """Gradients that are sent together, ready when the last of them is, at `flops`."""
 
     paths: tuple[str, ...]
     size: int

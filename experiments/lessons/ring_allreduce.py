@@ -1,7 +1,7 @@
 """Ring all-reduce, written with sends to the neighbour only, and its bytes counted in the compiled program.
 
-The claim: "a ring is O(N), a naive exchange O(N²)". N² is the naive exchange's total over all devices. What limits a
-step is what *one* device sends.
+The claim: "a ring is O(N), a naive exchange O(N²)". N² is the naive exchange's total over all devices. A step is
+limited by the bytes that *one* device sends.
 
 Each device cuts its array into N chunks and sends one to its right neighbour, N−1 times: a chunk's sum goes around, and
 each device adds its part (reduce-scatter). Then the finished chunks go around once more (all-gather). So a device sends
@@ -42,20 +42,20 @@ def send_to_the_right(chunk: jax.Array, by: int = 1) -> jax.Array:
 
 
 def ring(own: jax.Array, rounds: int | None = None) -> jax.Array:
-    """Return the sum of all devices' arrays [M], on every device; or what there is after some of the 2(N−1) rounds."""
+    """Return the sum of all devices' arrays [M], on every device; or the chunks after some of the 2(N−1) rounds."""
     n, me = jax.lax.axis_size("data"), jax.lax.axis_index("data")
     chunks = jnp.pad(own, (0, -own.size % n)).reshape(n, -1)
     for step in range(2 * (n - 1) if rounds is None else rounds):
         arrived, place = send_to_the_right(chunks[(me - step) % n]), chunks.at[(me - step - 1) % n]
-        # Reduce-scatter, N−1 rounds: device `me` sends chunk me, then what it has just added to. A chunk's sum travels
-        # around the ring, and is whole on the device before the one it began at. All-gather, N−1 rounds: each finished
-        # chunk goes around once more, and replaces what is there.
+        # Reduce-scatter, N−1 rounds: device `me` sends chunk me, then the chunk that it last added to. A chunk's sum
+        # travels around the ring and is complete on the device before the one where it began. All-gather, N−1 rounds:
+        # each finished chunk goes around once more and replaces the partial sums.
         chunks = place.add(arrived) if step < n - 1 else place.set(arrived)
     return chunks.ravel()[: own.size]
 
 
 def naive(own: jax.Array) -> jax.Array:
-    """The same by sending the whole array to every other device, which adds up what arrives."""
+    """The same by sending the whole array to every other device, which adds the arrays up."""
     others = [send_to_the_right(own, by) for by in range(1, jax.lax.axis_size("data"))]
     return sum(others, own)
 
@@ -69,7 +69,7 @@ WAYS: dict[str, Way] = {"ring": ring, "naive": naive, "psum": lambda own: jax.la
 
 @dataclass(frozen=True)
 class Counted:
-    """One way on N devices. `sent` is bytes a device; `error` the largest difference from the sum made by NumPy."""
+    """One way on N devices. `sent` is bytes per device; `error` the largest difference from the sum made by NumPy."""
 
     way: str
     devices: int
@@ -90,7 +90,7 @@ def count(way: str, devices: int, elements: int) -> Counted:
 
 
 def drawn(devices: int) -> list[tuple[str, ...]]:
-    """Return after each round what each device has: how many devices' parts are in each of its chunks."""
+    """Return, after each round, how many devices' parts are in each chunk of each device."""
     mesh = jdp.make_mesh(data=devices, devices=jax.devices()[:devices])
     rows, ones = [], np.ones(devices * devices, np.float32)  # a chunk of ones: its sum counts the parts
     for done in range(2 * devices - 1):
@@ -119,17 +119,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         after 6 on all: a device has sent 6 quarters of its array."""
     headers = ("round", *(f"device {i}" for i in range(4)))
     show("A ring of 4: how many devices' parts are in each of four chunks", headers, drawn(4), said)
-    headers = ("way", "devices", "collectives", "sent a device, × M", "by formula, × M", "largest error")
-    said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more
-        device. All three compute the same sum, but for the order of float32 additions."""
+    headers = ("way", "devices", "collectives", "sent per device, × M", "by formula, × M", "largest error")
+    said = """The ring's bytes approach 2 M and stay there; the naive exchange sends one more M for each more device.
+        All three compute the same sum, up to the order of float32 additions."""
     show(f"M = {size / 1e6:g} MB, counted in the compiled program", headers, rows, said)
     many = [2**k for k in range(1, 11)]
     times = {way: [seconds(way, n, size, alpha, beta) * 1e3 for n in many] for way in ("ring", "naive", "server")}
     equal, waits = size_where_equal(8, alpha, beta) / 1e6, 2 * (many[-1] - 1) * alpha * 1e3 / times["ring"][-1]
-    said = f"""Where bytes count the ring wins: a device in a naive exchange sends more with each device, and so does a
-        parameter server, the one machine that adds up for all. Where steps count it loses: on 8 devices the naive
-        exchange is faster below {equal:.3g} MB. On {many[-1]} devices {waits:.0%} of the ring's time is latency, which
-        is why NCCL also has trees."""
+    said = f"""For large arrays the ring wins: a device in a naive exchange sends more for each further device, and so
+        does a parameter server, the one machine that adds up for all. For small arrays it loses: on 8 devices the naive
+        exchange is faster below {equal:.3g} MB. On {many[-1]} devices {waits:.0%} of the ring's time is latency, so
+        NCCL also has trees."""
     rows = [*zip(many, *times.values(), strict=True)]
     title = f"Milliseconds, if a step takes {options.latency_us:g} µs (α) and a device sends {options.gb_s:g} GB/s (β)"
     show(title, ("devices", *times), rows, said)
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     time.set(title="Time by the model α, β", xlabel="devices", ylabel="ms")
     time.xaxis.set_major_formatter("{x:g}"), time.yaxis.set_major_formatter("{x:g}")
     sent.legend(), time.legend()
-    keep(figure, options.picture, "Bytes a device sends and modelled time of a ring and of a naive exchange, over N")
+    keep(figure, options.picture, "Bytes sent by a device and modelled time, for a ring and a naive exchange, over N")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Scaling: how much faster do N devices train, and for which models do the published efficiencies hold?
 
-The claims people meet: "95 % efficient on a node, 70 to 90 % at scale"; "larger models scale better"; "memory a device
-is the same as on one"; 175B on 64 devices, 82 s a step of which 3 s are sync, 90 % hidden: "64x at 95 %".
+The claims people meet: "95 % efficient on a node, 70 to 90 % at scale"; "larger models scale better"; "memory per
+device is the same as on one"; 175B on 64 devices, 82 s a step of which 3 s are sync, 90 % hidden: "64x at 95 %".
 
 Strong scaling divides one batch among N devices. Weak scaling gives each device the same rows. Virtual devices share
-two cores, so processor time a device stands for a core each. Then two processes on a core each, by the clock. Then
-H100s that are not there: `jdp plan` simulates schedule and network.
+two cores, so processor time per device stands in for a core each. Next, two processes with a core each are timed by the
+clock. Last, `jdp plan` simulates H100s: schedule and network.
 
     python experiments/lessons/scaling.py [--plan] [--picture FILE.svg]
 
-Efficiency is Throughput(N) / (N * Throughput(1)); of a plan, computing time / step. Amdahl 1967: time is s + p/N, s
-what every device repeats. Gustafson 1988: the speed-up of a growing batch is N - s(N-1). `--plan` compiles anew what
-`planned.py` has recorded (minutes; needs the extra `aot`). jdp: `jdp plan FILE --target h100:1x8,8x8,64x8`.
+Efficiency is Throughput(N) / (N * Throughput(1)); of a plan, computing time / step. Amdahl 1967: time is s + p/N, and
+every device repeats s. Gustafson 1988: the speed-up of a growing batch is N - s(N-1). `--plan` compiles the plans that
+`planned.py` has recorded again (minutes; needs the extra `aot`). jdp: `jdp plan FILE --target h100:1x8,8x8,64x8`.
 """
 
 import functools
@@ -40,7 +40,7 @@ def step_on(devices: tuple, width: int) -> tuple[jdp.Step, jdp.TrainState]:
 
 
 def prepared(devices: list, rows: int, width: int = 512) -> tuple:
-    """Return jdp's step on some devices, a state, and a batch of `rows` rows a device."""
+    """Return jdp's step on some devices, a state, and a batch of `rows` rows per device."""
     step, state = step_on(tuple(devices), width)
     return step, state, {"x": spread(np.ones((rows, width), np.float32), step.plan.mesh)}
 
@@ -53,7 +53,7 @@ def measure(rows: int, rounds: int, weak: bool) -> list[tuple[float, float]]:
 
 
 def measure_here(rows: list[int], rounds: int) -> list[float]:
-    """What each of the processes runs, on a core of its own: wall seconds of a step by rows a device."""
+    """Run in each process, on its own core. Return wall seconds of a step by rows per device."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["JDP_PROCESS_ID"]) % len(cores)]})
     jdp.initialize()
@@ -76,29 +76,28 @@ def gustafson(counts: list[int], speedups: list[float]) -> float:
 
 
 def claimed_175b() -> dict[str, float]:
-    """Do the sum of the claim: 95 % of 64; and what 0.3 exposed of 82 s would be, with a batch of how many tokens."""
-    return {"64 at 95 %": 64 * 0.95, "by its own numbers": 64 * (1 - 0.1 * 3 / 82), "tokens a batch": 64 * 2e6}
+    """Return the claimed speed-up, the one by the claim's own numbers (0.3 of 82 s exposed), and the batch's tokens."""
+    return {"64 at 95 %": 64 * 0.95, "by its own numbers": 64 * (1 - 0.1 * 3 / 82), "tokens per batch": 64 * 2e6}
 
 
 def show_scaling(kind: str, found: list[tuple[float, float]], axes) -> None:
     times = [each for _, each in found]
     speedups = [times[0] / each * (n if kind == "weak" else 1) for n, each in zip(COUNTS, times, strict=True)]
     cells = zip(COUNTS, *1e3 * np.array(found).T, speedups, np.divide(speedups, COUNTS), strict=True)
-    headers = ("devices", "clock, ms", "processor time a device, ms", "speed-up by it", "efficiency")
+    headers = ("devices", "clock, ms", "processor time per device, ms", "speed-up by it", "efficiency")
     (same, split), lost = amdahl(COUNTS, times), gustafson(COUNTS, speedups)
     said = f"""Twice the devices do not halve a step: {same / (same + split):.0%} of it (s by Amdahl) is repeated by
-        every device, such as AdamW on all weights. The fewer rows a device has, the more that counts."""
+        every device, such as AdamW on all weights. The fewer rows a device has, the larger this share."""
     if kind == "weak":
-        said = f"""The batch grows with the devices, so what all repeat counts less: {lost:.0%} (s by Gustafson;
-            below 0: another program slowed the first). The clock grows, as eight devices share this machine's
-            cores."""
+        said = f"""The batch grows with the devices, so the repeated part counts less: {lost:.0%} (s by Gustafson; below
+            0, another program slowed the first). Wall time grows, because eight devices share this machine's cores."""
     show(f"{kind} scaling, virtual devices", headers, [*cells], said)
     axes.plot(COUNTS, speedups, "o-", label=f"{kind}, by processor time")
 
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__file__, __doc__)
-    options.add_argument("--plan", action="store_true", help="plan anew what RECORDED has: minutes")
+    options.add_argument("--plan", action="store_true", help="compile the recorded plans again: minutes")
     given = options.parse_args(argv)
     jdp.keep_memory()
     use_eight_devices()
@@ -107,18 +106,18 @@ def main(argv: list[str] | None = None) -> None:
         show_scaling(kind, measure(rows, rounds=10, weak=kind == "weak"), left)
     (alone,), (strong, weak) = (in_processes(__file__, 1 + len(r) // 2, rows=r, rounds=10) for r in ([512], [256, 512]))
     rows = [("strong", alone / strong, alone / strong / 2), ("weak", 2 * alone / weak, alone / weak)]
-    said = """Here the clock counts, and gradients pass through a socket: what is missing to 2 is repeated work,
-        sending and waiting. (More than 2: another program had the first process' core.)"""
+    said = """These are wall times, and gradients pass through a socket: the gap to 2 is repeated work, sending and
+        waiting. (Above 2, another program used the first process' core.)"""
     show("Two processes, a core each, against one", ("scaling", "speed-up", "efficiency"), rows, said)
     try:
         planned = {way: [foreseen(way, n) for n in HOSTS] for way in WAYS} if given.plan else RECORDED
-    except ValueError as error:  # where XLA's GPU compiler is not installed, with the command that installs it
-        print(f"\n{error}\nWhat was recorded:")
+    except ValueError as error:  # XLA's GPU compiler is not installed; the message has the command
+        print(f"\n{error}\nThe recorded plans:")
         planned = RECORDED
     show_planned(planned, right)
     claim = claimed_175b()
-    said = """95 % of 64 is not what the numbers beside it say: 0.3 s of 82 s are lost. And no published critical
-        batch is as large."""
+    said = """The claim contradicts its own numbers: 0.3 s of 82 s are 0.4 %, not 5 %. And no published critical batch
+        is as large."""
     show("175B on 64 devices, claimed to be 64 x at 95 %", ("what", "number"), [*claim.items()], said)
     left.set(title="Speed-up on this machine", xlabel="virtual devices", ylabel="speed-up")
     right.set(title="Efficiency, planned", xlabel="H100s", ylabel="efficiency")

@@ -1,12 +1,11 @@
 """Data parallelism by hand: the same start, local gradients, one sum, the same update.
 
 The claim, from every tutorial: copy the model to all devices, give each a part of the batch, average the gradients, and
-the copies stay equal. True; and two ways to do it wrong raise no error: a mean of means where shards differ in size,
-and no sum at all.
+the copies stay equal. True, but two mistakes raise no error: a mean of means of unequal shards, and no sum at all.
 
-Replicas begin different on purpose. A broadcast makes them equal. Each device takes the gradient of its own rows, a sum
-over the devices makes one gradient, and all make the same update. The lesson repeats this without the sum, and with
-jdp, whose weights must equal those made by hand.
+Replicas start with different weights on purpose. A broadcast makes them equal. Each device takes the gradient of its
+own rows, a sum over the devices makes one gradient, and all make the same update. The lesson repeats this without the
+sum, and with jdp, and compares the weights.
 
     python experiments/lessons/simple_ddp.py [--picture FILE.svg]
 
@@ -34,7 +33,7 @@ import jdp
 TX = optax.adamw(3e-3)
 
 # 1. The same start. A replica is a device's own copy: replicas are arrays [devices, ...] split over the first
-# dimension, so that only our own code keeps them equal. Each device draws other values; all then take device 0's.
+# dimension, so that only our own code keeps them equal. Each device draws its own values; then all take device 0's.
 
 
 @functools.cache
@@ -49,7 +48,7 @@ def on_each_device(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., An
 
 
 def broadcast_from_first(own: Any) -> Any:
-    """All but device 0 send zeros: the sum over the devices is then what device 0 has."""
+    """All devices but 0 send zeros, so the sum over the devices is device 0's value."""
     is_first = jax.lax.axis_index("data") == 0
     return jax.tree.map(lambda leaf: jax.lax.psum(jnp.where(is_first, leaf, 0), "data"), own)
 
@@ -67,7 +66,7 @@ def distance(replicas: Any) -> float:
 
 
 # 2. Local gradients, one sum, the same update. Σ gᵢ / Σ |Bᵢ| is the gradient of the mean over all rows; the mean of the
-# devices' means is that only where all |Bᵢ| are equal. A row's "weight" is 1, or 0 for padding: they add up to |Bᵢ|.
+# devices' means equals it only if all |Bᵢ| are equal. A row's "weight" is 1, or 0 for padding: they add up to |Bᵢ|.
 
 
 def gradients(params: Any, rows: dict[str, jax.Array], average: str) -> Any:
@@ -131,18 +130,19 @@ def main(argv: list[str] | None = None) -> None:
     drift = {f"average over {name}": train(mesh, name, 60)[1] for name in ("rows", "nothing")}
     apart = {"before the broadcast": distance(same_start(mesh)[1])}
     apart |= {f"after 60 steps, {name}": distances[-1] for name, distances in drift.items()}
-    said = """With the sum over all rows every device makes the same update, and copies stay equal bit for bit.
-        Without it each learns from its own rows, and they part; no error says so."""
+    said = """With the sum over all rows every device makes the same update, and copies stay equal bit for bit. Without
+        it each device learns from its own rows and the copies diverge, without an error."""
     show(f"Replicas on {mesh.size} devices", ("when", "largest difference of a weight"), [*apart.items()], said)
     shares = np.where(np.arange(mesh.size) % 2, ROWS // mesh.size, 4)
     wrong = [(f"average over {name}", error_of_uneven(mesh, name, shares)) for name in ("rows", "means")]
-    said = """A mean of means counts a row of a small shard for more. Add up gradients *and* rows, then divide: that
+    said = """A mean of means gives the rows of small shards more weight. Add up gradients *and* rows, then divide: that
         is right for any split, within float32 rounding."""
     show("Gradient of shards of 4 and 32 rows", ("how", "error / gradient's norm"), wrong, said)
-    said = """The same weights. Dispatch is processor time until a call returns. jdp's step costs more: it also takes
-        the gradient's norm, and keeps the old weights where that is not finite. In a large model neither shows."""
+    said = """Both give the same weights. Dispatch is the processor time until a call returns. jdp's step costs more,
+        because it also computes the gradient's norm and keeps the old weights if that is not finite. In a large model
+        neither matters."""
     show("Against jdp, 30 steps", ("what", "number"), [*against_jdp(mesh, 30, 100).items()], said)
-    figure = curves("How far the replicas are apart", ("step", range(61)), "largest difference of a weight", drift)
+    figure = curves("Distance between the replicas", ("step", range(61)), "largest difference of a weight", drift)
     keep(figure, options.picture, "Distance between replicas over 60 steps, with and without the sum of gradients")
 
 

@@ -1,9 +1,9 @@
 """Staleness: what if devices do not wait for each other?
 
-The claim: "asynchronous updates are faster, as nobody waits for a straggler". They are, with gradients of old weights.
+The claim: "asynchronous updates are faster: nobody waits for a straggler". But their gradients are of old weights.
 
 An MLP learns digits from gradients that are 0 to 8 updates old, with many rates. Then the pace of synchronous steps is
-drawn. Last, what is used instead: each replica trains by itself for H steps, then all agree: 1/H of the bytes.
+simulated. Last, today's method: each replica trains by itself for H steps, then all average, with 1/H of the bytes.
 
     python experiments/lessons/staleness.py [--picture FILE.svg]
 
@@ -32,8 +32,8 @@ AGES, UPDATES, ROWS = (0, 1, 2, 4, 8), 400, 32  # how many updates old a gradien
 RATES, FIXED, LEARNT = 2.0 ** np.arange(-5, 1, 0.5), 0.25, 0.5  # of SGD; the one for all ages; a loss, at its limit
 
 
-# 1. A parameter server. Workers fetch the weights, make a gradient and send it; the server applies it at once. Of s + 1
-# workers in turn, each finds that s updates of others came between its fetch and its own.
+# 1. A parameter server. Workers fetch the weights, make a gradient and send it; the server applies it at once. If s + 1
+# workers take turns, s updates of others come between a worker's fetch and its own update.
 @jax.jit
 def train_with_old_gradients(start: Any, data: Any, draws: jax.Array, age: Any, rates: jax.Array) -> jax.Array:
     """Return the loss over all data after `len(draws)` updates, for each rate; `draws`: rows of each update."""
@@ -63,11 +63,11 @@ def sweep(ages: Sequence[int], rates: np.ndarray, seeds: int, updates: int = UPD
 
 
 def limit(age: int) -> float:
-    """Return the highest stable rate with gradients `age` updates old, of that with fresh ones, on a quadratic."""
+    """Return the highest stable rate on a quadratic with gradients `age` updates old, over that with fresh ones."""
     return float(np.sin(np.pi / (4 * age + 2)))
 
 
-# 2. Each replica trains by itself for H steps, then all agree. Rates are the best of those a factor 2 apart.
+# 2. Each replica trains by itself for H steps, then all average. Rates are the best in steps of a factor 2.
 LOCAL, SAMPLES, INNER_ROWS = (1, 4, 16), 2**14, 64  # H; the same samples for every H; rows of all replicas' one step
 METHODS = {  # the inner optimizer, the outer rate and momentum, the inner rate by H
     "SGD, mean": (optax.sgd, 1.0, 0.0, {1: 2**0, 4: 2**-1, 16: 2**-1}),
@@ -126,22 +126,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = each[RATES == FIXED][0], rate, highest[0] * limit(age), RATES[each.argmin()], each.min()
         rows.append((age, *map(float, found)))
     headers = (f"loss at a rate of {FIXED}", "highest rate that learns", "by formula", "best rate", "loss at it")
-    said = f"""An old gradient overshoots: the weights moved on meanwhile. The older it is, the lower the rate must
-        be, nearly as the formula says, and the best loss is worse too: {rows[-1][-1]:.2g}, not {rows[0][-1]:.2g}."""
+    said = f"""An old gradient overshoots, because the weights have moved since. The older it is, the lower the rate
+        must be, nearly by the formula, and the best loss is worse: {rows[-1][-1]:.2g}, not {rows[0][-1]:.2g}."""
     show(f"{UPDATES} updates with old gradients", ("updates old", *headers), rows, said)
     paces = [(name, n, *(pace(name, n, local) for local in (1, 16, 0))) for name in TIMES for n in (2, 8, 64, 512)]
     names = ("time of one device's step", "devices", "waiting every step", "every 16", "never")
-    said = """The more devices, the slower the slowest. Every 16 steps averages out what is slow now and then."""
+    said = """The more devices, the slower the slowest. Waiting every 16 steps averages out occasional delays."""
     show("Time of a step, in mean times of one device", names, paces, said)
     found = {method: [train(method, steps) for steps in LOCAL] for method in METHODS}
     rows = [*zip(LOCAL, sent := [slow_bytes("SGD, mean", steps) for steps in LOCAL], *found.values(), strict=True)]
-    said = """H times fewer bytes cross the slow links. It is one seed: a factor below two says nothing."""
-    show(f"Loss after {SAMPLES} samples, 4 replicas", ("local steps H", "slow bytes a sample", *found), rows, said)
+    said = """H times fewer bytes cross the slow links. With one seed a factor below two means nothing."""
+    show(f"Loss after {SAMPLES} samples, 4 replicas", ("local steps H", "slow bytes per sample", *found), rows, said)
     figure, (left, right) = chart(2)
     _ = [left.loglog(RATES, each, "o-", label=f"{age} updates old") for age, each in zip(AGES, losses, strict=True)]
     _ = [right.loglog(sent, each, "o-", label=method) for method, each in found.items()]
     left.set(title="Old gradients", xlabel="learning rate", ylabel="loss, nats")
-    right.set(title="Local steps, H = 16, 4, 1", xlabel="bytes a sample over slow links", ylabel="loss, nats")
+    right.set(title="Local steps, H = 16, 4, 1", xlabel="bytes per sample over slow links", ylabel="loss, nats")
     left.legend(), right.legend()
     keep(figure, picture, "Left: loss by rate and age of gradients. Right: loss by bytes sent over the slow links.")
 

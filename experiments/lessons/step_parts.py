@@ -1,4 +1,4 @@
-"""A data-parallel step of an MLP, and its parts as programs of their own, for the lessons that time them."""
+"""A data-parallel step of an MLP, and its parts as separate programs, for the lessons that time them."""
 
 import functools
 
@@ -28,7 +28,7 @@ def loss(params: list[jax.Array], batch: dict[str, jax.Array], rng: jax.Array) -
 
 
 def update(grads: list, opt_state: optax.OptState, params: list) -> tuple:
-    """As jdp's step does: the gradients' norm, AdamW, and the old state where the norm is not finite."""
+    """As jdp's step does: the gradients' norm, AdamW, and the old state if the norm is not finite."""
     norm = optax.tree.norm(grads)
     updates, moments = TX.update(grads, opt_state, params)
     new = optax.apply_updates(params, updates), moments
@@ -36,7 +36,7 @@ def update(grads: list, opt_state: optax.OptState, params: list) -> tuple:
 
 
 def programs(mesh: jax.sharding.Mesh, state: jdp.TrainState, x: jax.Array) -> dict:
-    """Return the parts of a step: (program, its arguments), which the parts before left on the devices."""
+    """Return the parts of a step: (program, its arguments), which earlier parts left on the devices."""
 
     def everywhere(function, specs, result=DATA):
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=result, check_vma=False))
@@ -65,7 +65,7 @@ def step_and_state(**size: int) -> tuple[jdp.Step, jdp.TrainState]:
 
 
 def setup(rows: int, **size: int) -> tuple[jdp.Step, jdp.TrainState, dict[str, jax.Array]]:
-    """Return jdp's step, a state and a batch of `rows` rows a device."""
+    """Return jdp's step, a state and a batch of `rows` rows per device."""
     step, state = step_and_state(**size)
     x = np.ones((rows * step.plan.mesh.size, len(state.params[0])), np.float32)
     return step, state, jax.device_put({"x": x}, step.plan.batch_sharding)

@@ -33,7 +33,7 @@ def forward(params: dict[str, Any], x: jax.Array) -> jax.Array:
 
 
 def total_loss(params: dict[str, Any], rows: dict[str, Any]) -> jax.Array:
-    """Return the sum over rows, not the mean: sums of several devices can be added. Filled-up rows have weight 0."""
+    """Return the sum over rows, not the mean: sums of several devices can be added. Padding has weight 0."""
     nats = optax.softmax_cross_entropy_with_integer_labels(forward(params, rows["x"]), rows["y"])
     return (nats * rows["weight"]).sum()
 

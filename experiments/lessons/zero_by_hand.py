@@ -1,14 +1,15 @@
-"""ZeRO's three stages by hand: what each device keeps, what it sends and when, and what popular tables get wrong.
+"""ZeRO's three stages by hand: what each device keeps and sends in each phase, and mistakes of popular tables.
 
 DDP keeps everything on every device: weights, gradients, Adam's moments. ZeRO removes the copies one kind at a time.
-Stage 1 shares out the moments: a device updates its part of the weights, then all gather the new weights. Stage 2 also
-shares out the gradients, stage 3 the weights, which are gathered a layer at a time in both passes. Here the stages are
-written with `all_gather` and `psum_scatter` alone. What rests on a device is weighed, what the compiled programs send
-is counted, and the weights must be those of DDP.
+Stage 1 shards the moments: a device updates its part of the weights, then all gather the new weights. Stage 2 also
+shards the gradients, stage 3 the weights, which are gathered layer by layer in both passes. Here the stages are written
+with `all_gather` and `psum_scatter` alone. Bytes at rest are measured, bytes sent are counted in the compiled programs,
+and the weights must equal DDP's.
 
     python experiments/lessons/zero_by_hand.py [--picture FILE.svg]
 
-With Ψ float32 parameters on N devices, and D = 4Ψ(N−1)/N, what one reduce-scatter or all-gather of them all sends:
+With Ψ float32 parameters on N devices, and D = 4Ψ(N−1)/N, the bytes that one reduce-scatter or all-gather of all of
+them sends:
 
     stage  at rest, bytes  forward       backward                      update
     ddp    16Ψ             -             all-reduce, 2D                -
@@ -44,7 +45,7 @@ STAGES, PHASES = ("ddp", "zero1", "zero2", "zero3"), ("forward", "backward", "up
 WIDTHS = (64, 256, 256, 16)
 gather, scatter = (partial(f, axis_name="data", tiled=True) for f in (jax.lax.all_gather, jax.lax.psum_scatter))
 
-# 1. Forward and backward, as two functions: nothing gathered in the first is left in the second. A layer is one flat
+# 1. Forward and backward, as two functions: nothing gathered in the first is kept for the second. A layer is one flat
 # array (its size divides by 8); in stage 3 it is gathered at each use, and JAX's transpose of that is the scatter.
 
 
@@ -59,7 +60,7 @@ def loss(logits: jax.Array, rows: dict[str, Any]) -> jax.Array:
 
 
 def forward(stage: str, layers: Sequence[jax.Array], rows: dict[str, Any]) -> list[jax.Array]:
-    reached = [rows["x"]]  # what enters each layer, and the logits
+    reached = [rows["x"]]  # the input of each layer, and the logits
     for i, kept in enumerate(layers):
         reached.append(layer(stage, i, kept, reached[-1]))
     return reached
@@ -73,8 +74,8 @@ def backward(stage: str, layers: Sequence[jax.Array], rows: dict[str, Any], reac
     return grads
 
 
-# 2. The update. Adam works on each element alone: a device updates the part whose moments it keeps. What is gathered
-# afterwards are the weights; moments never travel.
+# 2. The update. Adam works on each element alone: a device updates the part whose moments it keeps. Then the weights
+# are gathered; moments are never sent.
 
 
 def update(stage: str, layers: Sequence[Any], grads: Sequence[Any], moments: Sequence[Any], step: jax.Array) -> Any:
@@ -89,11 +90,11 @@ def update(stage: str, layers: Sequence[Any], grads: Sequence[Any], moments: Seq
     return list(layers), list(map(list, moments))
 
 
-# 3. Run the three on every device; weigh what rests there, count what the compiled programs send.
+# 3. Run the three on every device; measure the bytes at rest, and count the bytes that the compiled programs send.
 
 
 def run(mesh: jax.sharding.Mesh, stage: str, steps: int) -> dict[str, Any]:
-    """Return bytes at rest by class, the same by formula, what each phase sends in units of D, and the weights."""
+    """Return bytes at rest by class, the same by formula, bytes sent by phase in units of D, and the weights."""
     weights, rest = P("data") if stage == "zero3" else P(), P() if stage == "ddp" else P("data")
     specs = [(forward, (weights, P("data")), P("data")), (backward, (weights, P("data"), P("data")), rest)]
     specs += [(update, (weights, rest, rest, P()), (weights, rest))]
@@ -124,16 +125,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [(stage, *r["at_rest"], r["formula"].total, *r["sent"]) for stage, r in found.items()]
     headers = ("stage", *classes, "sum by formula", *(f"sent {phase}, × D" for phase in PHASES))
     apart = max(float(np.abs(r["weights"] - found["ddp"]["weights"]).max()) for r in found.values())
-    said = f"""Each stage divides one more column by {mesh.size}. Stages 1 and 2 send 2D as DDP does: an all-reduce
-        *is* a reduce-scatter and an all-gather, and they do the update in between. Stage 3 sends 3D: it keeps no
-        weights, so each pass gathers them. All learn the same: weights are {apart:.1g} apart after 20 steps."""
+    said = f"""Each stage divides one more column by {mesh.size}. Stages 1 and 2 send 2D as DDP does: an all-reduce *is*
+        a reduce-scatter and an all-gather, and they do the update in between. Stage 3 sends 3D: it keeps no weights, so
+        each pass gathers them. All learn the same: weights differ by {apart:.1g} after 20 steps."""
     title = f"{found['ddp']['weights'].size} parameters on {mesh.size} devices: bytes at rest, and sent"
     show(title, headers, rows, said)
     show_claims({stage: r["sent"] for stage, r in found.items()})
     figure, (left, right) = chart(2)
     at_rest, sent = (np.array([r[key] for r in found.values()]).T for key in ("at_rest", "sent"))
     stacked(left, "At rest on a device, bytes", STAGES, dict(zip(classes, at_rest, strict=True)))
-    stacked(right, "Sent by a device a step, × D", STAGES, dict(zip(PHASES, sent, strict=True)))
+    stacked(right, "Sent by a device per step, × D", STAGES, dict(zip(PHASES, sent, strict=True)))
     keep(figure, options.picture, "Bytes at rest by class, and bytes sent by phase, for ddp and the stages of ZeRO")
 
 

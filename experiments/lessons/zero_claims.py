@@ -1,4 +1,4 @@
-"""What popular texts claim of ZeRO, each beside the number of `zero_by_hand.py`, or of the closed form."""
+"""Popular claims about ZeRO, each beside the number of `zero_by_hand.py` or of the closed form."""
 
 from narration import show
 
@@ -20,17 +20,17 @@ def claims(sent: dict[str, list[float]]) -> list[tuple[str, float, float]]:
 
 
 def sent_by_width() -> list[tuple[str, float, float]]:
-    """Return GB that a device sends a step, for 70B on 8 devices: (stage, both in 16 bits, jdp's bf16)."""
+    """Return the GB that a device sends per step, for 70B on 8 devices: (stage, both in 16 bits, jdp's bf16)."""
     gb = lambda stage, grads: sent_bytes(70 * 10**9, 8, stage, params=2, grads=grads) / 1e9  # noqa: E731
     return [(stage, gb(stage, 2), gb(stage, 4)) for stage in ("ddp", "zero1", "zero2", "zero3")]
 
 
 def show_claims(sent: dict[str, list[float]]) -> None:
-    """Print both tables, and what they show; `sent`: each stage's units of D in each phase."""
-    said = """The claims send what does not travel (moments stay where they are), count the halves of an all-reduce
-        beside it, or forget to divide a term."""
+    """Print both tables with their explanations; `sent`: each stage's units of D in each phase."""
+    said = """The claims count arrays that are never sent (moments), count an all-reduce and also its halves, or forget
+        to divide a term."""
     show("Popular claims", ("what", "claimed", "right"), claims(sent), said)
-    said = """"zero1 sends what ddp sends, zero3 1.5 times as much" holds where gradients and weights travel in one
-        width. jdp's bf16 sums gradients in 32 bits and gathers weights in 16: zero1 sends less, zero3 as much."""
+    said = """"zero1 sends what ddp sends, zero3 1.5 times as much" holds if gradients and weights have the same width.
+        jdp's bf16 sums gradients in 32 bits and gathers weights in 16: zero1 sends less than ddp, zero3 as much."""
     headers = ("stage", "gradients and weights in 16 bits", "gradients in 32, weights in 16")
-    show("GB that a device sends a step, 70B on 8 devices", headers, sent_by_width(), said)
+    show("GB that a device sends per step, 70B on 8 devices", headers, sent_by_width(), said)

@@ -1,16 +1,16 @@
-"""Muon under ZeRO: an update that needs whole matrices. What is sent if XLA gathers them, and if devices own them?
+"""Muon under ZeRO: an update that needs whole matrices. How much is sent if XLA gathers them, and if devices own them?
 
-ZeRO cuts an update anywhere, as Adam's works on each element alone. Muon's does not: five Newton-Schulz steps multiply
-a matrix by itself. AdamW sends D for gradients and D for weights. Guess first: how many D does Muon send?
+ZeRO cuts an update anywhere, because Adam's works on each element alone. Muon's does not: five Newton-Schulz steps
+multiply a matrix by itself. AdamW sends D for gradients and D for weights. Guess first: how many D does Muon send?
 
-The lesson runs Newton-Schulz on shards: no error is raised, and the numbers are wrong. It counts what XLA sends to make
+The lesson runs Newton-Schulz on shards: no error is raised, but the numbers are wrong. It counts XLA's bytes to make
 them right. Then, by hand, an all-to-all gives each device whole matrices of its own, which it computes. Another returns
 the shards. Bytes and losses are compared with those of the naive step, and of jdp's.
 
     python experiments/lessons/zero_muon.py [--picture FILE.svg]
 
 With Ψ float32 elements in matrices on N devices, and D = 4Ψ(N−1)/N: an all-gather or a reduce-scatter of them sends D,
-an all-to-all D/N, as a device has only Ψ/N of them to send. A step with owners, under zero1:
+an all-to-all D/N, because a device has only Ψ/N of them to send. A step with owners, under zero1:
 
     reduce-scatter    all-to-all              all-to-all               all-gather
     gradients, D      momentum, D/N           updates, D/N             weights, D
@@ -122,14 +122,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [(name, *(r.sent[k] / d for k in kinds), r.total / d, apart(r.losses)) for name, r in zero1.items()]
     said = f"""Naive, each of five Newton-Schulz steps gathers a matrix three times: {naive.total / d:.0f} D. Owners
         take two all-to-alls, 2D/N. All learn the same."""
-    show(f"zero1, {n} devices: sent a step, × D", ("form", *kinds, "sum", "losses apart, 20 steps"), rows, said)
+    show(f"zero1, {n} devices: sent per step, × D", ("form", *kinds, "sum", "losses apart, 20 steps"), rows, said)
     update = {s: {f: (r.flops - each["AdamW"].flops) / 1e6 for f, r in each.items()} for s, each in found.items()}
     rows = [(s, *(r.total / d for r in each.values()), *[*update[s].values()][1:]) for s, each in found.items()]
     said = """Under ddp the naive step sends nothing more, but each device computes all matrices. With owners each
         computes its part, and an all-gather returns the updates, D. Under zero1 and zero3 XLA divides each product by
-        rows: naive costs no more FLOPs, but bytes."""
+        rows: the naive form costs bytes, not FLOPs."""
     headers = ("strategy", "AdamW, × D", "naive, × D", "owned, × D", "naive, MFLOPs", "owned, MFLOPs")
-    show("Sent a step, and computed by a device beyond AdamW's step", headers, rows, said)
+    show("Sent per step, and computed by a device beyond AdamW's step", headers, rows, said)
     stacks = {m: sent_by_owners(mesh, m) / (2 * d / n) * n / m for m in (max(n // 4, 1), n, n + n // 2)}
     said = """Stacks are padded to a multiple of the devices, and padding is sent and computed too. With fewer matrices
         than devices, more devices make the update no faster."""
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     show(f"Stacks on {n} devices", ("matrices", "a device", "sent by all-to-alls, × 2D/N"), rows, said)
     figure, (left, right) = chart(2)
     sent = {k: [r.sent[k] / d for r in zero1.values()] for k in kinds}
-    stacked(left, "Sent by a device a step, zero1, × D", [*zero1], sent)
+    stacked(left, "Sent by a device per step, zero1, × D", [*zero1], sent)
     parts = {f"{s}\n{f}": update[s][f] for s in update for f in ("naive", "owned")}
     stacked(right, "Computed by a device, MFLOPs", [*parts], {"beyond AdamW's step": [*parts.values()]})
     keep(figure, options.picture, "Bytes that a step sends by kind, and FLOPs of its update, naive and with owners")

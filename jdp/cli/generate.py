@@ -27,10 +27,10 @@ LENGTH = 200
 class Options:
     """Continues prompts with a run's model, or with an export, and prints the text while it is written.
 
-    A text ends after --length tokens, or at the token that closes a document. Keys and values are cached, so prompt and
-    text must fit into the model's context. The model is on one device; several prompts are continued one after another.
-    stdout has the texts, each with its prompt, and everything else is on stderr. A terminal gets control characters in
-    the text as \\x1b, a pipe as they are.
+    A text ends after --length tokens, or at a token that closes a document or an answer. Keys and values are cached, so
+    prompt and text must fit into the model's context. The model is on one device; several prompts are continued one
+    after another. stdout has the texts, each with its prompt, and everything else is on stderr. A terminal gets control
+    characters in the text as \\x1b, a pipe as they are.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -40,13 +40,13 @@ class Options:
     """Text to continue; "-" reads it from stdin. May be given several times. Default: a line break."""
     length: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Most tokens to add. Default: 200, or what the context leaves."""
-    temperature: float = 1.0
+    temperature: Annotated[float, tyro.conf.arg(metavar="T")] = 1.0
     """Divides the logits; 0 = always the likeliest token."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
     """Draw among the K likeliest tokens. Default: among all."""
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
     """Of these, draw among the likeliest that together have the probability P. Default: among all."""
-    seed: int = 0
+    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Where the draws start: with the same seed a prompt has the same text."""
     step: Annotated[str | None, tyro.conf.arg(metavar="N|best")] = None
     """The run's checkpoint: a step, or "best" (train.keep_best). Default: the newest."""
@@ -85,7 +85,8 @@ def run(arguments: list[str]) -> int:
         except PathError as error:
             raise UsageError(f"RUN: {error}") from None
         draw = Draw.checked(found.config.vocab_size, options.temperature, options.top_k, options.top_p)
-        encoded = [found.tokenizer.encode(prompt).tolist() for prompt in prompts]
+        tokenizer = found.tokenizer
+        encoded = [tokenizer.opened(tokenizer.encode(prompt)).tolist() for prompt in prompts]
         length = _length(options.length, encoded, found)
 
         import jax
@@ -100,7 +101,7 @@ def run(arguments: list[str]) -> int:
     key = jax.random.fold_in(jax.random.key(options.seed), 2)  # that of a run's [sample], so with its draws
     for prompt, tokens in zip(prompts, encoded, strict=True):
         drawn = stream(model, tokens, length=length, draw=draw, rng=key, longest=longest)
-        texts.append(_written(prompt, tokens, drawn, found.tokenizer, quiet=options.json))
+        texts.append(_written(prompt, tokens, drawn, tokenizer, quiet=options.json))
     if options.json:
         print(as_json.dumps({"model": found.name, "texts": texts}))
     return 0
@@ -160,7 +161,7 @@ def _written(
     def decodable() -> Iterator[int]:
         nonlocal ended, began
         for token in drawn:
-            if ended := token == tokenizer.separator:
+            if ended := token in tokenizer.ends:
                 return
             tokens.append(token)
             if len(tokens) == 2:  # both programs are compiled

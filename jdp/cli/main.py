@@ -21,7 +21,6 @@ options answer at once. The help of a command is kept on disk: its imports take 
 import contextlib
 import errno
 import importlib
-import importlib.util
 import io
 import os
 import platform
@@ -30,14 +29,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import jdp
 from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.errors import UserError
 from jdp.base.toml import cut
 from jdp.base.words import nearest
-from jdp.cli.options import UsageError, wrapped
+from jdp.cli.help import command_help, wrapped
+from jdp.cli.options import UsageError
 from jdp.cli.streams import lasting
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
@@ -206,37 +205,17 @@ def _versions() -> str:
 def show_help(name: str) -> int:
     """Print a command's help: the kept one if jdp's files and the terminal are the same, else a new one."""
     cache = Cache(default_folder() / "help", limit_bytes=2**20, names=r"[0-9a-f]{64}\.txt", contents="")
-    terminal = (shutil.get_terminal_size(), sys.stdout.isatty(), sys.stdout.encoding, os.environ.get("TERM"))
-    key = Cache.key(name, sys.version, repr(terminal), *_stamps()) + ".txt"
+    key = Cache.key(name, sys.version, repr(shutil.get_terminal_size()), *_stamps()) + ".txt"
     text = cache.load(key, lambda file: file.read().decode())
     if text is None:
-        recorded = _Recorded(sys.stdout)
-        with contextlib.redirect_stdout(recorded), contextlib.suppress(SystemExit):
-            importlib.import_module(f"jdp.cli.{name}").run(["--help"])
-        recorded.flush()
-        text = recorded.kept.getvalue().decode(recorded.encoding)
+        text = f"{command_help(name, importlib.import_module(f'jdp.cli.{name}').Options)}\n"
         cache.store(key, lambda file: file.write(text.encode()))
     sys.stdout.write(text)
     return 0
 
 
-class _Recorded(io.TextIOWrapper):
-    """Keeps what is printed; it reports the terminal and the encoding of the stream that it replaces."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.kept = io.BytesIO()
-        super().__init__(self.kept, encoding=stream.encoding, errors=stream.errors, newline="")
-        self._is_terminal = stream.isatty()
-
-    def isatty(self) -> bool:
-        return self._is_terminal
-
-
 def _stamps() -> Iterator[str]:
-    """Yield each file of jdp and tyro with its size and time: the help depends on them."""
-    tyro = importlib.util.find_spec("tyro")
-    folders = [Path(__file__).parents[1], *([Path(tyro.origin).parent] if tyro and tyro.origin else [])]
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            found = path.stat()
-            yield f"{path} {found.st_size} {found.st_mtime_ns}"
+    """Yield each file of jdp with its size and time: the help depends on them."""
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found = path.stat()
+        yield f"{path} {found.st_size} {found.st_mtime_ns}"

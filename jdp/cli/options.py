@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,7 @@ from jdp.base.errors import UserError
 from jdp.base.toml import brief
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
-
-ALL_KEYS = "--help-all"
-USUAL_KEYS = (
-    *("name", "strategy", "precision", "devices", "mesh.AXIS"),
-    *("model.name", "data.source", "data.tokenizer", "data.length"),
-    *("optimizer.name", "optimizer.lr", "optimizer.warmup_steps", "optimizer.schedule", "optimizer.weight_decay"),
-    *("train.steps", "train.batch_size", "train.accumulate"),
-    *("train.eval_every", "train.checkpoint_every", "train.init_from"),
-)
-"""The keys that people change most, a line each in `--help`."""
+from jdp.cli.help import ALL_KEYS, command_help
 
 
 class UsageError(UserError):
@@ -32,6 +21,9 @@ class UsageError(UserError):
 
 def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2."""
+    if asked := {"-h", "--help", ALL_KEYS}.intersection(arguments):
+        print(command_help(name, options, every_key=ALL_KEYS in asked))
+        raise SystemExit(0)
     import tyro  # late, as it takes a tenth of a second
 
     parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
@@ -48,11 +40,7 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
-    if asked := {"-h", "--help", ALL_KEYS}.intersection(arguments):
-        _help_with_keys(options, name, every=ALL_KEYS in asked)
-        raise SystemExit(0)
-    flags = flags_of(options)
-    own, overrides = split_overrides(arguments, flags)
+    own, overrides = split_overrides(arguments, flags_of(options))
     return parse(options, name, own), overrides
 
 
@@ -104,41 +92,6 @@ def stdout_to_stderr(wanted: bool = True) -> Generator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _help_with_keys(options: type[Any], name: str, *, every: bool) -> None:
-    """Print tyro's help of the options, then the keys of an experiment: a line for each usual one, or all in full."""
-    from jdp.experiment.file import describe
-
-    with contextlib.suppress(SystemExit):
-        parse(options, name, ["--help"])
-    if not every:
-        keys = {key.name: key for _, table in describe() for key in table}
-        print(f"\nThe usual keys of an experiment (jdp {name} {ALL_KEYS} has every key, with its values and default)")
-        for key in map(keys.__getitem__, USUAL_KEYS):
-            text = _first_line(f"{key.type}: {key.description}", max(_width() - 28, 20))
-            print(f"  --{key.name:<24}{text}")
-        return
-    for heading, keys in describe():
-        print(f"\n{heading}")
-        for key in keys:
-            default = key.default if key.default in ("required", "by size") else f"default {key.default}"
-            print(f"  --{key.name}  {key.type}  ({default})")
-            print(wrapped(key.description, " " * 8, " " * 8))
-
-
-def wrapped(text: str, first: str = "", later: str = "") -> str:
-    """Return text in lines as wide as the terminal, at most 120; `first` and `later` begin the lines."""
-    return textwrap.fill(text, _width(), initial_indent=first, subsequent_indent=later)
-
-
-def _first_line(text: str, width: int) -> str:
-    """Return the text in one line, cut inside of a word if it must be."""
-    return text if len(text) <= width else f"{text[: width - 2].rstrip()} …"
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size().columns, 120)
 
 
 def words(text: str, flag: str) -> list[str]:

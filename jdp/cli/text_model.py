@@ -49,7 +49,7 @@ class TextModel:
 
     Attributes:
         config: the model's.
-        tokenizer: turns text into its tokens, and back; its separator ends a text.
+        tokenizer: turns text into its tokens, and back; it says which of them end a text.
         name: of the folder and the step, for people.
         load: reads the weights onto a device.
     """

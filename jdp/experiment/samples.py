@@ -39,26 +39,27 @@ class Writer:
         if table is None:
             return []
         state = self._assembly.averaged(state)
-        found = zip(table.prompts, self._prompts, strict=True)
-        return [{"step": step, "prompt": text, "text": self._text(state, prompt)} for text, prompt in found]
+        return [{"step": step, "prompt": prompt, "text": self._text(state, prompt)} for prompt in table.prompts]
 
-    def _text(self, state: TrainState, prompt: NDArray[np.int32]) -> str:
-        data = self._assembly.data
-        drawn = np.asarray(jax.device_get(self._write(state, prompt)))[0]
-        tokens = np.concatenate([prompt, drawn])
-        return data.tokenizer.decode(tokens[tokens < data.vocab_size])
+    def _text(self, state: TrainState, prompt: str) -> str:
+        data, tokens = self._assembly.data, self._prompts[prompt]
+        drawn = np.asarray(jax.device_get(self._write(state, tokens)))[0]
+        shown = np.concatenate([data.tokenizer.encode(prompt), drawn])  # without the token that opens a text
+        return data.tokenizer.decode(shown[shown < data.vocab_size])
 
     @functools.cached_property
-    def _prompts(self) -> list[NDArray[np.int32]]:
+    def _prompts(self) -> dict[str, NDArray[np.int32]]:
         table = self._assembly.experiment.sample
-        return [] if table is None else [self._assembly.data.tokenizer.encode(text) for text in table.prompts]
+        assert table is not None
+        tokenizer = self._assembly.data.tokenizer
+        return {text: tokenizer.opened(tokenizer.encode(text)) for text in table.prompts}
 
     @functools.cached_property
     def _write(self) -> Callable[[TrainState, NDArray[np.int32]], jax.Array]:
         """Return the function that continues a prompt: `table.length` tokens, [1, length]."""
         assembly, table = self._assembly, self._assembly.experiment.sample
         assert table is not None
-        context, longest = assembly.config.context, max(map(len, self._prompts))
+        context, longest = assembly.config.context, max(map(len, self._prompts.values()))
         rng = jax.random.fold_in(assembly.rng, 2)  # 0 and 1 are the weights' and the steps'
         replicated = assembly.plan.replicated
 

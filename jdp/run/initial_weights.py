@@ -20,7 +20,7 @@ from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
-from jdp.checkpoint.safetensors.hugging_face_config import differences
+from jdp.checkpoint.safetensors.hugging_face_config import differences, read
 from jdp.checkpoint.safetensors.names import Names
 from jdp.checkpoint.safetensors.transfer import import_safetensors
 from jdp.core.plan import Plan
@@ -28,7 +28,8 @@ from jdp.core.state import TrainState, trained_part
 from jdp.core.types import PyTree
 from jdp.core.update.optimizer_checks import first_state
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.experiment import Train
+from jdp.experiment.schema.experiment import Experiment, Train
+from jdp.experiment.schema.model import HF
 from jdp.models.configs.gpt import GPTConfig
 
 LORA = ("*lora_*",)
@@ -82,6 +83,16 @@ class InitialWeights:
             shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
             message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"
         return _with_new_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), message
+
+
+def original_folder(experiment: Experiment) -> Path | None:
+    """Return the folder of the model of Hugging Face's that the weights began as; None: there is none any more."""
+    name, place = experiment.model.name, experiment.train.init_from
+    for path in map(user_path, (place, name.removeprefix(HF) if name.startswith(HF) else place) if place else ()):
+        folder = path if path.is_dir() else path.parent
+        if path.exists() and read(folder) is not None:
+            return folder
+    return None
 
 
 def _safetensors(place: Path) -> Path | None:

@@ -13,9 +13,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 import jdp
+from jdp.base import notices
 from jdp.cli.main import main
 from jdp.experiment.file import ExperimentError, from_table, load, to_toml
 from jdp.export import export_hf, gpt_config_from_hf, hf_names, import_safetensors
@@ -71,7 +74,8 @@ def test_the_logits_are_those_of_transformers(tmp_path, case):
 
 @pytest.mark.parametrize("case", STORED)
 def test_an_exported_model_is_what_was_imported(tmp_path, case):
-    """The same tensors bit for bit; and each key of config.json that transformers writes too has its value."""
+    """The same tensors bit for bit; each key of config.json that transformers writes too has its value, and beside the
+    original all of its keys have."""
     (tmp_path / "in").mkdir()
     config, params = imported(tmp_path / "in", case)
     export_hf(tmp_path / "out", params, config)
@@ -81,10 +85,37 @@ def test_an_exported_model_is_what_was_imported(tmp_path, case):
         assert values.tobytes() == out[name].tobytes(), name
     assert gpt_config_from_hf(tmp_path / "out") == config
     theirs, ours = STORED[case]["config"], json.loads((tmp_path / "out" / "config.json").read_text())
-    aside = {"max_window_layers", "n_inner"}  # said in layer_types; null for what follows from the width
+    # said in layer_types; null for what follows from the width; not those that transformers has where none is named
+    aside = {"max_window_layers", "n_inner", "bos_token_id", "eos_token_id"}
     differing = {key for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]} - aside
+    assert ours["bos_token_id"] is ours["eos_token_id"] is None
     assert differing == ({"model_type"} if case == "mistral plain" else set()), "without a window it is a Llama"
     export_hf(tmp_path / "out", params, config)  # its own config.json stays
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == ours
+    export_hf(tmp_path / "kept", params, config, original=tmp_path / "in")
+    kept = json.loads((tmp_path / "kept" / "config.json").read_text())
+    assert kept == theirs | {"architectures": kept["architectures"], "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_an_export_keeps_what_jdp_does_not_know(tmp_path, dtype):
+    """The ends of a text, the context of rotary positions, the dtype unless one is given, also of a model that grew."""
+    known = {"max_position_embeddings": 131_072, "eos_token_id": [2, 9], "dtype": "bfloat16"}
+    folder = config_in(tmp_path / "in", STORED["mistral plain"]["config"] | known)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9], "top_p": 0.9}')
+    config = replace(gpt_config_from_hf(folder), context=32)
+    for tokens in (40, 48):
+        grown, out = replace(config, vocab_size=tokens), tmp_path / f"{tokens}"
+        params = jax.tree.map(lambda leaf: np.full(leaf.shape, 1 / 3, np.float32), abstract(grown))
+        export_hf(out, params, grown, original=folder / "config.json", dtype=dtype)
+        keys = json.loads((out / "config.json").read_text())
+        name = "bfloat16" if dtype is None else "float32"
+        assert keys.items() >= {"model_type": "mistral", "torch_dtype": name, "vocab_size": tokens}.items()
+        assert (keys["max_position_embeddings"], keys["eos_token_id"], "dtype" in keys) == (131_072, [2, 9], False)
+        assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [2, 9], "top_p": 0.9}
+        assert {str(values.dtype) for values in load_file(out / "model.safetensors").values()} == {name}
+    with pytest.raises(jdp.CheckpointError, match=r"has no config.json"):
+        export_hf(tmp_path / "none", params, grown, original=tmp_path)
 
 
 @pytest.mark.parametrize("case", [case for case in STORED if " " in case])
@@ -186,7 +217,7 @@ OTHERS = {
 "eps": (LLAMA, {"norm_eps": 1e-6}, r"norm_eps = 1e-05 \(given 1e-06\)"),
 "gelu": (GPT2, {"activation": "gelu_exact"}, r'activation = "gelu" \(given "gelu_exact"\)'),
 "heads": (LLAMA, {"heads": 4, "kv_heads": 2}, r"heads = 2 \(given 4\), head_dim = 16 \(given 8\), kv_heads = 1"),
-"vocabulary": (GPT2, {"vocab_size": 64}, r"vocab_size = 40 \(given 64\)"),
+"vocabulary": (GPT2, {"vocab_size": 32}, r"vocab_size = 40 \(given 32\)"),
 }  # fmt: skip
 
 
@@ -200,6 +231,44 @@ def test_weights_of_another_configuration_are_refused_with_the_fields_to_set(tmp
         with pytest.raises(jdp.CheckpointError, match=message) as error:
             import_safetensors(path, state, names=hf_names(config))
         assert f"jdp.export.gpt_config_from_hf({str(tmp_path)!r})" in str(error.value)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_tokens_that_a_file_lacks_are_padded(tmp_path, case, capsys, monkeypatch):
+    """By the mean of its rows, on any sharding, and reported; the other tokens' logits stay."""
+    monkeypatch.setattr(notices, "_said", set())
+    config, params = imported(tmp_path, case)
+    grown = replace(config, vocab_size=48)
+    mesh = jax.sharding.Mesh(jax.devices(), "data")
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec("data" if leaf.shape[0] == 48 else None))
+        ),
+        abstract(grown),
+    )
+    read = jax.device_get(import_safetensors(tmp_path, target, names=hf_names(grown)))
+    table = read["embed"]["tokens"]
+    assert_array_equal(table[:40], params["embed"]["tokens"])
+    np.testing.assert_allclose(table[40:], np.tile(np.mean(table[:40], 0), (8, 1)), rtol=0, atol=1e-6)  # rounding
+    logits = logits_of(model_of(grown, jax.tree.map(jnp.asarray, read)))
+    np.testing.assert_allclose(logits[:, :40], STORED[case]["logits"], rtol=0, atol=ATOL)
+    said = capsys.readouterr().err
+    assert "has 40 tokens in" in said and ", 48 in the model: 8 rows are added" in said
+    assert ("lm_head.weight" in said) == (case == "llama")
+    experiment = from_table(table_for(tmp_path, vocab_size=48))
+    InitialWeights.of(experiment.train).check(experiment.model.config)
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path):
+    table = config_in(tmp_path, LLAMA | {"tie_word_embeddings": True})
+    drawn = hf_reference.weights(STORED["llama"]["shapes"])
+    save_file(drawn, tmp_path / "model.safetensors")
+    config = gpt_config_from_hf(table)
+    with pytest.raises(jdp.CheckpointError, match=r'lm_head.weight repeats .* Set "tie_word_embeddings" to false'):
+        import_safetensors(tmp_path, abstract(config), names=hf_names(config))
+    import_safetensors(tmp_path, abstract(config), names=hf_names(config), ignore=("lm_head.weight",))
+    save_file(drawn | {"lm_head.weight": drawn["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    import_safetensors(tmp_path, abstract(config), names=hf_names(config))
 
 
 # In an experiment file.

@@ -102,6 +102,8 @@ def test_an_export_is_the_best_checkpoint_and_has_its_text(trained, capsys):
     best = exported_step(folder / "export")
     assert best in saved_steps(folder)[:-1]
     assert f"exported the model of step {best}, the best by eval_loss, to {folder / 'export'}\n" in printed
+    config = json.loads((folder / "export" / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"], config["torch_dtype"]) == (0, None, "float32")
     given = ["--prompt", "mesh", "--length", 4, "--temperature", 0]
     text = likeliest(file, folder / "checkpoints" / str(best), "mesh", 4)
     assert (
@@ -124,9 +126,12 @@ def test_the_token_that_closes_documents_ends_the_text(trained, capsys, tmp_path
     given = [tmp_path / "export", "--prompt", "data", "--temperature", 0, "--json"]
     (text,) = json.loads(written(capsys, *given))["texts"]
     assert text["text"] and not text["ended"]
-    (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps({"eos_token": text["text"][0]}))
-    (ended,) = json.loads(written(capsys, *given))["texts"]
-    assert ended == {"prompt": "data", "text": "", "tokens": 0, "ended": True}
+    first, settings = text["text"][0], (tmp_path / "export" / "tokenizer_config.json").read_text()
+    for named in ({"eos_token": first}, json.loads(settings)):
+        (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps(named))
+        (ended,) = json.loads(written(capsys, *given))["texts"]
+        assert ended == {"prompt": "data", "text": "", "tokens": 0, "ended": True}
+        (tmp_path / "export" / "generation_config.json").write_text(json.dumps({"eos_token_id": ord(first)}))
 
 
 RULE = "text is written by a GPT that learned text; "
@@ -197,6 +202,10 @@ def test_a_finished_run_exports_once_and_one_that_goes_on_again(trained, capsys)
     assert weights.stat() == before
     assert train(file, "--train.steps", "5", "--train.keep_best", "false", runs="copy")[0] == 0
     assert exported_step(folder / "export") == 5
+    as_bf16 = ("--train.steps", "5", "--train.keep_best", "false", "--train.export_dtype", "bf16")
+    assert train(file, *as_bf16, runs="copy")[0] == 0
+    assert json.loads((folder / "export" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert weights.stat().st_size < 0.6 * before.st_size
     assert sorted(path.name for path in folder.glob(".export*")) == []
 
 
@@ -226,6 +235,8 @@ def test_only_a_gpt_is_exported(tmp_path):
     file = write_points(tmp_path, points_text(tables(train={"steps": 1, "batch_size": 8, "export": "hf"})))
     with pytest.raises(ExperimentError, match=r"train\.export is for a GPT, and model.name = 'mlp' is none"):
         load(file)
+    with pytest.raises(ExperimentError, match=r"train\.export_dtype is for train\.export; given 'bf16'"):
+        load(file, {"train.export": "none", "train.export_dtype": "bf16"})
 
 
 def test_the_tokenizer_of_bytes_is_that_of_a_file(tmp_path):

@@ -95,9 +95,7 @@ def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, tex
     saved = tokenizers.Tokenizer.from_str(trained.to_str())
     saved.enable_truncation(5)
     saved.enable_padding(length=50)
-    saved.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{END} $A {END}", special_tokens=[(END, 299)]
-    )
+    saved.post_processor = tokenizers.processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 299)])
     saved.save(str(tmp_path / "tokenizer.json"))
     plain, cut = (tmp_path / name for name in ("plain.json", "tokenizer.json"))
     trained.save(str(plain))
@@ -111,6 +109,49 @@ def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, tex
 def test_the_configuration_names_what_closes_a_document(trained, file, config, token):
     (file.parent / "tokenizer_config.json").write_text(config)
     assert open_tokenizer(str(file)).separator == trained.token_to_id(token)
+
+
+BOS = {"bos_token": "t"}
+
+
+@pytest.mark.parametrize(
+    ("processed", "settings", "bos"),
+    [
+        (END, {}, END),
+        (END, BOS | {"add_bos_token": False}, None),
+        ("", BOS, None),
+        ("", BOS | {"add_bos_token": True}, "t"),
+    ],
+    ids=["the file adds it", "it is turned off", "it is only named", "it is turned on"],
+)
+def test_documents_and_prompts_open_as_the_tokenizer_says(trained, file, texts, processed, settings, bos, capsys):
+    """By `add_bos_token`; where it is not said, as transformers does by the file itself."""
+    saved = tokenizers.Tokenizer.from_str(trained.to_str())
+    if processed:
+        saved.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 299)])
+    saved.save(str(file))
+    (file.parent / "tokenizer_config.json").write_text(json.dumps(settings))
+    opened, added = open_tokenizer(str(file)), [] if bos is None else [trained.token_to_id(bos)]
+    text = trained.encode("In chapter").ids
+    assert opened.opened(opened.encode("In chapter")).tolist() == added + text
+    assert opened.opened(np.array([*added, *text])).tolist() == added + text, "once"
+    data = text_data(texts, length=16, heldout_fraction=0.3, tokenizer=str(file))
+    assert data.train.ids[:2].tolist() == (added + trained.encode(TEXTS[0]).ids)[:2]
+    assert (", t opens it" in str(data)) == (bos == "t") and (opened.byte_counts()[added] == 0).all()
+    assert "are they text" not in capsys.readouterr().err, "the separator that opens them is no doubt"
+
+
+def test_a_text_ends_as_model_and_template_say(trained, file):
+    named = [trained.token_to_id(token) for token in "abc"]
+    saved = tokenizers.Tokenizer.from_str(trained.to_str())
+    saved.add_special_tokens(["<|im_end|>", "<|eot_id|>"])
+    saved.save(str(file))
+    assert open_tokenizer(str(file)).ends == (299,) and open_tokenizer("bytes").ends == (0,)
+    (file.parent / "config.json").write_text(json.dumps({"eos_token_id": named[0]}))
+    assert open_tokenizer(str(file)).ends == (299, named[0])
+    (file.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": named[1:]}))
+    (file.parent / "chat_template.jinja").write_text("{{ m }}<|im_end|>")
+    assert open_tokenizer(str(file)).ends == (299, *named[1:], 300)
 
 
 def test_a_mixture_has_one_tokenizer(file, texts):
@@ -151,6 +192,9 @@ def test_a_tokenizer_that_closes_nothing(tmp_path, file):
     (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(ValueError, match=r"tokenizer_config.json names <end>, which is not in its vocabulary"):
         open_tokenizer(str(file))
+    (file.parent / "tokenizer_config.json").write_text(f'{{"eos_token": "{END}", "add_bos_token": true}}')
+    with pytest.raises(ValueError, match=r'must have a "bos_token" of its vocabulary; given None in .*_config.json'):
+        open_tokenizer(str(file))
     (file.parent / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"configuration must be a JSON object; given .*tokenizer_config.json"):
         open_tokenizer(str(file))
@@ -164,7 +208,9 @@ def test_text_that_is_not_utf8_is_named(file, tmp_path):
 
 
 def test_a_tokenizer_must_fit_the_model(file, texts):
-    with pytest.raises(ValueError, match=r"given vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300"):
+    with pytest.raises(
+        ValueError, match=r"given vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300 \(w"
+    ):
         text_data(texts, length=4, tokenizer=str(file), vocab_size=299)
     assert text_data(texts, length=4, tokenizer=str(file), vocab_size=512).vocab_size == 300
     with pytest.raises(ValueError, match="given vocab_size 255 and 256 in bytes"):

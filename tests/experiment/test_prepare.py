@@ -14,7 +14,7 @@ from own_process import ROOT
 from tiny_runs import rows
 
 from jdp.cli.main import main
-from jdp.data import text_data
+from jdp.data import open_tokenizer, text_data
 
 transformers = pytest.importorskip("transformers")
 PREPARE = ROOT / "experiments/prepare"
@@ -125,8 +125,12 @@ def trained(name, folder, **given):
 
 
 def test_a_chat_is_learnt_from_its_answers(llama, capsys):
-    """The commands of the recipe's note: the loss falls, and the export answers a question."""
+    """The commands of the recipe's note: the loss falls, and the export, as the base in bf16 and with its context,
+    answers a question and ends where the template ends an answer."""
     folder = llama.parent
+    base = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(base | {"torch_dtype": "bfloat16", "max_position_embeddings": 512}))
+    (llama / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 0.9}')
     chats = [
         {
             "messages": [
@@ -146,13 +150,29 @@ def test_a_chat_is_learnt_from_its_answers(llama, capsys):
     assert re.search(r"1\d\d documents, .* \d+ % of its tokens count", out)
     asked = "<|im_start|>user\nWhat can you do?<|im_end|>\n<|im_start|>assistant\n"
     assert main(["generate", str(run / "export"), "--prompt", asked, "--temperature", "0", "--length", "20"]) == 0
-    assert "assistant\nIt is " in capsys.readouterr().out
+    out, error = capsys.readouterr()
+    assert "assistant\nIt is " in out and "ended by the model" in error
+    keys, ends = (json.loads((run / "export" / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    answer_ends = open_tokenizer(str(run / "export")).separator
+    assert keys["eos_token_id"] == ends["eos_token_id"] == [answer_ends, 0] and ends["top_p"] == 0.9
+    assert (keys["torch_dtype"], keys["max_position_embeddings"]) == ("bfloat16", 512)
 
 
 def test_text_is_learnt_from_its_ids(tmp_path):
-    """The ids are those that jdp's own reader makes of the text, each row closed by the end of text."""
-    write_llama(tmp_path / "llama", ["<|end_of_text|>"], TEXTS)
-    (tmp_path / "llama/tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    """The ids are those that jdp's own reader makes of the text, each row opened and closed by the tokenizer's."""
+    write_llama(tmp_path / "llama", ["<|begin_of_text|>", "<|end_of_text|>"], TEXTS)
+    settings = {"eos_token": "<|end_of_text|>"}
+    (tmp_path / "llama/tokenizer_config.json").write_text(json.dumps(settings))
+    table = json.loads((tmp_path / "llama/tokenizer.json").read_text())
+    bos = {"id": "<|begin_of_text|>", "ids": [table["added_tokens"][0]["id"]], "tokens": ["<|begin_of_text|>"]}
+    table["post_processor"] = {"type": "TemplateProcessing", "special_tokens": {bos["id"]: bos}} | {
+        kind: [
+            {"SpecialToken": {"id": bos["id"], "type_id": 0}},
+            *({"Sequence": {"id": each, "type_id": 0}} for each in ids),
+        ]
+        for kind, ids in (("single", "A"), ("pair", "AB"))
+    }
+    (tmp_path / "llama/tokenizer.json").write_text(json.dumps(table))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, ""]))
     done = ran("text_to_ids.py", "llama", "texts.jsonl", "ids.parquet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -129,6 +129,7 @@ def fine_tuned(folder, family, form):
     """Fine-tune a model as transformers writes it on one row of tokens; return the folder of the run."""
     (folder / family).mkdir()
     (folder / family / "config.json").write_text(json.dumps(STORED[family]["config"]))
+    (folder / family / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     save_file(hf_reference.weights(STORED[family]["shapes"]), folder / family / "model.safetensors")
     row, random = hf_reference.TOKENS[0], np.random.default_rng(1)
     others = (random.integers(0, hf_reference.VOCABULARY, len(row)) for _ in range(1000))
@@ -177,6 +178,9 @@ def test_a_model_of_hugging_face_starts_with_its_loss_and_leaves_as_one(tmp_path
     assert losses[1] == pytest.approx(STORED[family]["loss"], rel=3e-6)  # transformers', rounded to 1e-6
     assert losses[6] < losses[1] - 0.5
     np.testing.assert_allclose(logits_of_export(run / "export"), logits_of_run(run), rtol=0, atol=ATOL)
+    keys, ends = (json.loads((run / "export" / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    assert keys.items() >= STORED[family]["config"].items() and ends["eos_token_id"] == [2, 9]
+    assert (keys["max_position_embeddings"], keys["torch_dtype"]) == (64, "float32")
 
 
 @pytest.mark.slow

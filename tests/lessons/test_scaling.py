@@ -22,7 +22,7 @@ def test_the_claim_about_175b_does_not_add_up():
     found = lesson.claimed_175b()
     assert found["64 at 95 %"] == pytest.approx(60.8)
     assert found["by its own numbers"] / 64 == pytest.approx(0.9963, abs=1e-4), "0.3 s exposed of 82 s are 0.4 %"
-    assert found["tokens a batch"] == 128e6
+    assert found["tokens per batch"] == 128e6
 
 
 @pytest.mark.parametrize("devices", [1, 4])

@@ -1,4 +1,4 @@
-"""Check the exercises: six functions in `yours.py`, solved in `solved.py`.
+"""Check the exercises: nine functions in `yours.py`, solved in `solved.py`.
 
 python experiments/lessons/exercises [--solved] [NAME ...]
 """
@@ -16,12 +16,12 @@ from narration import show  # noqa: E402
 
 
 def verdict(name: str, module: str) -> str:
-    """Return "right", or what is wrong with a function of `yours` or `solved`."""
+    """Return "right", or the mistake of a function of `yours` or `solved`."""
     try:
         CHECKS[name](getattr(importlib.import_module(module), name))
     except NotImplementedError as error:
         return f"not yet. {error}"
-    except Exception as error:  # of the reader's own code, whatever it is
+    except Exception as error:  # of the reader's own code
         return f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return "right"
 

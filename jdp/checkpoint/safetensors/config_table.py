@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.user_path import check_regular
-from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
+from jdp.checkpoint.errors import CheckpointError, write_error
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,12 @@ def read_json(file: Path) -> Any:
         ) from error
 
 
-def write_json(file: Path, keys: Mapping[str, Any], *, replace: bool = True) -> None:
-    """Write a JSON file on process 0; the others go on when it is there. Without `replace` one that is there stays."""
-
-    def write() -> None:
-        if not replace and file.exists():
-            return
-        try:
-            file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise write_error(f"{file} was not written", error) from error
-
-    on_first_process(write)
+def write_json(file: Path, keys: Mapping[str, Any]) -> None:
+    """Write a JSON file."""
+    try:
+        file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise write_error(f"{file} was not written", error) from error
 
 
 def shortened(value: object) -> str:

@@ -37,10 +37,16 @@ INERT = (
     *("gradient_checkpointing", "reorder_and_upcast_attn", "is_llama_config", "chunk_size_feed_forward"),
 )
 """Patterns of keys that do not change the computation."""
+
 REFUSED = {
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), "it chooses among experts"),
     "phi3": "it has queries, keys and values in one matrix",
 }
+
+
+def is_inert(key: str) -> bool:
+    """Return True if a key of `config.json` does not change the computation."""
+    return any(fnmatchcase(key, pattern) for pattern in INERT)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Family:
         known = {*self.keys, *self.only, *_WINDOW_KEYS[self.windows], "quantization_config"}
         known |= {*_ROPE_KEYS} if self.rotary else set[str]()
         for key, value in table.keys.items():
-            if value and key not in known and not any(fnmatchcase(key, pattern) for pattern in INERT):
+            if value and key not in known and not is_inert(key):
                 raise CheckpointError(
                     f"{table.file}: {key} = {shortened(value)} is no option of {self.name} that jdp knows. If the "
                     "model computes the same without it, remove it from the file; else take another model."

@@ -9,10 +9,11 @@ removed if an index of jdp lists it, and its tensors are those listed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _MARK = "jdp"
 _METADATA = {"format": "pt"}
 _METADATA_NAME = "__metadata__"
 _AGAIN = "Copy or download it again."
+_ROWS = 1024  # that are in memory at a time, where all of a tensor is looked at
 # Eight-bit floats are left out: in files they are quantised weights, whose scales no layer of jdp applies.
 _CODES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 _KINDS = ("f8", "f4", "f2", ml_dtypes.bfloat16, "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")
@@ -72,6 +74,43 @@ class Stored:
         """Read the values in `index`, one slice with both bounds for each dim, and no others; return a copy."""
         shape = tuple(dim.stop - dim.start for dim in index)
         return np.zeros(shape, self.dtype) if 0 in shape else self.source[tuple(index)]
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A tensor with a row for each token, and more rows: they are the mean of those in the file."""
+
+    stored: Stored
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, with the rows that are added."""
+        return (self.rows, *self.stored.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype in the file."""
+        return self.stored.dtype
+
+    def read(self, index: Sequence[slice]) -> np.ndarray:
+        """Read as `Stored.read` does."""
+        (rows, columns), there = index, self.stored.shape[0]
+        kept = self.stored.read([slice(min(rows.start, there), min(rows.stop, there)), columns])
+        mean = np.broadcast_to(self._mean[columns], (rows.stop - rows.start - len(kept), kept.shape[1]))
+        return np.concatenate([kept, mean.astype(kept.dtype)])
+
+    @functools.cached_property
+    def _mean(self) -> np.ndarray:
+        sums = [rows.astype(np.float64).sum(0) for rows in in_rows(self.stored)]
+        return np.sum(sums, axis=0) / self.stored.shape[0]
+
+
+def in_rows(stored: Stored) -> Iterator[np.ndarray]:
+    """Yield the values of a tensor, some rows at a time."""
+    rows, *others = stored.shape
+    for start in range(0, rows, _ROWS):
+        yield stored.read([slice(start, min(start + _ROWS, rows)), *(slice(0, size) for size in others)])
 
 
 def check_writable(specs: Specs) -> None:

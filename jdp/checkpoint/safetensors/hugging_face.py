@@ -83,7 +83,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
             tensors[f"{layer}{theirs}.weight"] = Tensor(tuple(in_layer(config, n, f"{path}/kernel") for path in ours))
             tensors[f"{layer}{theirs}.bias"] = Tensor(tuple(in_layer(config, n, f"{path}/bias") for path in ours))
     constants = (f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias")  # the causal mask
-    return Names({**tensors, **_head(config)}, (*constants, *_tied(config)), config)
+    return _names(config, tensors, f"{prefix}wte.weight", constants)
 
 
 @public()
@@ -106,7 +106,7 @@ def llama_names(config: GPTConfig) -> Names:
             tensors[f"{layer}{theirs}"] = Tensor((in_layer(config, n, ours),))
         for theirs, ours in LLAMA_MAPS.items():
             tensors[f"{layer}{theirs}.weight"] = Tensor((in_layer(config, n, f"{ours}/kernel"),), transposed=True)
-    return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)), config)
+    return _names(config, tensors, "model.embed_tokens.weight", ("model.layers.*.rotary_emb.inv_freq",))
 
 
 @public()
@@ -154,13 +154,12 @@ def in_layer(config: GPTConfig, n: int, path: str) -> Part:
     return Part(f"layers/{path}", n) if config.scan else Part(f"layers/{n}/{path}")
 
 
-def _head(config: GPTConfig) -> dict[str, Tensor]:
-    return {} if config.tied else {"lm_head.weight": Tensor((Part("head/kernel"),), transposed=True)}
-
-
-def _tied(config: GPTConfig) -> tuple[str, ...]:
-    """Return what to ignore of a tied head: it is the embedding table, which some files hold twice."""
-    return ("lm_head.weight",) if config.tied else ()
+def _names(config: GPTConfig, tensors: dict[str, Tensor], table: str, constants: tuple[str, ...]) -> Names:
+    """Return the names with those of the head: if it is tied, some files hold the embedding table twice."""
+    if config.tied:
+        return Names(tensors, constants, config, copies={"lm_head.weight": table}, vocabulary=(table,))
+    head = {"lm_head.weight": Tensor((Part("head/kernel"),), transposed=True)}
+    return Names({**tensors, **head}, constants, config, vocabulary=(table, *head))
 
 
 def _require(config: Any, name: str, **fields: object) -> None:

@@ -9,7 +9,7 @@ file (`written`). Anything that `jdp.models.GPT` cannot compute is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jdp.base.public import public
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
-from jdp.checkpoint.safetensors.families import FAMILIES, REFUSED
+from jdp.checkpoint.safetensors.families import FAMILIES, REFUSED, is_inert
 from jdp.models import GPTConfig
 
 NAME = "config.json"
@@ -78,27 +78,44 @@ def read(path: Path) -> GPTConfig | None:
         raise CheckpointError(f"{file} describes no model that jdp builds: {error}") from error
 
 
-def differences(path: Path, config: GPTConfig) -> list[str]:
+def differences(path: Path, config: GPTConfig, *, may_grow: bool = True) -> list[str]:
     """Return how the configuration beside the weights at `path` differs: "norm_eps = 1e-06 (given 1e-05)", ...
 
-    Empty if there is no such file. With rotary positions another context is no difference.
+    Empty if there is no such file. With rotary positions another context is no difference; nor are more tokens if the
+    vocabulary `may_grow`.
     """
     stored = read(path)
     if stored is None:
         return []
     theirs, given = _resolved(stored), _resolved(config)
     skipped = _INERT | ({"context"} if given.positions == "rotary" else frozenset())
+    skipped |= {"vocab_size"} if may_grow and theirs.vocab_size < given.vocab_size else frozenset()
     return [
         f"{name} = {_toml(wanted)} (given {_toml(value)})" for name, wanted, value in _differing(theirs, given, skipped)
     ]
 
 
-def written(config: GPTConfig, dtype: str) -> dict[str, Any]:
-    """Return the `config.json` of a model, of the first model type that computes the same."""
+def written(config: GPTConfig, dtype: str, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the `config.json` of a model: the original's if that computes the same.
+
+    Else it is of the first model type that does, and keeps the original's keys that do not change the computation.
+    With rotary positions the longer of both contexts is written.
+    """
+    kinds, tables = list(FAMILIES), list[tuple[str, Mapping[str, Any]]]()
+    inert: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # else they are those of the model type
+    if original is not None:
+        kind = str(original["model_type"])
+        kinds, inert = [kind, *kinds], {key: value for key, value in original.items() if is_inert(key)}
+        if config.positions == "rotary":
+            context = FAMILIES[kind].read(Table(Path(NAME), original))["context"]
+            config = replace(config, context=max(config.context, context))
+        tables.append((kind, original))
+    tables += [(kind, {**inert, **FAMILIES[kind].written(config)}) for kind in kinds]
     given, differing = _resolved(config), dict[str, list[str]]()
-    for kind, family in FAMILIES.items():
-        keys = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
-        keys |= family.written(config)
+    for kind, table in tables:
+        family = FAMILIES[kind]
+        own = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
+        keys = {**own, **{key: value for key, value in table.items() if key != "dtype"}, **own}
         try:
             stored = _resolved(GPTConfig(**family.read(Table(Path(NAME), keys))))
         except ValueError:  # it cannot even be said in this family's keys

@@ -7,7 +7,7 @@ ones. A tensor may be stored transposed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.base.tree_paths import matches
@@ -49,11 +49,15 @@ class Names:
         tensors: name in the file -> tensor; each parameter, or each layer of it, exactly once.
         ignored: patterns (`fnmatch`) of names in a file that an import does not read, such as tables of constants.
         config: the model of these names, compared with a `config.json` beside the file; None: unknown.
+        copies: name -> the tensor that it repeats, if a file has it.
+        vocabulary: the tensors with a row for each token; a file may have fewer rows.
     """
 
     tensors: Mapping[str, Tensor]
     ignored: tuple[str, ...] = ()
     config: GPTConfig | None = None
+    copies: Mapping[str, str] = field(default_factory=dict[str, str])
+    vocabulary: tuple[str, ...] = ()
 
 
 def resolve(names: Names | Mapping[str, str | Tensor] | None, leaves: Mapping[str, Any]) -> Names:

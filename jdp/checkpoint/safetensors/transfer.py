@@ -7,6 +7,7 @@ slice of the file, so nothing is read that no device keeps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +24,14 @@ from jdp.base.public import public
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
 from jdp.base.words import nearest
-from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
 from jdp.checkpoint.format.trees import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files
-from jdp.checkpoint.safetensors.config_table import write_json
-from jdp.checkpoint.safetensors.files import Stored
+from jdp.checkpoint.safetensors.config_table import read_json, write_json
+from jdp.checkpoint.safetensors.files import Grown, Stored
 from jdp.checkpoint.safetensors.hugging_face import hf_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
-from jdp.checkpoint.safetensors.hugging_face_config import differences, read, written
+from jdp.checkpoint.safetensors.hugging_face_config import differences, gpt_config_from_hf, read, written
 from jdp.checkpoint.safetensors.names import Names, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.cluster.barrier import meet
 from jdp.core.state import TrainState
@@ -39,6 +40,8 @@ from jdp.models import GPTConfig
 
 GivenNames = Names | Mapping[str, str | Tensor] | None
 MAX_SHARD_BYTES = 5_000_000_000
+GENERATION = "generation_config.json"
+"""What Hugging Face's libraries write beside a `config.json`: which tokens end a text, and how to draw."""
 
 
 @public()
@@ -78,18 +81,22 @@ def export_hf(
     params: PyTree,
     config: GPTConfig,
     *,
+    original: str | Path | None = None,
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model as `transformers` reads it: `model.safetensors` and `config.json`. Every process calls this.
 
-    The model type is the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3. Tokenizers are not written.
+    The model type is the original's, or the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3.
+    Tokenizers are not written.
 
     Args:
-        folder: made if there is none. A `config.json` in it stays if it describes this model.
+        folder: made if there is none. A `config.json` in it must describe this model, and is the original by default.
         params: the parameters of a `jdp.models.GPT`, or a state.
         config: the model's.
-        dtype: of the weights in the files, such as `jnp.bfloat16`; None: no cast.
+        original: the folder of the model that the weights began as. The keys of its `config.json` are kept, such as
+            `eos_token_id`, and the context if positions are rotary; its `generation_config.json` is copied.
+        dtype: of the weights in the files, such as `jnp.bfloat16`; None: that of `original`, else no cast.
         max_shard_bytes: as for `export_safetensors`.
 
     Raises:
@@ -103,16 +110,36 @@ def export_hf(
             "A model is exported with its low-rank updates added to the kernels; given "
             f"lora_rank={config.lora_rank}. Add them first: jdp.export.merge_lora."
         )
-    _check_dtype(dtype)
-    names = hf_names(config)
-    weights = weights_of(params)
-    own = next((leaf.dtype for leaf in weights.values()), np.float32)
-    keys = written(config, np.dtype(own if dtype is None else dtype).name)
-    file = folder / CONFIG
-    if file.exists() and (read(folder) is None or differences(folder, config)):
+    names, weights, file = hf_names(config), weights_of(params), folder / CONFIG
+    if file.exists() and (read(folder) is None or differences(folder, config, may_grow=False)):
         raise CheckpointError(f"{file} is there, and describes another model. Export to another folder, or move it.")
+    stored, beside = read_json(file), None
+    if original is not None:
+        gpt_config_from_hf(original)  # refuses a folder without a model
+        beside = user_path(original).absolute()
+        beside = beside if beside.is_dir() else beside.parent
+        stored = read_json(beside / CONFIG)
+        dtype = _dtype_of(beside, stored) if dtype is None else dtype
+    _check_dtype(dtype)
+    own = next((leaf.dtype for leaf in weights.values()), np.float32)
+    keys = written(config, np.dtype(own if dtype is None else dtype).name, stored)
     export_weights(folder / f"model{files.SUFFIX}", weights, names, dtype, max_shard_bytes)
-    write_json(file, keys, replace=False)
+    on_first_process(lambda: _write_beside(folder, keys, beside))
+
+
+def _dtype_of(folder: Path, keys: Mapping[str, Any]) -> Any:
+    """Return the dtype of a model of Hugging Face's: as its configuration says, else that of its largest tensor."""
+    if (named := keys.get("dtype") or keys.get("torch_dtype")) is not None:
+        return named
+    with contextlib.suppress(CheckpointError):  # a folder without weights
+        return max(files.read(folder).values(), key=lambda tensor: np.prod(tensor.shape)).dtype
+    return None
+
+
+def _write_beside(folder: Path, keys: Mapping[str, Any], original: Path | None) -> None:
+    write_json(folder / CONFIG, keys)
+    if original is not None and isinstance(generation := read_json(original / GENERATION), dict):
+        write_json(folder / GENERATION, generation)
 
 
 @public()
@@ -127,7 +154,8 @@ def import_safetensors(
 ) -> PyTree:
     """Read weights from safetensors files onto the shardings of `target`.
 
-    A file's floating-point dtype is cast to the target's; a cast that loses bits is reported.
+    A file's floating-point dtype is cast to the target's; a cast that loses bits is reported. So is a vocabulary of
+    `hf_names` that is larger than the file's: the rows of the tokens that it lacks are the mean of its rows.
 
     Args:
         path: a file; an index, or the name the single file would have; or a folder with `model.safetensors` or its
@@ -153,7 +181,7 @@ def import_safetensors(
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
-    leaves, stored = weights_of(target), files.read(path)
+    leaves, stored = weights_of(target), dict[str, Stored | Grown](files.read(path))
     expected = resolve(names, leaves)
     if check_config:
         _check_config(expected, path)
@@ -162,6 +190,8 @@ def import_safetensors(
         if name in expected.tensors and (needed := _needed(expected.tensors[name], missing)):
             raise needed_but_ignored(needed[0])
         del stored[name]
+    _check_copies(expected, stored, path)
+    _grow(expected, stored, leaves, path)
     _check_stored(expected, stored, leaves, missing, path)
     sources = _sources(expected, stored, leaves, path)
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
@@ -266,7 +296,7 @@ def _layer(leaf: jax.Array, layer: jax.Array | None) -> jax.Array:
 class _Source:
     """The part of a tensor that is a parameter, or one layer of it."""
 
-    stored: Stored
+    stored: Stored | Grown
     transposed: bool
     first: int  # index in the last dim of the tensor, before it is transposed, where the part begins
 
@@ -293,13 +323,41 @@ def _check_config(names: Names, path: Path) -> None:
         )
 
 
+def _check_copies(names: Names, stored: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError if a file has another head than the embedding table, to which the model ties it."""
+    for name, table in names.copies.items():
+        both = [stored[each] for each in (name, table) if each in stored]
+        if len(both) == 2 and not (
+            both[0].shape == both[1].shape and all(map(np.array_equal, *map(files.in_rows, both)))
+        ):
+            raise CheckpointError(
+                f"A tied model's {name} repeats {table}; {path} has other values in it. Set "
+                f'"tie_word_embeddings" to false in its {CONFIG}, and the model reads both; or remove {name} from the '
+                f"file (from Python: ignore=({name!r},))."
+            )
+
+
+def _grow(names: Names, stored: dict[str, Stored | Grown], leaves: Mapping[str, Any], path: Path) -> None:
+    """Give tensors with a row for each token the rows that the model has more, and report it."""
+    for name in names.vocabulary:
+        tensor, (tokens, *others) = stored.get(name), file_shape(names.tensors[name], leaves)
+        if isinstance(tensor, Stored) and 0 < tensor.shape[0] < tokens and [*tensor.shape[1:]] == others:
+            stored[name] = Grown(tensor, tokens)
+            added = f"{tokens - tensor.shape[0]} rows are added, each the mean of those in the file"
+            warn(f"{name} has {tensor.shape[0]} tokens in {path}, {tokens} in the model: {added}")
+
+
 def _needed(tensor: Tensor, missing: Sequence[str]) -> list[str]:
     """Return the parameters of a tensor that the file may not lack."""
     return [part.path for part in tensor.parts if not matches(part.path, missing)]
 
 
 def _check_stored(
-    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], missing: Sequence[str], path: Path
+    names: Names,
+    stored: Mapping[str, Stored | Grown],
+    leaves: Mapping[str, Any],
+    missing: Sequence[str],
+    path: Path,
 ) -> None:
     """Check that the file has the tensors that the model needs, in its shapes, and no others."""
     for name, tensor in names.tensors.items():
@@ -317,7 +375,7 @@ def _check_stored(
                 "the model with the sizes of the file."
             )
     for name, tensor in stored.items():
-        if name not in names.tensors and not matches(name, names.ignored):
+        if name not in names.tensors and name not in names.copies and not matches(name, names.ignored):
             raise CheckpointError(
                 f"{path} has {name} {tensor.dtype}{list(tensor.shape)}, for which the model has no place. Build the "
                 f"model that the file is of, or leave it unread: ignore=({name!r},)."
@@ -325,7 +383,7 @@ def _check_stored(
 
 
 def _sources(
-    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], path: Path
+    names: Names, stored: Mapping[str, Stored | Grown], leaves: Mapping[str, Any], path: Path
 ) -> dict[str, dict[int | None, _Source]]:
     """Return where each parameter, or each layer of it, is read: all that the file has."""
     sources: dict[str, dict[int | None, _Source]] = {}

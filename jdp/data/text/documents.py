@@ -88,7 +88,10 @@ def _tokenised(found: Found, field: str, tokenizer: Tokenizer) -> Iterator[tuple
     doubtful = 0
     for names, documents in _batches(text_documents(found, field)):
         tokens = tokenizer.tokenize(documents, names)
-        separators = np.flatnonzero(tokens.ids == tokenizer.separator)
+        is_separator = tokens.ids == tokenizer.separator
+        if tokenizer.adds_bos and tokenizer.bos == tokenizer.separator:
+            is_separator[tokens.bounds[:-1]] = False  # where it opens the document
+        separators = np.flatnonzero(is_separator)
         doubtful += len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
         yield tokens, np.array([content_score(document) for document in documents])
     if doubtful:

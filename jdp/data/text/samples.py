@@ -232,7 +232,10 @@ def text_data(
     if opened is not None and vocab_size is not None and opened.vocab_size > vocab_size:
         size = opened.vocab_size
         given = f"vocab_size {vocab_size} and {size} in {opened.name}"
-        raise UserError(f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size}")
+        raise UserError(
+            f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size} (weights of a "
+            "safetensors file, such as a run's export, are padded to it)"
+        )
     if opened is None:
         tokens = id_tokens(source, read, vocab_size)
     elif ids is not None:

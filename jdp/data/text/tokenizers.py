@@ -1,8 +1,8 @@
 """Text as token ids: bytes, or a file of Hugging Face's `tokenizers`.
 
 All documents of a source become one array of ids, in the smallest unsigned integers that hold them; int32 rows are made
-when a sample is read. A file's own truncation and padding are turned off, and no special tokens are added but the
-separator that closes a document.
+when a sample is read. A file's own truncation and padding are turned off. The special tokens that are added are the
+separator that closes a document, and the token that opens it if the tokenizer adds one.
 """
 
 import hashlib
@@ -30,11 +30,15 @@ FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_temp
 TOKENS = "special_tokens_map.json"
 BESIDE = (SETTINGS, TOKENS, TEMPLATE)
 """Files that may stand beside it."""
+_OF_MODEL = ("generation_config.json", "config.json")
+"""Files of a model that may stand beside it; the first that names the tokens that end a text counts."""
 _AGAIN = 4
 """Tokens that are decoded again before the next one."""
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+# What published chat templates end an answer with, where it is another token.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>")
 _SPACE, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece has them
 
 
@@ -46,10 +50,19 @@ class Tokenizer(ABC):
     identity: str  # distinguishes it from other tokenizers, for caches
     vocab_size: int  # ids are below it
     separator: int  # the id that closes a document
+    bos: int | None = None  # the id that opens a text
+    adds_bos: bool = False  # whether it is added
+    ends: tuple[int, ...] = ()  # the ids that end a text that a model writes, the separator first
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return text as tokens: int32 [n]."""
+
+    def opened(self, ids: NDArray[Any]) -> NDArray[Any]:
+        """Return the ids of a text [n] after the one that opens it, if the tokenizer adds one and they lack it."""
+        if not self.adds_bos or ids[:1].tolist() == [self.bos]:
+            return ids
+        return np.concatenate([np.array([self.bos], ids.dtype), ids])
 
     def decode(self, tokens: ArrayLike) -> str:
         """Return tokens [n] as text. Raises ValueError for one outside the vocabulary."""
@@ -119,6 +132,7 @@ class Bytes(Tokenizer):
     identity: str = BYTES
     vocab_size: int = VOCAB_SIZE
     separator: int = SEPARATOR
+    ends: tuple[int, ...] = (SEPARATOR,)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -155,7 +169,7 @@ class FileTokenizer(Tokenizer):
             counts[token] = size(piece)
         for token, added in self.tokenizer.get_added_tokens_decoder().items():
             counts[token] = 0 if added.special else len(added.content.encode())
-        counts[self.separator] = 0
+        counts[[self.separator, self.separator if self.bos is None else self.bos]] = 0
         return counts
 
     def tokenize(self, documents: Sequence[bytes], names: Sequence[str]) -> TokenArray:
@@ -168,7 +182,7 @@ class FileTokenizer(Tokenizer):
                 fix = f'convert it, leave it out, or take tokenizer = "{BYTES}"'
                 raise UserError(f"text must be UTF-8 for a tokenizer; given {given}: {fix}") from error
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [np.array(encoding.ids, smallest_uint(self.vocab_size)) for encoding in encodings]
+        ids = [self.opened(np.array(encoding.ids, smallest_uint(self.vocab_size))) for encoding in encodings]
         return TokenArray(np.concatenate(ids), bounds_of(ids))
 
 
@@ -222,20 +236,24 @@ def _open_file(path: Path) -> FileTokenizer:
     tokenizer.no_padding()
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     separator = _separator(vocabulary, file, [str(each) for each in tokenizer.get_added_tokens_decoder().values()])
+    bos, adds_bos = _bos(tokenizer, vocabulary, file)
+    opens = f", {tokenizer.id_to_token(bos)} opens it" if adds_bos else ""
     return FileTokenizer(
         tokenizer=tokenizer,
         file=file,
-        name=f"{file} ({len(vocabulary):,} tokens, {separator} closes a document)",
-        identity=hashlib.sha256(content).hexdigest() + f" {tokenizers.__version__}",
+        name=f"{file} ({len(vocabulary):,} tokens, {separator} closes a document{opens})",
+        identity=hashlib.sha256(content).hexdigest() + f" {tokenizers.__version__}{opens}",
         vocab_size=max(vocabulary.values()) + 1,  # ids may leave gaps
         separator=vocabulary[separator],
+        bos=bos,
+        adds_bos=adds_bos,
+        ends=_ends(vocabulary, file, vocabulary[separator]),
     )
 
 
 def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> str:
     """Return the eos_token that the files beside a tokenizer name, else one of the usual names that it has."""
-    beside = [file.with_name(each) for each in (SETTINGS, TOKENS) if file.with_name(each).is_file()]
-    config, named = next(((each, token) for each in beside if (token := _eos_token(each))), (file, None))
+    config, named = _named(file, "eos_token")
     names = _SEPARATORS if named is None else (named,)
     for name in names:
         if name in vocabulary:
@@ -248,11 +266,39 @@ def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> 
     )
 
 
-def _eos_token(config: Path) -> str | None:
-    try:
-        token = json.loads(config.read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
+def _bos(tokenizer: Any, vocabulary: dict[str, int], file: Path) -> tuple[int | None, bool]:
+    """Return the token that opens a text, and whether it is added: as `add_bos_token` says, else as the file does."""
+    text, (config, adds), (_, named) = tokenizer.encode("a"), _named(file, "add_bos_token"), _named(file, "bos_token")
+    own = text.ids[0] if text.special_tokens_mask[:1] == [1] and len(text.ids) > 1 else None
+    bos = vocabulary.get(named, own)
+    if adds and bos is None:
         raise UserError(
-            f"a tokenizer's configuration must be a JSON object; given {config}: {error}; fix it"
-        ) from error
-    return token.get("content") if isinstance(token, dict) else token
+            f'a tokenizer with add_bos_token must have a "bos_token" of its vocabulary; given {named} in {config}: '
+            "name one, or set add_bos_token to false"
+        )
+    return (own, True) if adds is None and own is not None else (bos, bool(adds))
+
+
+def _ends(vocabulary: dict[str, int], file: Path, separator: int) -> tuple[int, ...]:
+    """Return the separator, the ids that the model's files beside the tokenizer name, and that of its template."""
+    _, named = _named(file, "eos_token_id", _OF_MODEL)
+    of_model = [token for token in (named if isinstance(named, list) else [named]) if token in vocabulary.values()]
+    _, template = _named(file, "chat_template")
+    if (beside := file.with_name(TEMPLATE)).is_file():
+        template = beside.read_text("utf-8", errors="replace")
+    of_template = [vocabulary[end] for end in _TURN_ENDS if end in vocabulary and end in str(template)]
+    return tuple(dict.fromkeys([separator, *of_model, *of_template]))
+
+
+def _named(file: Path, key: str, beside: Sequence[str] = (SETTINGS, TOKENS)) -> tuple[Path, Any]:
+    """Return the first file beside a tokenizer that has a value for a key, and the value; None if there is none."""
+    for config in filter(Path.is_file, map(file.with_name, beside)):
+        try:
+            value = json.loads(config.read_bytes()).get(key)
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"a tokenizer's configuration must be a JSON object; given {config}: {error}; fix it"
+            ) from error
+        if value is not None and value != "":
+            return config, value.get("content") if isinstance(value, dict) else value
+    return file, None

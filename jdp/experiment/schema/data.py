@@ -29,13 +29,13 @@ class Data(Made):
     _shared: ClassVar[tuple[str, ...]] = ("heldout_fraction", "shuffle")
 
     source: MaybeSource = "stdlib"
-    """Text: "stdlib" (Python's own library source), files of text (.txt, .md, .rst, .py), globs or directories, or an
-    .npz of tokens. Images: "digits" (scikit-learn's), or an .npz. Features of an MLP: an .npz, or images. Everything
-    else is read by `datasets`: "hf:json:PATH", and parquet, csv, arrow, imagefolder, webdataset in its place; "hf:NAME"
-    of the hub; a split of it, "hf:imagefolder:PATH:train". "hf-stream:NAME:train[:100000]" is text that is fetched as
-    it is tokenised, here its first rows. Tokens of 64 MiB of text or more are kept in files below JDP_CACHE_DIR
-    (~/.cache/jdp). Paths are relative to the experiment file, or when given on the command line to the working
-    directory; "none" with [data.mixture.NAME]."""
+    """Where the samples come from. Text: "stdlib" (Python's own library source), files of text (.txt, .md, .rst, .py),
+    globs or directories, or an .npz of tokens. Images: "digits" (scikit-learn's), or an .npz. Features of an MLP: an
+    .npz, or images. Everything else is read by `datasets`: "hf:json:PATH", and parquet, csv, arrow, imagefolder,
+    webdataset in its place; "hf:NAME" of the hub; a split of it, "hf:imagefolder:PATH:train".
+    "hf-stream:NAME:train[:100000]" is text that is fetched as it is tokenised, here its first rows. Tokens of 64 MiB of
+    text or more are kept in files below JDP_CACHE_DIR (~/.cache/jdp). Paths are relative to the experiment file, or
+    when given on the command line to the working directory; "none" with [data.mixture.NAME]."""
     mixture: dict[str, Ingredient] = Field(default={})
     """Several texts, or sets of images of the same classes, mixed by weight, in place of source."""
     field: str | None = None
@@ -52,8 +52,8 @@ class Data(Made):
     attention_mask: str | None = None
     """Of rows of ids, the column that is 0 at padding, which is left out."""
     tokenizer: PathText = "bytes"
-    """"bytes", or a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source. Not
-    given: that of the folder of a model "hf:FOLDER", else bytes. Rows of ids were made by it."""
+    """Tokenizer of text: "bytes", or a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative
+    as in source. Not given: that of the folder of a model "hf:FOLDER", else bytes. Rows of ids were made by it."""
     packing: Literal["stream", "documents"] = "stream"
     """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
     length: Count = 0

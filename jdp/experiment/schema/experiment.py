@@ -105,8 +105,8 @@ class Experiment(Section):
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Virtual CPU devices in this process, instead of what the machine has."""
     mesh: dict[str, int] = Field(default={DATA: -1})
-    """Devices along an axis: data, replica (slow links, outermost), any others for the model, the last on the fastest
-    links. One may be -1: what the others leave. Left out, data is -1."""
+    """Devices along an axis of the mesh: data, replica (slow links, outermost), any others for the model, the last on
+    the fastest links. One may be -1: what the others leave. Left out, data is -1."""
     rules: dict[str, Rule] = Field(default={})
     """For the model's own axes: the mesh axis that each dimension of the parameters of this path is sharded over (`*`
     matches slashes too), "" for none: ["", "model"]. The first pattern that matches counts."""

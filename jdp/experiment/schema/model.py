@@ -59,8 +59,8 @@ class Model(Made):
     that returns an nnx.Module or a pytree of arrays."""
 
     name: Annotated[str, AfterValidator(_model_name)]
-    """Which size to start from, or "hf:FOLDER" for what the config.json of a model of Hugging Face's
-    there says; any of its fields may be given beside it."""
+    """The size to start from: a name, or "hf:FOLDER" for what the config.json of a model of Hugging Face's there says;
+    any of its fields may be given beside it."""
 
     _arguments: ClassVar[tuple[str, ...]] = ("rng",)
 

@@ -36,8 +36,8 @@ class Train(Section):
     the others are frozen, without gradients and optimizer state. none = all."""
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
-    folder with model.safetensors, under jdp's names or Hugging Face's. LoRA parameters that it lacks start fresh.
-    Relative as data.source; none = random."""
+    folder with model.safetensors, under jdp's names or Hugging Face's. LoRA parameters that it lacks start fresh,
+    and tokens as the mean of its own. Relative as data.source; none = random."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     wandb: Annotated[str, Field(min_length=1)] | None = None
@@ -68,6 +68,8 @@ class Train(Section):
     """"hf" writes the model to the run's folder export/ at the end of training, as Hugging Face's libraries read it:
     the best checkpoint with keep_best, else the last; averaged weights if there are, LoRA's updates added. none = no
     export."""
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type of the weights in the export; none = that of the model of Hugging Face's that they began as, else fp32."""
     max_skips_in_a_row: Positive = 10
     """Stop after so many consecutive steps skipped because gradients or updates were not finite."""
 
@@ -79,6 +81,8 @@ class Train(Section):
     def export_problems(self, model: Model) -> Iterator[str]:
         """Yield why the model cannot be exported."""
         if self.export is None:
+            if self.export_dtype is not None:
+                yield f"train.export_dtype is for train.export; given {self.export_dtype!r}: add that, or remove it"
             return
         if not isinstance(config := model.config, GPTConfig):
             yield f"train.export is for a GPT, and {model.chosen} is none: remove the key"

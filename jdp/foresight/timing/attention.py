@@ -12,7 +12,7 @@ the queries, summed in float32, in kernels of their own (`Attention.pass_bytes`)
 
 Compared with the rates of cuDNN 9 in figures 5 and 6 of that paper, the times are within 19 %, 6 % in the median (H100,
 16k tokens, length 512 to 16k, both passes, with and without a mask, width 64 and 128: 30 rates). Width 256 is up to
-20 % too fast. The two calls measured on an H100 (`experiments/benchmarks/h100`) are within 6 %.
+20 % too fast. Two calls measured on an H100 are within 6 %.
 """
 
 import re

@@ -30,10 +30,9 @@ class Rates:
 class CostModel:
     """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Rates`) that a kernel reaches.
 
-    "Fitted" are those with which the kernels of three forms of GPT-2 124M take as long as measured on an H100
-    (`experiments/benchmarks/h100`). A copy into another layout is as fast as a plain one, through shared memory
-    (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009). Left out: what stays in a cache from
-    one kernel to the next.
+    "Fitted" are those with which the kernels of three forms of GPT-2 124M take as long as measured on an H100. A
+    copy into another layout is as fast as a plain one, through shared memory (Ruetsch and Micikevicius, "Optimizing
+    Matrix Transpose in CUDA", NVIDIA 2009). Left out: what stays in a cache from one kernel to the next.
     """
 
     # share of the dense peak that a large matrix product reaches. Fitted; a chip has its own for long runs
