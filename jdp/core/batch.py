@@ -34,10 +34,18 @@ def batch_rows(batch: Batch) -> int:
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
         more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
-        entries = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
+        fix = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
+        if by_size and not fix:
+            counts = sorted(size for (size,) in by_size)
+            divides = counts[0] > 1 and not any(count % counts[0] for count in counts)
+            each = f", {counts[0]} rows of {' + '.join(str(n // counts[0]) for n in counts[::-1])}" if divides else ""
+            fix = (
+                f" Make one row of what belongs together{each}; or stack a part for each device, [parts, ...], as of "
+                "graphs, and jax.vmap over the parts in the loss (jdp/core/losses.md)."
+            )
         raise UserError(
             "All arrays of a batch share their leading dimension, the examples; given "
-            f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{entries}"
+            f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{fix}"
         )
     return next(iter(sizes.values()))[0]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import Jaxpr
@@ -153,7 +153,7 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
         reading, reason = whole, whole.obstacle(trial)
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
-        raise UserError(_refusal(spec, name, reason, adapter is None))
+        raise UserError(_refusal(spec, name, reason, _norm_fix(reason, adapter)))
     reading.check_metrics()
     does_draw, why = draws_anything(reading.jaxpr), why + reading.remarks
     return View(reading.partitioning, why, reading.loss_fn, reading.draws, does_draw)
@@ -175,16 +175,25 @@ def _check_microbatches(form: LossForm, count: int) -> None:
         )
 
 
-def _refusal(spec: GradientSpec, name: Partitioning, reason: str, is_plain: bool) -> str:
+def _norm_fix(reason: str, adapter: Any) -> str:
+    """Return what to do about a batch norm that `reason` may be of, else nothing."""
+    if "change the part of rows" not in reason and "statistics in the model" not in reason:
+        return ""
+    if None in getattr(adapter, "adapters", (adapter,)):  # a model that is a plain pytree
+        return " Has it a batch norm of linen? Wrap the model in nnx.bridge.ToNNX."
+    if adapter.has_statistics:
+        return " Is it a batch norm alone? Take its running averages if rng is None, such as by train=rng is not None."
+    return ""
+
+
+def _refusal(spec: GradientSpec, name: Partitioning, reason: str, fix: str = "") -> str:
     plan, accumulate = spec.plan, spec.settings.accumulate
     parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if name == "manual"]
     parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
-    norms = is_plain and "change the part of rows" in reason
     return (
         f"A loss that is called on parts of the batch ({' × '.join(parts)}) must be a sum over rows, and draw by row; "
         f"{reason}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole batch."
-        f"{' Has it a batch norm of linen? Wrap the model in nnx.bridge.ToNNX.' if norms else ''} check_loss=False "
-        "turns the trial off."
+        f"{fix} check_loss=False turns the trial off."
     )
 
 
@@ -207,7 +216,7 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
         if not is_of_row_key(error):
             raise
         refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
-        raise UserError(_refusal(spec, partitioning, refusal, False)) from error
+        raise UserError(_refusal(spec, partitioning, refusal)) from error
     except Exception as error:
         if calls > 1:
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
