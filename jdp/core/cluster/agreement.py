@@ -9,8 +9,8 @@ collective hangs. They are compared through the coordination service, without th
 3. Every process reads the same verdict, and raises the same error.
 
 A call whose shapes are those of the call before asks nobody. So a process whose batch alone has changed would wait here
-for ever, and the others in a collective: a thread on each looks once a second whether another waits at a call that this
-process has passed, and says so.
+for ever, and the others in a collective. A thread on each looks once a second whether another waits at a call that this
+process has passed, and reports it.
 """
 
 import atexit
