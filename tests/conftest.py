@@ -36,7 +36,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"} 
 if not Path("/proc/driver/nvidia").exists():  # where there is a GPU, programs run on it
     assembler.stand_in(Path(os.environ["JDP_CACHE_DIR"], "assembler"))
 
-import pytest
 
 from jdp.base.machine import use_cpu_devices
 
@@ -48,27 +47,6 @@ for ignored, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGH
 
 # A tenth of the time otherwise goes into looking for cycles: tracing makes millions of objects that no cycle holds.
 gc.set_threshold(50_000, 20, 50)
-
-TESTS_OF_TRIALS = {
-    "test_gather_rows",
-    "test_loss_check",
-    "test_training_properties",
-    "test_readme",
-    "test_guides",
-    "test_agreement",
-    "test_losses_table",
-    "test_outputs",
-}
-
-
-@pytest.fixture(autouse=True)
-def no_trials_of_losses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step a loss is tried on a few rows, which takes a compilation: one second in most tests.
-
-    It stays on in the tests of that trial, and in every run of the command line as a process of its own.
-    """
-    if request.module.__name__ not in TESTS_OF_TRIALS:
-        monkeypatch.setattr("jdp.core.gradients.loss_check.Trial.finding", lambda *_: None)
 
 
 def pytest_collection_finish() -> None:

@@ -66,7 +66,7 @@ def start(plan, shapes, tx, accumulate=1, wrt=None, **settings):
     state = jdp.init_state(
         lambda rng: jax.tree.map(jnp.asarray, arrays(shapes, 1)), tx, plan, rng=jax.random.key(0), wrt=wrt
     )
-    return state, jdp.make_train_step(loss_of(shapes), plan, accumulate=accumulate, **settings)
+    return state, jdp.make_train_step(loss_of(shapes), plan, accumulate=accumulate, **settings, check_loss=False)
 
 
 def run(state, step, given):

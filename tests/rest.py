@@ -169,6 +169,7 @@ REST = {
     "run/test_passing_trouble.py::test_storage_that_is_away_costs_no_step_and_a_fresh_machine_resumes_from_it": "",
     "run/test_evaluated.py::test_images_are_counted_with_statistics_and_microbatches": "",
     "run/test_train_kinds.py::test_a_resnet_trains_on_digits_with_its_statistics": "",
+    "run/test_train_kinds.py::test_losses_of_its_own_are_sums": "features",
     "experiment/test_experiment_optimizer.py::test_every_optimizer_descends": "adamw",
     "experiment/test_experiment_optimizer.py::test_a_norm_is_each_layers_own_where_layers_are_stacked": "lamb",
     "experiment/test_nanogpt.py::test_what_decays_is_what_has_two_dimensions": "",

@@ -297,9 +297,10 @@ class Assembly:
 
     @property
     def _step_options(self) -> dict[str, Any]:
-        """The options of both steps."""
+        """The options of both steps. Losses and models of jdp's own are tried in its tests, not in every run."""
         experiment = self.experiment
         return {
+            "check_loss": experiment.loss.make is not None or experiment.model.make is not None,
             "accumulate": experiment.train.accumulate,
             "precision": replace(Precision.of(experiment.precision), reduce=experiment.reduce),
             "partitioning": experiment.partitioning,

@@ -44,7 +44,7 @@ def small(rng):
 
 @functools.cache
 def step():
-    return jdp.make_train_step(loss_fn, plan_of())
+    return jdp.make_train_step(loss_fn, plan_of(), check_loss=False)
 
 
 def trained(steps=1):
@@ -167,7 +167,7 @@ def network_saved(tmp_path_factory):
     """A module with BatchNorm after one step of zero3 on eight devices, in a folder of its own; its bits, and those
     after one step more."""
     path = tmp_path_factory.mktemp("network") / "one"
-    step = jdp.make_train_step(network_loss, plan_of(data=8))
+    step = jdp.make_train_step(network_loss, plan_of(data=8), check_loss=False)
     state, _ = step(jdp.init_state(network, TX, plan_of(data=8), rng=jax.random.key(4)), ROWS)
     jdp.save(path, state)
     want = bits(state)
@@ -188,7 +188,7 @@ def test_training_goes_on_under_another_plan(network_saved, strategy, axes):
     plan = plan_of(strategy, **axes)
     state = jdp.restore(path, target(plan, network))
     assert_same_bits(bits(state), want)
-    got = bits(jdp.make_train_step(network_loss, plan)(state, ROWS)[0])
+    got = bits(jdp.make_train_step(network_loss, plan, check_loss=False)(state, ROWS)[0])
     for name in after:  # float32 sums over another number of devices, and Adam divides by the square root of one
         np.testing.assert_allclose(got[name], after[name], rtol=1e-4, atol=1e-5, err_msg=name)
 

@@ -91,7 +91,7 @@ def test_only_the_targets_have_updates_and_are_trained():
         return jdp.Loss(total, weight)
 
     before = jax.device_get(state.params)
-    step = jdp.make_train_step(loss, PLAN, donate=False)
+    step = jdp.make_train_step(loss, PLAN, donate=False, check_loss=False)
     after, _ = step(state, {"tokens": np.random.default_rng(0).integers(0, 40, (8, 16))})
     pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(jax.device_get(after.params)), strict=True)
     moved = {jax.tree_util.keystr(path, simple=True, separator="/") for (path, old), new in pairs if (old != new).any()}

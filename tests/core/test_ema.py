@@ -32,7 +32,10 @@ def batch(seed):
 def train(tx, steps=STEPS, wrt=None, strategy="zero1"):
     """The parameters before the first step and after each, and the last state."""
     plan = plan_of(strategy)
-    state, step = jdp.init_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt), jdp.make_train_step(loss_fn, plan)
+    state, step = (
+        jdp.init_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt),
+        jdp.make_train_step(loss_fn, plan, check_loss=False),
+    )
     seen = [jax.device_get(state.params)]
     for seed in range(steps):
         state, _ = step(state, batch(seed))
@@ -54,7 +57,7 @@ def test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters(de
     places = {p.path: p for p in plan.placements(state)}
     assert places["opt_state/average/w"].rest == places["params/w"].rest != jax.sharding.PartitionSpec()
     assert state.opt_state.average["w"].sharding == state.params["w"].sharding == found.params["w"].sharding
-    evaluate = jdp.make_eval_step(loss_fn, plan)
+    evaluate = jdp.make_eval_step(loss_fn, plan, check_loss=False)
     assert float(evaluate(found, batch(9))["loss"]) != float(evaluate(state, batch(9))["loss"])
 
 
@@ -63,7 +66,7 @@ def test_a_step_that_is_skipped_leaves_the_average():
     before = jax.device_get(state.opt_state)
     bad = batch(0)
     bad["x"][0, 0] = np.nan
-    state, metrics = jdp.make_train_step(loss_fn, plan)(state, bad)
+    state, metrics = jdp.make_train_step(loss_fn, plan, check_loss=False)(state, bad)
     assert int(metrics["skipped"]) == 1
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), before)
 
@@ -82,7 +85,7 @@ def test_the_average_is_float32_whatever_the_parameters_are():
     narrow = lambda rng: jax.tree.map(lambda p: p.astype(jnp.bfloat16), init(rng))  # noqa: E731
     tx = jdp.with_ema(optax.sgd(1e-3), 0.999)
     state = jdp.init_state(narrow, tx, plan_of(), rng=jax.random.key(0))
-    step = jdp.make_train_step(loss_fn, plan_of(), precision=jdp.Precision("bf16", "bf16", "bf16"))
+    step = jdp.make_train_step(loss_fn, plan_of(), precision=jdp.Precision("bf16", "bf16", "bf16"), check_loss=False)
     state, _ = step(state, batch(0))
     assert state.opt_state.average["w"].dtype == jnp.float32
     assert jdp.ema_params(state).params["w"].dtype == jnp.bfloat16

@@ -178,7 +178,7 @@ def test_the_private_loss_has_the_gradient_of_the_algorithm():
     batch = {"x": x, "y": x.sum(axis=1)}
     plan = plan_on(4, "zero2")
     params = jdp.init(program.init, plan, rng=jax.random.key(0))
-    metrics, grads = jdp.value_and_grad(program.loss_fn, plan)(params, batch, jax.random.key(0))
+    metrics, grads = jdp.value_and_grad(program.loss_fn, plan, check_loss=False)(params, batch, jax.random.key(0))
 
     params, clipped = jax.device_get(params), []
     for i in range(program.ROWS):

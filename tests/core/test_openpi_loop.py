@@ -122,7 +122,7 @@ def test_a_port_of_openpis_loop_trains_the_same_model(as_published, strategy, la
     tx = jdp.with_ema(TX, DECAY)
     state = jdp.init_state(lambda rng: make(rng, layered=layered), tx, plan, rng=jax.random.key(0), wrt=TRAINED)
     state = dataclasses.replace(state, rng=jax.random.key(1))  # donated
-    step = jdp.make_train_step(loss_fn, plan)
+    step = jdp.make_train_step(loss_fn, plan, check_loss=False)
     for batch, wanted in zip(batches(), losses, strict=True):
         state, metrics = step(state, batch)
         np.testing.assert_allclose(float(metrics["loss"]), wanted, rtol=2e-5)  # sums run in another order

@@ -131,7 +131,7 @@ def laid(state):
 def train(plan, tx, init, loss_fn, steps=3, wrt=None, **settings):
     """How the state lay before the first step and after each; the first parameters, the last state."""
     state = jdp.init_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
-    step = jdp.make_train_step(loss_fn, plan, **settings)
+    step = jdp.make_train_step(loss_fn, plan, **settings, check_loss=False)
     first, lay = jax.device_get(state.params), [laid(state)]
     for batch in batches(steps):
         state, _ = step(state, batch)

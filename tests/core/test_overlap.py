@@ -126,7 +126,7 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     quick = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
     loss = partial(layers_loss, remat="full")
-    step = jdp.make_train_step(loss, plan, precision="bf16", accumulate=3, compiler=quick)
+    step = jdp.make_train_step(loss, plan, precision="bf16", accumulate=3, compiler=quick, check_loss=False)
     compiled = compile_step(step.lower(state, long_rows(3 * 64)))
     made = report(step, state, compiled, "h100:1x8")
     assert made.kept and made.ratio <= 1.001
@@ -147,7 +147,7 @@ def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled,
     plan = jdp.Plan(jdp.make_mesh(devices=devices, data=8), "zero3")
     init, loss = partial(init_layers, layers=6, width=512, hidden=1024), partial(layers_loss, remat="full")
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap")
+    step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap", check_loss=False)
     compiled = compile_step(step.lower(state, long_rows(64)))
     made = report(step, state, compiled, "h100:1x8")
     assert made.kept and made.ratio <= 1.001

@@ -38,7 +38,7 @@ def batch(value=1.0, rows=8):
 
 @pytest.fixture(scope="module")
 def train_step(plan):
-    return jdp.make_train_step(loss, plan)
+    return jdp.make_train_step(loss, plan, check_loss=False)
 
 
 def test_a_state_that_was_given_away_is_refused(plan, train_step):
@@ -48,7 +48,7 @@ def test_a_state_that_was_given_away_is_refused(plan, train_step):
     with pytest.raises(ValueError, match=GIVEN_AWAY):
         train_step(old, batch())
     with pytest.raises(ValueError, match=GIVEN_AWAY):
-        jdp.make_eval_step(loss, plan)(old, batch())
+        jdp.make_eval_step(loss, plan, check_loss=False)(old, batch())
     with pytest.raises(ValueError, match=GIVEN_AWAY):  # "the best weights so far", kept without a copy
         train_step(replace(new, params=old.params), batch())
     train_step(new, batch())
@@ -93,7 +93,11 @@ WRONG = {
 def test_a_step_explains_operands_that_it_cannot_take(plan, train_step, case):
     make, message = WRONG[case]
     state, batch = make(plan, fresh(plan))
-    steps = [train_step, jdp.make_eval_step(loss, plan)] if case in ("the whole result", "exchanged") else [train_step]
+    steps = (
+        [train_step, jdp.make_eval_step(loss, plan, check_loss=False)]
+        if case in ("the whole result", "exchanged")
+        else [train_step]
+    )
     for step in steps:
         with pytest.raises(ValueError, match=message) as caught:
             step(state, batch)
@@ -114,14 +118,17 @@ def test_a_users_own_exception_shows_their_frames_and_one_of_jdps(plan):
     """Also through `scan_layers`, which the loss calls; with `JAX_TRACEBACK_FILTERING=off` all are there."""
     layers = {"w": jnp.ones((2, 8))}
     state, here = fresh(plan), Path(__file__).name
-    gradient, model = jdp.value_and_grad(failing, plan), jdp.init(lambda rng: {"w": jnp.ones(8)}, plan, rng=state.rng)
+    gradient, model = (
+        jdp.value_and_grad(failing, plan, check_loss=False),
+        jdp.init(lambda rng: {"w": jnp.ones(8)}, plan, rng=state.rng),
+    )
     in_layers = lambda params, batch, rng: jdp.scan_layers(failing, layers, batch["x"])  # noqa: E731
     calls = [
         (lambda: jdp.init_state(failing, ADAM, plan, rng=state.rng), ["jdp", here]),
         (lambda: jdp.init(failing, plan, rng=state.rng), ["jdp", here]),
-        (lambda: jdp.make_train_step(failing, plan)(state, batch()), ["jdp", here]),
-        (lambda: jdp.make_train_step(failing, plan).lower(state, batch()), ["jdp", here]),
-        (lambda: jdp.make_eval_step(in_layers, plan)(state, batch()), ["jdp", here, "jdp", here]),
+        (lambda: jdp.make_train_step(failing, plan, check_loss=False)(state, batch()), ["jdp", here]),
+        (lambda: jdp.make_train_step(failing, plan, check_loss=False).lower(state, batch()), ["jdp", here]),
+        (lambda: jdp.make_eval_step(in_layers, plan, check_loss=False)(state, batch()), ["jdp", here, "jdp", here]),
         (lambda: gradient(model, batch(), state.rng), ["jdp", here]),
     ]
     for call, expected in calls:
@@ -140,7 +147,9 @@ def test_a_users_own_exception_shows_their_frames_and_one_of_jdps(plan):
 
 def test_a_mistake_ends_in_the_users_line_and_a_fault_of_jdp_in_jdps(plan, monkeypatch):
     def call():
-        jdp.make_train_step(lambda params, batch, rng: jdp.Loss(batch["x"], 8.0), plan)(fresh(plan), batch())
+        jdp.make_train_step(lambda params, batch, rng: jdp.Loss(batch["x"], 8.0), plan, check_loss=False)(
+            fresh(plan), batch()
+        )
 
     with pytest.raises(ValueError, match=r"Loss\.total must be a scalar") as caught:
         call()
@@ -152,7 +161,7 @@ def test_a_mistake_ends_in_the_users_line_and_a_fault_of_jdp_in_jdps(plan, monke
 
 
 def test_a_step_that_was_compiled_ahead_is_compiled_once(plan):
-    step, state = jdp.make_train_step(loss, plan), fresh(plan)
+    step, state = jdp.make_train_step(loss, plan, check_loss=False), fresh(plan)
     step.compile(state, batch())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step.loss, "gradients", None)  # a second trace would call it
@@ -171,17 +180,17 @@ def test_a_compiled_step_transfers_nothing_by_itself(plan, train_step):
 
 
 def test_a_step_that_donates_nothing_keeps_the_old_state(plan):
-    step, old = jdp.make_train_step(loss, plan, donate=False), fresh(plan)
+    step, old = jdp.make_train_step(loss, plan, donate=False, check_loss=False), fresh(plan)
     first, again = step(old, batch())[0], step(old, batch())[0]
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(old))
     np.testing.assert_array_equal(first.params["w"], again.params["w"])
     with pytest.raises(ValueError, match="donate is True, or False to keep the old state; given 'no'"):
-        jdp.make_train_step(loss, plan, donate="no")
+        jdp.make_train_step(loss, plan, donate="no", check_loss=False)
 
 
 def test_debug_nans_names_the_operation_whenever_it_is_turned_on(plan):
     """Also after the first step: the compiled program that donates is not the one to run again."""
-    step = jdp.make_train_step(lambda p, b, rng: jnp.log(b["x"] @ p["w"]).mean(), plan)
+    step = jdp.make_train_step(lambda p, b, rng: jnp.log(b["x"] @ p["w"]).mean(), plan, check_loss=False)
     state, _ = step(fresh(plan), batch())
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in"):
         step(state, batch(-1.0))
@@ -196,7 +205,7 @@ def test_a_batch_that_is_filled_again_while_the_step_runs_is_read_as_it_was(plan
         x = jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x.T) @ x * 0 + x, batch["x"])
         return jdp.Loss((x @ params["w"]).sum(), 8.0)
 
-    step, state = jdp.make_eval_step(slow, plan), fresh(plan)
+    step, state = jdp.make_eval_step(slow, plan, check_loss=False), fresh(plan)
     x = aligned((8, 8))
     x[:] = 1
     expected = float(step(state, {"x": x})["loss"])
@@ -217,7 +226,7 @@ def test_a_first_step_calls_the_loss_a_few_times(partitioning, accumulate):
         return jdp.Loss((x * jax.random.bernoulli(rng, 0.9, x.shape)).sum(), jnp.float32(len(x)))
 
     state = jdp.abstract_state(lambda rng: {"w": jnp.ones((2, 8, 8))}, ADAM, plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(counted, plan, accumulate=accumulate, partitioning=partitioning)
+    step = jdp.make_train_step(counted, plan, accumulate=accumulate, partitioning=partitioning, check_loss=False)
     step.lower(state, batch(rows=64))
     rows = 64 // accumulate // (8 if partitioning == "manual" else 1)
     assert {*calls} <= {64 // accumulate, rows, 2 * rows} and len(calls) <= 4 + 2 * accumulate

@@ -56,7 +56,7 @@ def verified(hidden_of, *, on="h100:1x8", strategy="ddp", replicated=False, **ax
     if replicated:
         state = dataclasses.replace(state, params=jax.tree.map(functools.partial(replicate, mesh), state.params))
     batch = {"x": jax.ShapeDtypeStruct((96, 256), "float32")}
-    return verify(jdp.make_train_step(loss, plan, partitioning="auto"), state, batch)
+    return verify(jdp.make_train_step(loss, plan, partitioning="auto", check_loss=False), state, batch)
 
 
 def replicate(mesh, leaf):

@@ -84,7 +84,7 @@ def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h
     batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
     compiler = {"xla_disable_hlo_passes": "triton-softmax-rewriter"} if triton else WITHOUT_TRITON
     settings = {"precision": precision, "partitioning": partitioning, "compiler": compiler}
-    step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings)
+    step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings, check_loss=False)
     program = compile_step(step.lower(state, batch))
     return Program(step, program, report(step, state, program, on))
 

@@ -109,7 +109,9 @@ def test_9_one_key_for_every_row():
     for devices in (1, 8):
         plan = jdp.Plan(jdp.make_mesh(data=devices, devices=jax.devices()[:devices]))
         state = jdp.init_state(lambda rng: {"w": jnp.ones((32, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
-        state, _ = jdp.make_train_step(loss_fn, plan)(state, jax.device_put(batch, plan.batch_sharding))
+        state, _ = jdp.make_train_step(loss_fn, plan, check_loss=False)(
+            state, jax.device_put(batch, plan.batch_sharding)
+        )
         learnt.append(np.asarray(state.params["w"]))
     assert np.ptp(learnt[0]) > 0.1  # it did learn
     np.testing.assert_allclose(*learnt, atol=1e-5)  # float32 sums of 16 rows in another order

@@ -19,7 +19,9 @@ def compiled_step(name, config, plan, *columns, partitioning=None):
     state = jdp.abstract_state(
         lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
     )
-    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=WITHOUT_TRITON)
+    step = jdp.make_train_step(
+        text_loss, plan, precision="bf16", partitioning=partitioning, compiler=WITHOUT_TRITON, check_loss=False
+    )
     batch = {column: np.zeros((16, config.context), np.int32) for column in ("tokens", "targets", "weights", *columns)}
     devices = target(name)
     candidate = abstract_on(step, state, batch, devices)

@@ -80,6 +80,16 @@ def test_what_is_compiled_for_is_what_is_read(folder, kind):
     assert loss.shape == ()
 
 
+@pytest.mark.parametrize("kind", ["packed text", "images", "fitted images", "features"])
+def test_losses_of_its_own_are_sums(folder, kind):
+    """A run does not try them before its first step; here the trial accepts them."""
+    assembly = Assembly.on_devices(load(written(folder, kind)))
+    tried = assembly.train_step.changed(check_loss=True)
+    with assembly.feed(assembly.data.train, seed=0, shuffle=True) as feed:
+        _, metrics = tried(assembly.state(), next(feed))
+    assert tried.partitioning == "manual" and np.isfinite(metrics["loss"])
+
+
 def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys):
     file = written(folder, "images")
     assert main(["train", str(file), "--run-dir", str(tmp_path), "--eval.same.source", "digits", "--json"]) == 0
