@@ -228,6 +228,41 @@ def test_a_batch_of_another_form_is_tried_anew():
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
+class Codebook(nnx.Module):
+    """A number of rows, moving counts of codes, or a moving mean, which is the mean of the devices' own."""
+
+    def __init__(self, rngs, kind):
+        self.dense, self.kind = nnx.Linear(WIDTH, WIDTH, rngs=rngs), kind
+        self.rows, self.counts, self.mean = (nnx.Variable(x) for x in (jnp.int32(0), jnp.ones(WIDTH), jnp.ones(WIDTH)))
+
+    def __call__(self, x):
+        z = self.dense(x)
+        match self.kind:
+            case "rows":
+                self.rows[...] += len(x)
+            case "counts":
+                self.counts[...] = 0.9 * self.counts[...] + 0.1 * jax.nn.one_hot(z.argmax(1), WIDTH).sum(0)
+            case _:
+                self.mean[...] = 0.9 * self.mean[...] + 0.1 * jax.lax.stop_gradient(z.mean(0))
+        return z
+
+
+@pytest.mark.parametrize("kind", ["rows", "counts", "mean"])
+def test_manual_refuses_state_that_is_no_average(kind):
+    """Values of 8 rows and of 16 are compared: those of devices are averaged, which is right for a mean alone."""
+
+    def loss(model, batch, rng):
+        y = model(batch["x"])
+        return jdp.Loss(jnp.square(y).sum(), len(y))
+
+    run = lambda: one_step(loss, {"partitioning": "manual"}, lambda rng: Codebook(nnx.Rngs(rng), kind))  # noqa: E731
+    if kind == "mean":
+        assert "each device then computes mean over its own rows, and the values are averaged" in run()[0].why
+    else:
+        with pytest.raises(ValueError, match=f"{kind} is .* after a call with 8 rows, and .*jdp.gather_rows.*'auto'"):
+            run()
+
+
 class Centred(nnx.Module):
     """Beside a batch norm it mixes rows of its own, in training alone."""
 
