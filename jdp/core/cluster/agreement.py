@@ -9,8 +9,8 @@ collective hangs. They are compared through the coordination service, without th
 3. Every process reads the same verdict, and raises the same error.
 
 A call whose shapes are those of the call before asks nobody. So a process whose batch alone has changed would wait here
-for ever, and the others in a collective. A thread on each looks once a second whether another waits at a call that this
-process has passed, and reports it.
+for ever, and the others in a collective. A thread on each looks once a second, in large clusters less often, whether
+another waits at a call that this process has passed, and reports it.
 """
 
 import atexit
@@ -148,7 +148,7 @@ def _refuse_passed(store: Store, group: str, caller: str, facts: Sequence[Fact])
 def _watch(client: Any, group: str, members: tuple[int, ...]) -> None:
     """Tell a process that waits at a call which this one has passed, and report its message."""
     with contextlib.suppress(RuntimeError):  # the service has ended, or that process
-        while not _ending.wait(WATCH_SECONDS):
+        while not _ending.wait(WATCH_SECONDS * max(1, len(members) / 256)):  # 256 questions a second to the service
             number = _rounds[group] + 1
             store = Store(client, f"{_prefix(group)}/{number}", members)
             waiting = [process for process, call in store.all("call").items() if int(call) < _calls[group]]
