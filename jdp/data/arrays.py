@@ -120,8 +120,9 @@ def array_data(
     Args:
         source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files. A batch's
             arrays have the same names.
-        heldout_fraction: in (0, 1), about the share of the samples kept from training; by content ("labels", "targets"
-            and "weights" aside). This and the fingerprint take one look at all bytes when the data is opened.
+        heldout_fraction: in [0, 1), about the share of the samples kept from training; by content ("labels", "targets"
+            and "weights" aside). With 0 `heldout` is empty. This and the fingerprint take one look at all bytes when
+            the data is opened.
         heldout: a held-out set of its own, with arrays of the same names and shapes; then `heldout_fraction` is unused.
         features: the array that a sample is to hold as "features", float32.
         labels: the array that a sample is to hold as "labels", int32: integers from 0, or names [samples].

@@ -44,8 +44,11 @@ def split_samples(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of the samples to train on and of those held out, each in their own order: int64 [n].
 
-    A side that would be empty gets the sample nearest to it, with its copies, which is reported.
+    A side that would be empty gets the sample nearest to it, with its copies, which is reported. A fraction of 0 holds
+    nothing out.
     """
+    if heldout_fraction == 0 and len(scores):
+        return np.arange(len(scores)), np.arange(0)
     check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
         raise UserError(

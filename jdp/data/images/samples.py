@@ -179,7 +179,7 @@ def image_data(
             is resized (bilinear, antialiased). None: all must be of one size. EXIF rotations are not applied.
         channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
             a transparent part shows its colour.
-        heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
+        heldout_fraction: in [0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
         heldout: a held-out set of its own, of the same classes; then `heldout_fraction` is unused.
         mean, std: for each channel or for all; a value v becomes (v / 255 - mean) / std, by default in [-1, 1].
         image, label: the columns of images and labels, if several may be it.
