@@ -254,7 +254,7 @@ with StopRequest() as stop:
 
 
 ONCE = {
-    "compile": (1, "stopped by SIGTERM, at once: before the first step there is nothing to save; the files on disk are"),
+    "compile": (1, "stopped by SIGTERM, at once: before the first step there is nothing to save; the files on disk"),
     "second": (2, "stopped by SIGTERM, at once: a second signal came; the files on disk are complete"),
 }
 
