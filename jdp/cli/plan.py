@@ -216,7 +216,7 @@ _ZERO_TABLES = {
     ),
     "jdp": (
         'jdp with precision = "bf16": at rest fp32 master weights and Adam\'s two moments; within a step gradients '
-        "summed in fp32,\nand a bf16 working copy, of which zero3 has one layer's at a time, not counted here",
+        "summed in fp32,\nand a bf16 working copy (zero3: one layer at a time), not counted here",
         ("strategy", "master weights", "moments", "gradients", "working copy", "total", "sent"),
     ),
 }

@@ -35,11 +35,11 @@ LONGEST_NAME = 200
 def run_name(name: str) -> str:
     if len(name) > LONGEST_NAME:
         raise UserError(
-            f"must have at most {LONGEST_NAME} characters, as it names the run's folder, and has {len(name):,}"
+            f"must have at most {LONGEST_NAME} characters because it names the run's folder, and has {len(name):,}"
         )
     if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):
         raise UserError(
-            "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
+            "must be letters, digits, dots, dashes and underscores, one or more, because it names the run's folder"
         )
     return name
 
@@ -137,7 +137,7 @@ def _rule(entries: Any) -> Any:
     for entry in rule:
         if not all(isinstance(axis, str) for axis in (entry if isinstance(entry, tuple) else (entry,))):
             raise UserError(
-                'must be an array with a mesh axis for each dimension of the parameter, "" where it is not sharded, or '
+                'must be an array with a mesh axis for each dimension of the parameter, "" if it is not sharded, or '
                 'an array of axes, such as ["", "model"]'
             )
     return rule

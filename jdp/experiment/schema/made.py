@@ -65,7 +65,7 @@ class Made(Section):
         try:
             return function(*arguments, **self.keywords)
         except Exception as error:
-            raise MakeError(f"{self.make} raises an error of its own:\n{users_traceback(error)}") from None
+            raise MakeError(f"{self.make} raised an exception:\n{users_traceback(error)}") from None
 
     def written(self) -> dict[str, Any]:
         """Return the keys of a table with `make`, as they are in the file."""
