@@ -299,7 +299,7 @@ def test_a_loss_that_mixes_rows_in_training_alone_sees_whole_microbatches(make, 
     (step, *_, many), (*_, one) = (one_step(loss, {"accumulate": accumulate}, init=make, mesh=m) for m in (MESH, alone))
     assert step.partitioning == "auto"
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
-    with pytest.raises(ValueError, match="must be a sum over rows, and draw by row; rows .* change"):
+    with pytest.raises(ValueError, match="must be a sum over rows, and draw by row; "):
         one_step(loss, {"partitioning": "manual"}, init=make)
 
 
