@@ -320,7 +320,7 @@ def test_numbers_that_are_none_do_not_pass_for_equal():
     assert "reference's own loss is not finite at step 1" in record.notes()[0]
     values = {**values, "loss": np.float32(2), "grad_norm": np.float32(1)}
     record = twice(values, {**values, "a": np.float32([1, np.inf])})
-    assert "from step 1 on rounding alone" in record.notes()[0]
+    assert "from step 1 on, rounding alone" in record.notes()[0]
 
 
 # An experiment file

@@ -176,7 +176,7 @@ def test_the_page_holds_the_answer_and_the_numbers():
         "gpt on h100:1x4",
         "GPT, 128 rows.",
         "Take zero1.",
-        "zero1 is the one to take: a step takes 200 µs.",
+        "Take zero1: a step takes 200 µs.",
         "a note on rows",
         "1.15 GiB",  # each class
         "9.2 GiB",
