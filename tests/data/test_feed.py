@@ -198,7 +198,7 @@ def test_nothing_to_read_is_an_error_in_words():
         iter(feed)
     for loader in ([], generator):
         with pytest.raises(
-            ValueError, match=r"yielded none\. It has no data, or it is a generator that was read before"
+            ValueError, match=r"yielded none\. It has no data, or is a generator that was read before"
         ):
             list(jdp.shard_batches(loader, plan_of()))
 

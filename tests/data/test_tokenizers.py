@@ -160,7 +160,7 @@ def test_a_mixture_has_one_tokenizer(file, texts):
     np.savez(file.parent / "ids.npz", input_ids=np.arange(200))
     ids = text_data(file.parent / "ids.npz", length=16, ids="input_ids")
     assert mixture([(ids, 1), (same[0], 1)]).tokenizer is same[0].tokenizer
-    with pytest.raises(ValueError, match="must have one tokenizer; given those of"):
+    with pytest.raises(ValueError, match="must share a tokenizer; given different ones for"):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 
 

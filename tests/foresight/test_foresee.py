@@ -136,7 +136,7 @@ def without_compiling(row):
 
 def test_people_get_tables_and_sentences(told):
     out, err = told
-    assert "Memory at the peak" in out and "Take zero" in out
+    assert "Memory at the peak" in out and ": a step takes " in out
     assert "[1/4] compiling ddp" in err
     for name in STRATEGIES:
         rows = [line for line in out.splitlines() if line.startswith(f"{name} ") and line[-1] != "."]
