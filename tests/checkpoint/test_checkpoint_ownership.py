@@ -112,7 +112,7 @@ def test_another_state_under_the_step_at_hand_is_reported_as_not_saved(tmp_path,
         saved.save(state)
         assert capsys.readouterr().err == ""
         saved.save(at(base, int(state.step), 7.0))
-        said = f"has checkpoint {state.step} already, of other arrays; these are not saved"
+        said = f"has checkpoint {state.step} already, with other arrays, so these are not saved"
         assert said in capsys.readouterr().err
         assert float(saved.restore(target())[0].params["w"][0]) == int(state.step)
 
@@ -184,7 +184,7 @@ def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, base, 
         saved.save(at(base, 6))
     assert names(tmp_path) == [".saving-4", ".saving-it", "1", "2", "5", "6", "mine"], "none is a step's but two"
     assert (tmp_path / "mine" / "2024" / "notes.txt").exists()
-    assert "2 has no checksums.json, and does not count" in capsys.readouterr().err
+    assert "2 has no checksums.json and is ignored" in capsys.readouterr().err
 
 
 def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):

@@ -159,7 +159,7 @@ def test_a_path_must_lead_to_arrays(tmp_path):
         array_data(tmp_path / "none.npz")
     with pytest.raises(ValueError, match=r"in .npz or .npy files, .* given .*data.csv"):
         array_data(tmp_path / "data.csv")
-    with pytest.raises(ValueError, match=r"must hold .npy files; given .* with 0 others"):
+    with pytest.raises(ValueError, match=r"must hold .npy files; given .* with 0 other files"):
         array_data(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_a_path_must_lead_to_arrays(tmp_path):
         ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*; given nan in x of sample 17 of"),
         ({"x": np.array([1.0, 1e39])}, "finite numbers of 32 bits; given 1e[+]39 in x of sample 1"),
         ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
-        ({"x": np.ones((5, 2))}, "two different samples, .* given 5 alike"),
+        ({"x": np.ones((5, 2))}, "two different samples, .* given 5 equal"),
         ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* given float64 \[200\]"),
         ({"x": FEATURES, "labels": LABELS - 1}, "a class number must count from 0 .*; given -1 for sample"),
     ],
@@ -192,7 +192,7 @@ def test_arrays_that_cannot_be(arrays, message):
             {"features": "z"},
             'features = "z" must name one of the arrays; given no array "z" in .*, which has x, labels',
         ),
-        ({"labels": "x"}, 'labels = "x" must .*; given "labels" as well'),
+        ({"labels": "x"}, 'labels = "x" must .*; given "labels" too'),
         ({"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
         ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
     ],

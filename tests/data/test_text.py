@@ -134,7 +134,7 @@ def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path,
         ("empty.txt", r"text must not be empty; given empty.txt: 1 empty file"),
         (["empty.txt", "missing.txt"], r"given missing.txt"),
         ([], r"source must name some text; given an empty list"),
-        ("short.txt", r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): give a"),
+        ("short.txt", r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): use a"),
         ("one.txt", r"length 16 needs 17 tokens; given 0"),
     ],
 )

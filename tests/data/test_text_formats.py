@@ -139,9 +139,9 @@ def test_data_sets_on_a_disk(hub, name, expected):
     ("name", "message"),
     [
         ("hf:{}/nothing", "must be readable by `datasets`; given hf:.*/nothing: Couldn't find any data file"),
-        ("hf:{}/splits", "a source is one split; given .* which has train, test: write one of .*splits:train"),
-        ("hf:{}/files", "a source is one split; given .* which has train, test"),
-        ("hf:{}/splits:dev", "must name one of the splits that there are, train, test"),
+        ("hf:{}/splits", "a source is one split; .* has train, test: write one of .*splits:train"),
+        ("hf:{}/files", "a source is one split; .* has train, test"),
+        ("hf:{}/splits:dev", "must name an existing split, one of train, test"),
         ("hf:{}/files:dev", 'Unknown split "dev"'),
         ("hf:{}/script", "Dataset scripts are no longer supported"),
         (

@@ -185,7 +185,7 @@ def test_files_that_are_not_rows_of_ids(tmp_path):
     np.savez(tmp_path / "a.npz", input_ids=np.zeros((2, 2, 2), int))
     with pytest.raises(ValueError, match=r"rows of ids are numbers \[n\] or \[rows, n\]; given int64 \[2, 2, 2\]"):
         text_data(tmp_path / "a.npz", length=1, ids="input_ids")
-    for name, fix in (("a.jsonl", 'write "hf:json:'), ("a.txt", "by experiments/prepare/text_to_ids.py")):
+    for name, fix in (("a.jsonl", 'write "hf:json:'), ("a.txt", "with experiments/prepare/text_to_ids.py")):
         with pytest.raises(ValueError, match=f"rows of ids are in .npz files, .* {fix}"):
             text_data(tmp_path / name, length=1, ids="input_ids")
     with pytest.raises(
