@@ -79,7 +79,7 @@ def test_a_fresh_machine_goes_on_from_the_newest_copy(address, base, tmp_path, c
     assert train(tmp_path / "one", address, base, (1, 2, 3, 4), keep=2) is None
     assert copies(address) == whole(3, 4), "what is deleted here is deleted there"
     assert train(tmp_path / "two", address, base, (5,), keep=2) == 4
-    assert f"mirror {address}: checkpoint 4 is fetched" in capsys.readouterr().err
+    assert f"mirror {address}: fetched checkpoint 4" in capsys.readouterr().err
     assert copies(address) == whole(4, 5)
     assert sorted(path.name for path in (tmp_path / "two").glob("[!.]*")) == ["4", "5"]
     assert [each.status for each in jdp.checkpoint.check(tmp_path / "two")] == ["whole", "whole"]

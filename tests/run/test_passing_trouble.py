@@ -131,4 +131,4 @@ def test_storage_that_is_away_costs_no_step_and_a_fresh_machine_resumes_from_it(
     code, folder = train(file, *mirrored, "--train.steps", "8")
     assert code == 0 and saved_steps(folder) == [6, 8]
     said = capsys.readouterr()
-    assert f"mirror {bucket}/points: checkpoint 6 is fetched" in said.err and "resumed after step 6" in said.out
+    assert f"mirror {bucket}/points: fetched checkpoint 6" in said.err and "resumed after step 6" in said.out
