@@ -292,7 +292,7 @@ def _what_fits(compiled: Sequence[Estimate]) -> str:
     fitting = [each.name for each in compiled if each.fits]
     verdict = "all fit" if len(fitting) == len(compiled) else f"{', '.join(fitting)} fit" if fitting else "none fits"
     beside = f"beside {format_bytes(RESERVED_BYTES)} for CUDA and NCCL"
-    return f"Of {format_bytes(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
+    return f"A device has {format_bytes(available)} for a step ({beside}); they need: {needs}; {verdict}."
 
 
 def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> str:

@@ -196,7 +196,7 @@ def _check_match(
             f"A checkpoint is restored into the same optimizer; {has}. The model is the same: use the optimizer of the "
             "save, or restore only the parameters (restore_params) and start a new optimizer state."
         )
-    unread = f", leave it unread (ignore=({_path_in_field(path)!r},))" if params_only and path not in wanted else ""
+    unread = f", skip the leaf (ignore=({_path_in_field(path)!r},))" if params_only and path not in wanted else ""
     raise CheckpointError(
         f"A checkpoint is restored into the same model and optimizer; {has}. Nothing is cast or reshaped: build the "
         f"saved model{unread}, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
