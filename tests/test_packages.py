@@ -1,4 +1,4 @@
-"""The order of packages, as in jdp/README.md: a package imports only those before it. Every import counts.
+"""The order of packages, as in .github/CONTRIBUTING.md: a package imports only those before it. Every import counts.
 
 Those for types only count too, and those inside functions; no two files import each other, by whatever detour.
 """

@@ -7,10 +7,8 @@ import tomllib
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from flax import nnx
-from test_guides import anchors
+from test_guides import VIRTUAL, anchors, blocks
 
 import jdp
 from jdp.cli.main import COMMANDS, main
@@ -21,35 +19,32 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^\$ (jdp .*)\n((?:.*\n)*?)```", README, flags=re.M)
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.enter, self.leave = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 10, rngs=rngs)
-
-    def __call__(self, x):
-        return self.leave(nnx.relu(self.enter(x)))
-
-
-def loader():
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        y = random.integers(0, 10, 64)
-        yield {"x": np.eye(64, dtype=np.float32)[y], "y": y}
+(SNIPPET,) = (block.text for block in blocks(README) if block.language == "python")
+(DIFF,) = (block.text for block in blocks(README) if block.language == "diff")
 
 
 def test_it_is_one_screen():
     assert len(README.split()) <= 1000
 
 
+def after_snippet():
+    """The snippet's names after it ran as it is pasted."""
+    assert SNIPPET.count("\n") <= 30
+    names = {}
+    exec(SNIPPET.replace(VIRTUAL, "assert jax.device_count() == 8"), names)  # here they have started
+    return names
+
+
 @pytest.mark.parametrize("word", ["ddp", "zero1", "zero2", "zero3"])
-def test_the_loop_runs_before_and_after_the_change(word):
-    """Both learn the batches, ten classes of one row each, from 2.3."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", README, flags=re.S)
-    assert diff.count('"zero3"') == 1
-    lines = diff.replace("zero3", word).splitlines()
-    assert sum(line[:1] != "-" and bool(line.strip("+ ")) for line in lines) <= 15
-    before, after = ({"Model": Model, "loader": loader} for _ in range(2))
+def test_snippet_and_changed_loop_learn(word):
+    """The snippet as pasted, and the loop before and after the change, learn ten classes of one row each, from 2.3."""
+    assert DIFF.count('"zero3"') == SNIPPET.count('"zero3"') == 1
+    lines = DIFF.replace("zero3", word).splitlines()
+    names = after_snippet()
+    before, after = (dict(names) for _ in range(2))
     exec("\n".join(line[1:] for line in lines if line[:1] != "+"), before)
     exec("\n".join(line[1:] for line in lines if line[:1] != "-"), after)
+    assert 0 < float(names["metrics"]["loss"]) < 0.5
     assert 0 < float(before["loss"]) < 0.5
     assert 0 < float(after["metrics"]["loss"]) < 0.5
     assert str(after["plan"].strategy) == word
@@ -68,7 +63,7 @@ def test_commands_print_what_is_shown(command, shown):
 
 def test_training_prints_what_is_shown(tmp_path, monkeypatch, capsys):
     """Its first two commands; the numbers are of a whole run, of which this is the form."""
-    block = next(block for block in re.findall(r"```\n(.*?)```", README, flags=re.S) if block.startswith("step"))
+    block = next(block.text for block in blocks(README) if block.text.startswith("step"))
     small = "--train.steps 2 --train.log_every 1 --train.batch_size 8 --train.eval_batches 1 --model.layers 1"
     command = f"train {ROOT}/experiments/quickstart.toml --run-dir {tmp_path} --devices none {small}"
     assert main([*command.split(), "--optimizer.warmup_steps", "1", "--model.width", "16", "--model.heads", "2"]) == 0
@@ -107,8 +102,9 @@ def test_commands_extras_and_links_exist():
         load(ROOT / file)
     for linked in re.findall(r"\]\((\S+?)\)", README):
         page, _, place = linked.partition("#")
-        assert (ROOT / page).exists(), linked
-        assert not place or place in anchors((ROOT / page).read_text(encoding="utf-8")), linked
+        to = ROOT / (page or "README.md")
+        assert to.exists(), linked
+        assert not place or place in anchors(to.read_text(encoding="utf-8")), linked
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"\.\[(\w+)\]", README)) <= extras.keys()
     assert set(re.findall(r"`jdp\.(\w+)", README)) <= {*jdp.__all__}

@@ -1,7 +1,7 @@
 """What MkDocs reads for the site: the repository's own pages where they lie, and a reference made from the code.
 
 `on_files` adds every Markdown page under its path in the repository, so that links between pages hold in both places,
-and every file that a page links to. `reference/` is made: the public names, the keys of experiment files, the commands.
+and every file that a page links to. `reference/` is made: public names by task, keys of experiment files, commands.
 """
 
 import importlib
@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -21,10 +22,46 @@ sys.path.insert(0, str(ROOT))
 FOLDERS = (".github", "experiments", "jdp")
 SEARCH_WORKER = "https://unpkg.com/iframe-worker/shim"
 """What the `offline` plugin loads from elsewhere; `pages/iframe_worker.js` is that file."""
-MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
-"""The public modules of jdp, each with its `__all__`."""
-FORESIGHT = ("any_step.forecast", "forecast", "step_report", "targets", "verify")
-"""Where the classes are that `jdp.foresee` and `jdp.verify` return."""
+API = {
+    "plan": ("Plan and mesh", "jdp.initialize jdp.make_mesh jdp.Plan jdp.Placement"),
+    "state": (
+        "State and optimizers",
+        "jdp.init_state jdp.abstract_state jdp.TrainState jdp.init jdp.place jdp.muon jdp.with_ema jdp.ema_params "
+        "jdp.scaled_lr jdp.warmup",
+    ),
+    "step": (
+        "Step and loss",
+        "jdp.make_train_step jdp.make_eval_step jdp.Step jdp.Loss jdp.gather_rows jdp.value_and_grad jdp.ValueAndGrad "
+        "jdp.scan_layers jdp.Precision jdp.keep_programs jdp.keep_memory",
+    ),
+    "data": ("Data", "jdp.shard_batches jdp.process_rows jdp.Feed jdp.data"),
+    "checkpoints": (
+        "Checkpoints and exports",
+        "jdp.Checkpoints jdp.save jdp.restore jdp.restore_params jdp.CheckpointError jdp.checkpoint jdp.export",
+    ),
+    "foresight": (
+        "Foresight and proof",
+        "jdp.foresee jdp.verify jdp.foresight.forecast.PlanReport jdp.foresight.forecast.Estimate "
+        "jdp.foresight.step_report.StepReport jdp.foresight.verify.Report jdp.foresight.targets.Target jdp.prove",
+    ),
+    "faults": ("Faults", "jdp.Deadline jdp.guard"),
+    "models": ("Models", "jdp.models"),
+}
+"""The pages of the Python reference, by task: file -> (title, names; a module stands for its `__all__`)."""
+MEMBERS = {
+    "jdp.Plan": "batch_sharding placements",
+    "jdp.Placement": "",
+    "jdp.Precision": "",
+    "jdp.Step": "lower compile",
+    "jdp.ValueAndGrad": "check",
+    "jdp.Deadline": "step beat during",
+    "jdp.foresight.forecast.PlanReport": "choice why to_json",
+    "jdp.foresight.forecast.Estimate": "memory fits bytes_per_device step_seconds mfu tokens_per_second efficiency",
+    "jdp.foresight.step_report.StepReport": "verdict to_json",
+    "jdp.foresight.verify.Report": "theory_wire_bytes_per_device verdict to_json",
+    "jdp.foresight.targets.Target": "",
+}
+"""The members that users call of classes that have others too."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -53,40 +90,38 @@ def _links(page: Path) -> list[Path]:
 
 def reference() -> dict[str, str]:
     """Return the pages of the reference: name -> Markdown."""
-    return {"api": _api(), "modules": _modules(), "experiment": _experiment(), "commands": _commands()}
+    pages = {name: _api(title, names.split()) for name, (title, names) in API.items()}
+    return pages | {"experiment": _experiment(), "commands": _commands()}
 
 
-def _api() -> str:
-    jdp = importlib.import_module("jdp")
-    values = {name: getattr(jdp, name) for name in jdp.__all__}
-    named = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isfunction(value)}
-    parts = [_described(f"jdp.{name}", value) for name, value in named.items()]
-    return "\n\n".join(["# Python: `import jdp`", *parts])
-
-
-def _modules() -> str:
-    jdp = importlib.import_module("jdp")
-    above = [getattr(jdp, name) for name in jdp.__all__]
-    parts = ["# Python: modules of jdp"]
-    for module in MODULES:
-        parts.append(f"## `jdp.{module}`")
-        content = importlib.import_module(f"jdp.{module}")
-        for name in content.__all__:
-            value = getattr(content, name)
-            if value not in above:
-                parts.append(_described(f"jdp.{module}.{name}", value, level=3))
-    parts.append("## What `jdp.foresee` and `jdp.verify` return")
-    for module in FORESIGHT:
-        parts.append(f"::: jdp.foresight.{module}\n    options: {{heading_level: 3}}")
+def _api(title: str, names: list[str]) -> str:
+    parts, described = [f"# {title}"], set[int]()
+    for name in names:
+        value = _value(name)
+        public = [f"{name}.{each}" for each in value.__all__] if inspect.ismodule(value) else [name]
+        for each in public:
+            if (known := id(_value(each))) not in described:
+                described.add(known)
+                parts.append(_described(each, _value(each)))
     return "\n\n".join(parts)
 
 
-def _described(name: str, value: object, level: int = 2) -> str:
+def _value(name: str) -> Any:
+    """Return what a dotted name stands for: a module, or a name in one."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, last = name.rpartition(".")
+        return getattr(importlib.import_module(module), last)
+
+
+def _described(name: str, value: object) -> str:
     """Return what mkdocstrings makes of a public name, under that name and not that of the file it is written in."""
     if not (inspect.isclass(value) or inspect.isfunction(value)):
-        return f"{'#' * level} `{name}`\n\n`{value!r}`"
+        return f"## `{name}`\n\n`{value!r}`"
     where = f"{value.__module__}.{value.__qualname__}"
-    return f"::: {where}\n    options: {{heading: {name}, toc_label: {name}, heading_level: {level}}}"
+    members = f", members: [{', '.join(MEMBERS[name].split())}]" if name in MEMBERS else ""
+    return f"::: {where}\n    options: {{heading: {name}, toc_label: {name}{members}}}"
 
 
 def _experiment() -> str:

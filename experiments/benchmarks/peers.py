@@ -13,16 +13,12 @@ something on idle cores only.
 - PyTorch: `peers_torch.py`, two processes with one thread each under DistributedDataParallel, eager and compiled, and
   fully sharded (FSDP2); "kept" keeps freed memory as jdp does.
 
-Measured 2026-11-22 on 2 x86 cores shared with others (load 10), jax 0.10.2, PyTorch 2.13.0, `--was` the jdp of the day
-before: processor time of jdp's step, 247 ms, over that of each.
+Measured 2026-11-22 on 2 x86 cores shared with others (load 10), jax 0.10.2: processor time of jdp's step, 247 ms, over
+that of each. PyTorch's rows are withdrawn: on AMD processors its MKL ran at less than half of its rate.
 
-    jdp as it was          0.501 ± 0.024  (489 ms; 54,444 page faults a step, now none)
     by hand, zero1         1.140 ± 0.048  (216 ms); ddp on 4 devices 1.048 ± 0.052, on 2 1.129 ± 0.048
-    PyTorch DDP, eager     0.902 ± 0.032  (275 ms)
-    PyTorch DDP, compiled  1.021 ± 0.043  (242 ms); with its memory kept 1.021 ± 0.045
-    PyTorch FSDP2          0.724 ± 0.039  (347 ms); compiled 0.784 ± 0.031
 
-So the hand's step is 14 % faster, where 1 % was promised, and the compiled PyTorch's 2 %. Kept memory is worth a
+So the hand's step is 14 % faster, where 1 % was promised. Kept memory is worth a
 quarter: with JDP_FRESH_MEMORY=1 the same step took 358 ms where it took 271 (0.761 ± 0.030, load 12; 36,752 page faults
 a step, none kept).
 """

@@ -52,11 +52,14 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> "tuple[P
         from jdp.cli.terminal import Progress
         from jdp.core.step import Step
         from jdp.foresight.any_step.forecast import forecast
+        from jdp.foresight.targets.relocate import answered_for, cudnn_of
         from jdp.foresight.targets.resolve import target
 
         devices = None if target_name is None else target(target_name)  # first: a mistake there answers at once
         program = load(str(file))
-        step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
+        described = (None, None) if devices is None else (devices.devices[0], cudnn_of(devices))
+        with answered_for(*described):  # a function that makes shapes of a model may trace its fused attention
+            step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
         step = step.jitted if isinstance(step, Step) else step
         with Progress() as progress, users_errors(f"the step of {file} could not be compiled"):
             progress.compiling(0, 1, f"{file} for {devices or 'this machine'}")

@@ -34,10 +34,18 @@ def batch_rows(batch: Batch) -> int:
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
         more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
-        entries = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
+        fix = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
+        if by_size and not fix:
+            counts = sorted(size for (size,) in by_size)
+            divides = counts[0] > 1 and not any(count % counts[0] for count in counts)
+            each = f", {counts[0]} rows of {' + '.join(str(n // counts[0]) for n in counts[::-1])}" if divides else ""
+            fix = (
+                f" Make one row of what belongs together{each}; or stack a part for each device, [parts, ...], as of "
+                "graphs, and jax.vmap over the parts in the loss (jdp/core/losses.md)."
+            )
         raise UserError(
             "All arrays of a batch share their leading dimension, the examples; given "
-            f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{entries}"
+            f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{fix}"
         )
     return next(iter(sizes.values()))[0]
 
@@ -179,16 +187,40 @@ def check_global(batch: Batch) -> None:
             )
 
 
-def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan) -> None:
-    """Check that all processes have the same shapes, dtypes, plan and key; raise as `agree` does."""
+def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan, *, again: bool = False) -> None:
+    """Check that all processes have the same shapes, dtypes, plan and key; raise as `agree` does.
+
+    `again`: they agreed before on these shapes, and were called with others since.
+    """
     fix = "Each process feeds as many rows as it has shards of the batch (jdp.process_rows), and all the same dtypes."
+    numbers = "\n".join(f"{path} = {text}" for path, text in local_numbers(state)) or "none"
     facts = [
         Fact("The batch's shapes and dtypes", _shapes(batch), fix),
-        Fact("The state's shapes and dtypes", _shapes(state), "Make the state alike: one model, one optimizer."),
-        plan_fact(plan),
-        key_fact(state.rng, "The state's key"),
+        Fact("The numbers that were set in the state", numbers, "Set them on every process."),
     ]
+    if not again:
+        facts += [
+            Fact("The state's shapes and dtypes", _shapes(state), "Make the state alike: one model, one optimizer."),
+            plan_fact(plan),
+            key_fact(state.rng, "The state's key"),
+        ]
     agree(caller, facts, plan.mesh)
+
+
+def local_numbers(state: AnyState) -> tuple[tuple[str, str], ...]:
+    """Return (path, value) of scalars that a user set in a train state of several processes: in this process alone."""
+    names = ("params", "opt_state", "model_state") if isinstance(state, TrainState) else ()
+    tree = {name: getattr(state, name) for name in names}
+    try:
+        if all(map(_is_ours, jax.tree.leaves(tree))):  # every call does it: paths are for the few that are not
+            return ()
+    except jax.errors.ConcretizationTypeError:  # a tracer, in a user's jitted function
+        return ()
+    return tuple((path_of(p), f"{np.asarray(x)}") for p, x in jax.tree.leaves_with_path(tree) if not _is_ours(x))
+
+
+def _is_ours(leaf: Any) -> bool:
+    return bool(getattr(leaf, "shape", ())) or _is_global(leaf)
 
 
 def agree_on_program(
@@ -214,4 +246,5 @@ def _is_global(leaf: Any) -> bool:
 
 def _shapes(tree: Any) -> str:
     leaves = jax.tree.leaves_with_path(tree)
-    return "\n".join(f"{path_of(path) or 'it'}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves)
+    shapes = ((path, getattr(leaf, "dtype", type(leaf).__name__), [*np.shape(leaf)]) for path, leaf in leaves)
+    return "\n".join(f"{path_of(path) or 'it'}: {dtype}{shape}" for path, dtype, shape in shapes)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
@@ -288,13 +288,25 @@ class ValueAndGrad(Generic[*Arguments]):
         """Return all models as one state: tuples of parameters and model state, with an entry for each model."""
         for model in models:
             check_tree(model, arrays=True)
-        parts = [flax_nnx.split(model) for model in models]
+        if (path := flax_nnx.shared(models)) is not None:
+            raise UserError(
+                f"Each model of a gradient has variables of its own; given two that share {path}. Make one module of "
+                "both: pair = nnx.Dict(first=..., second=...), jdp.place(pair, plan), and a loss of (pair, batch, rng) "
+                "with pair.first and pair.second."
+            )
+        chosen = [self.wrt if number in self._numbers else None for number in range(len(models))]
+        parts = [flax_nnx.split(*pair) for pair in zip(models, chosen, strict=True)]
         adapter = flax_nnx.Models(tuple(part[2] for part in parts), tuple(flax_nnx.metadata(model) for model in models))
         trained: list[bool] = []
         for number, (params, _, own) in enumerate(parts):
             count = len(jax.tree.leaves(params))
-            chosen = resolve(params, own, self.wrt) if number in self._numbers else (False,) * count
-            trained += (True,) * count if chosen is None else chosen
+            if number in self._numbers and own and (path := flax_nnx.selected_average(own, self.wrt)) is not None:
+                raise UserError(
+                    f"A statistic has no gradient; `wrt` selects {path}, an nnx.BatchStat. Name the types that are "
+                    "trained, here and in nnx.Optimizer: wrt=(nnx.Param, ...)."
+                )
+            selected = resolve(params, own, self.wrt) if number in self._numbers else (False,) * count
+            trained += (True,) * count if selected is None else selected
         static = Static(None, adapter, (), None if all(trained) else tuple(trained))  # pyright: ignore[reportArgumentType]
         return Models(tuple(part[0] for part in parts), tuple(part[1] for part in parts), typed_key(rng), static)
 
@@ -364,4 +376,7 @@ def _models_placements(plan: Plan, state: AnyState) -> PyTree:
     owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
     paths = [path_in_model(owner, models, leaf.path) for owner, leaf in zip(owners, leaves, strict=True)]
     marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
+    whole = [adapter.is_named(path) for path in paths]  # `jdp.init` and `jdp.place`, which know no `wrt`, replicate it
+    changes = {"rest": PartitionSpec(), "compute": PartitionSpec(), "reason": "replicated: no nnx.Param"}
+    marked = [replace(leaf, **changes) if named else leaf for leaf, named in zip(marked, whole, strict=True)]
     return treedef.unflatten(marked)

@@ -120,8 +120,8 @@ def array_data(
     Args:
         source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files. A batch's
             arrays have the same names.
-        heldout_fraction: in (0, 1), about the share of the samples to hold out, by content (without "labels", "targets"
-            and "weights"). Opening the data reads all bytes once, for this and the fingerprint.
+        heldout_fraction: in [0, 1), about the share of the samples to hold out, by content (without "labels", "targets"
+            and "weights"). With 0 `heldout` is empty. Opening the data reads all bytes once.
         heldout: a separate held-out set, with arrays of the same names and shapes, in place of `heldout_fraction`.
         features: the array to use as "features", float32.
         labels: the array to use as "labels", int32: integers from 0, or names [samples].

@@ -45,7 +45,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
         ValueError: `batch_size` does not divide by the plan's batch shards; or `plan` is not a `jdp.Plan`.
     """
     check_plan(plan, "jdp.process_rows(plan, batch_size)", batch_size)
-    batch_unit(plan.mesh.shape).check(batch_size)
+    batch_unit(plan.mesh.shape).check(batch_size, microbatches=False)
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
 
@@ -198,7 +198,9 @@ def _local_blocks(plan: Plan) -> list[int]:
 
 
 def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) -> jax.Array:
-    BatchUnit({"its batch shards": len(blocks)}).check(local.shape[0], "the rows that a process feeds")
+    BatchUnit({"its batch shards": len(blocks)}).check(
+        local.shape[0], "the rows that a process feeds", microbatches=False
+    )
     rows = local.shape[0] // len(blocks)
     shape = (rows * plan.batch_shards, *local.shape[1:])
     position = {block: i for i, block in enumerate(blocks)}

@@ -8,6 +8,7 @@ weight decay serve both.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -37,13 +38,7 @@ def muon(
     parameters by path, which tell stacked layers even where norms are frozen.
     """
 
-    def rule(params: Any) -> optax.GradientTransformation:
-        dims = matrix_dimensions(params, shapes)
-        masked = jax.tree.map(lambda _, dim: optax.MaskedNode() if dim is None else dim, params, dims)
-        step = scale_by_muon(weight_dimension_numbers=masked, **settings)
-        hidden = optax.chain(step, _scaled(masked), decay, optax.scale_by_learning_rate(rate))
-        labels = jax.tree.map(lambda _, dim: "adamw" if dim is None else "muon", params, dims)
-        return optax.partition({"muon": hidden, "adamw": adamw}, labels)
+    rule = partial(_rule, shapes, rate, adamw, decay, settings)
 
     def init(params: Any) -> Any:
         _report(params, matrix_dimensions(params, shapes))
@@ -53,6 +48,23 @@ def muon(
         return rule(updates if params is None else params).update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
+
+
+def _rule(
+    shapes: Mapping[str, tuple[int, ...]],
+    rate: optax.Schedule,
+    adamw: optax.GradientTransformation,
+    decay: optax.GradientTransformation,
+    settings: Mapping[str, Any],
+    params: Any,
+) -> optax.GradientTransformation:
+    """Return the optimizer for parameters of these shapes."""
+    dims = matrix_dimensions(params, shapes)
+    masked = jax.tree.map(lambda _, dim: optax.MaskedNode() if dim is None else dim, params, dims)
+    step = scale_by_muon(weight_dimension_numbers=masked, **settings)
+    hidden = optax.chain(step, _scaled(masked), decay, optax.scale_by_learning_rate(rate))
+    labels = jax.tree.map(lambda _, dim: "adamw" if dim is None else "muon", params, dims)
+    return optax.partition({"muon": hidden, "adamw": adamw}, labels)
 
 
 def _scaled(dims: Any) -> optax.GradientTransformation:

@@ -392,6 +392,18 @@ def test_devices_share_the_writing_of_what_they_all_have_if_it_is_large(tmp_path
 # One in a folder of its own.
 
 
+def test_a_number_set_in_a_state_is_restored(tmp_path):
+    """A learning rate of Python's or NumPy's is saved in the dtype that a step gives it."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.5)
+    state = jdp.init_state(small, tx, plan_of(), rng=jax.random.key(4))
+    state.opt_state.hyperparams.update(learning_rate=0.25, momentum=np.float64(0.75))
+    jdp.save(tmp_path / "saved", state)
+    again = jdp.restore(tmp_path / "saved", jdp.abstract_state(small, tx, plan_of("ddp"), rng=jax.random.key(4)))
+    hyperparams = again.opt_state.hyperparams
+    assert (hyperparams["learning_rate"], hyperparams["momentum"]) == (0.25, 0.75)
+    assert hyperparams["learning_rate"].dtype == hyperparams["momentum"].dtype == np.float32
+
+
 def test_one_checkpoint_in_a_folder_of_its_own(tmp_path):
     jdp.save(tmp_path / "deep" / "one", tiny(5))
     assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["one"]

@@ -87,6 +87,10 @@ def test_a_function_is_called_and_its_step_read(program, capsys, name):
 
 @pytest.mark.aot
 def test_described_gpus_are_given_to_the_function(program, capsys):
+    """They also answer for the cuDNN that it asks for, as of a model that is initialised by a call."""
+    attend = 'lambda q: jax.nn.dot_product_attention(q, q, q, implementation="cudnn")'
+    traced = f"jax.eval_shape({attend}, jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16))"
+    program.write_text(PROGRAM.replace("    return jitted", f"    {traced}\n    return jitted", 1))
     code, out, _ = verify(capsys, "own_step.py:make_step", "--target", "h100:2x8", "--markdown")
     assert code == 0
     assert "on data=16 for `h100:2x8`" in out

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from own_process import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +73,9 @@ refused("gradient rows", lambda: gradient(weights, fed(4 * (1 + rank)), key))
 refused("gradient key", lambda: gradient(weights, fed(4), jax.random.key(rank)))
 scaled = jdp.value_and_grad(lambda p, b, r: jdp.Loss(loss(p, b, r).total * (1 + rank), 8.0), plan)
 refused("gradient program", lambda: scaled(weights, fed(4), key))
+hyper = make(tx=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+hyper.opt_state.hyperparams["learning_rate"] = 0.5 + rank
+refused("numbers", lambda: step(hyper, fed(4)))
 refused("place", lambda: make() if rank else step(state, fed(4)))
 
 metrics, grads = gradient(weights, fed(4), key)
@@ -97,6 +101,45 @@ if rank == 0:
     refused("alone at the barrier", lambda: agreement.agree("nowhere", [], plan.mesh, wait_seconds=1))
 print("REPORTED", json.dumps(reported), flush=True)
 """
+
+
+ONE_CHANGES = """
+import sys, jax, numpy as np, optax, jdp
+
+jdp.initialize(timeout_seconds=60)
+plan = jdp.Plan(jdp.make_mesh(data=-1), "zero2", min_shard_size=0)
+init, tx = lambda rng: {"w": jax.random.normal(rng, (4,))}, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))
+loss = lambda params, batch, rng: jdp.Loss((batch["x"] @ params["w"]).sum(), len(batch["x"]))
+step, last = jdp.make_train_step(loss, plan, check_loss=False), jax.process_index() == 1
+rows = (8, 4, 8, 4 if sys.argv[1] == "rows" and last else 8)
+for number, batch in enumerate(jdp.shard_batches(({"x": np.ones((n, 4), np.float32)} for n in rows), plan)):
+    if sys.argv[1] == "number" and number == 3 and last:
+        state.opt_state.hyperparams["learning_rate"] = 0.5
+    state, metrics = step(state, batch)
+    print("steps", number + 1, float(metrics["loss"]), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("rows", r"process 0 has x: float32\[16, 4\], process 1 has x: float32\[8, 4\]"),
+        ("number", r"process 0 has none, process 1 has opt_state/hyperparams/learning_rate = 0\.5"),
+    ],
+)
+def test_a_change_on_one_process_ends_all(tmp_path, case, words):
+    """A batch of a shape that all had before, or a learning rate: the others would wait in a collective for ever."""
+    program = tmp_path / "program.py"
+    program.write_text(ONE_CHANGES)
+    launch = ["-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program), case]
+    done = python(*launch, timeout=100)
+    assert done.returncode == 78, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert re.search(rf"\[{rank}\] .*, at the train step; process 1 differs: {words}", done.stdout + done.stderr)
+        assert f"[{rank}] steps 3" in done.stdout
+        assert f"[{rank}] steps 4" not in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +172,8 @@ WORDS = {
     "gradient rows": r"The batch's shapes and dtypes .*, at the gradient; process 1 differs: process 0 has x: ",
     "gradient key": r"The state's key must be the same on every process, at the gradient; process 1 differs",
     "gradient program": r"The program .*at the gradient; process 1 differs: .*dense<2\.0",
+    "numbers": "The numbers that were set in the state must be the same on every process, at the train step; process 1 "
+    r"differs: process 0 has opt_state/hyperparams/learning_rate = 0\.5, process 1 has .* = 1\.5\. Set them on every",
     "place": "The place in the program must be the same on every process; process 1 differs: process 0 has the train "
     "step, process 1 has init_state",
 }

@@ -211,3 +211,17 @@ def test_what_the_model_needs_is_left_unread_only_where_it_keeps_its_own(written
         read(other, ignore=("a/lora_*",))
     got = read(other, ignore=("a/lora_*",), missing=("a/lora_*",))
     assert got["a"]["lora_a"].tolist() == [5, 5, 5] and float(got["a"]["w"].min()) == 1
+
+
+def test_a_jit_with_replicated_weights_is_on_the_errors_page():
+    """Under zero3 they are sharded at rest, and `jax.device_put` gathers them."""
+    placed = plan(min_shard_size=8)
+    weights, x = jdp.place({"w": jnp.ones((8, 4))}, placed), np.ones((8, 8), np.float32)
+    evaluate = jax.jit(lambda p, x: (x @ p["w"]).sum(), in_shardings=(placed.replicated, placed.batch_sharding))
+    with pytest.raises(
+        ValueError, match="Sharding passed to jit does not match the sharding on the respective arg"
+    ) as e:
+        evaluate(weights, x)
+    page = Path(jdp.__file__).parent / "guard/errors_of_jax.md"
+    assert str(e.value).partition(".")[0] in page.read_text(encoding="utf-8")
+    assert evaluate(jax.device_put(weights, placed.replicated), x) == 8 * 8 * 4

@@ -140,6 +140,15 @@ def zero_head(params, batch, rng):
     return jdp.Loss((jnp.square(z @ params["head"] - 1) * batch["weight"]).sum(), batch["weight"].sum())
 
 
+def zero_block(params, batch, rng):
+    """A masked batch norm behind a gate, a last scale and a head of zeros, as in residual networks."""
+    z, mask = outputs(params, batch), jnp.minimum(batch["weight"], 1)[:, None]
+    mean = (z * mask).sum(axis=0) / jnp.maximum(mask.sum(), 1)
+    z = (z - mean) * jax.lax.rsqrt((jnp.square(z - mean) * mask).sum(axis=0) / jnp.maximum(mask.sum(), 1) + 1e-3)
+    z = (batch["x"] + params["gate"] * (z * params["last"])) @ params["head"]
+    return jdp.Loss((jnp.square(z - 1) * batch["weight"]).sum(), batch["weight"].sum())
+
+
 def mean_of_weighted_rows(params, batch, rng):
     """A mean over rows as long as every row weighs 1."""
     rows = batch["weight"].shape[0]
@@ -180,11 +189,11 @@ def test_values_that_hide_what_rows_do_hide_nothing(is_traced):
     """A head of zeros, and weights that are all 1: inside of `jit` weights and rows are drawn."""
 
     def init_with_head(rng):
-        return {**init(rng), "head": jnp.zeros(WIDTH)}
+        return {**init(rng), "head": jnp.zeros(WIDTH), "last": jnp.zeros(WIDTH), "gate": jnp.zeros(())}
 
     plan, batch = jdp.Plan(MESH), {**batch_of(), "weight": np.ones(ROWS, np.float32)}
     params = jdp.init(init_with_head, plan, rng=jax.random.key(0))
-    for loss in (zero_head, mean_of_weighted_rows):
+    for loss in (zero_head, zero_block, mean_of_weighted_rows):
         gradient = jdp.value_and_grad(loss, plan, accumulate=2)
         with pytest.raises(ValueError, match=r"must be a sum over rows.*change the part of rows"):
             (jax.jit(gradient) if is_traced else gradient)(params, batch, jax.random.key(0))
@@ -217,6 +226,41 @@ def test_a_batch_of_another_form_is_tried_anew():
     state, metrics = step(state, {"x": first["x"], "other": first["one"]})
     assert step.partitioning == "auto"
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+class Codebook(nnx.Module):
+    """A number of rows, moving counts of codes, or a moving mean, which is the mean of the devices' own."""
+
+    def __init__(self, rngs, kind):
+        self.dense, self.kind = nnx.Linear(WIDTH, WIDTH, rngs=rngs), kind
+        self.rows, self.counts, self.mean = (nnx.Variable(x) for x in (jnp.int32(0), jnp.ones(WIDTH), jnp.ones(WIDTH)))
+
+    def __call__(self, x):
+        z = self.dense(x)
+        match self.kind:
+            case "rows":
+                self.rows[...] += len(x)
+            case "counts":
+                self.counts[...] = 0.9 * self.counts[...] + 0.1 * jax.nn.one_hot(z.argmax(1), WIDTH).sum(0)
+            case _:
+                self.mean[...] = 0.9 * self.mean[...] + 0.1 * jax.lax.stop_gradient(z.mean(0))
+        return z
+
+
+@pytest.mark.parametrize("kind", ["rows", "counts", "mean"])
+def test_manual_refuses_state_that_is_no_average(kind):
+    """Values of 8 rows and of 16 are compared: those of devices are averaged, which is right for a mean alone."""
+
+    def loss(model, batch, rng):
+        y = model(batch["x"])
+        return jdp.Loss(jnp.square(y).sum(), len(y))
+
+    run = lambda: one_step(loss, {"partitioning": "manual"}, lambda rng: Codebook(nnx.Rngs(rng), kind))  # noqa: E731
+    if kind == "mean":
+        assert "each device then computes mean over its own rows, and the values are averaged" in run()[0].why
+    else:
+        with pytest.raises(ValueError, match=f"{kind} is .* after a call with 8 rows, and .*jdp.gather_rows.*'auto'"):
+            run()
 
 
 class Centred(nnx.Module):
@@ -255,6 +299,30 @@ def test_a_loss_that_mixes_rows_in_training_alone_sees_whole_microbatches(make, 
     (step, *_, many), (*_, one) = (one_step(loss, {"accumulate": accumulate}, init=make, mesh=m) for m in (MESH, alone))
     assert step.partitioning == "auto"
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
+    with pytest.raises(ValueError, match="rows change each other in training alone"):
+        one_step(loss, {"partitioning": "manual"}, init=make)
+
+
+def test_a_refusal_says_how_batch_norms_take_several_microbatches():
+    """Of linen alone, with statistics in aux, and always in training mode."""
+    model, plan = Linen(), jdp.Plan(MESH, min_shard_size=8)
+    variables = jax.device_get(model.init(jax.random.key(0), jnp.ones((1, WIDTH))))
+
+    def linen(params, batch, rng):
+        y, changes = model.apply({**variables, "params": params}, batch["x"], train=True, mutable=["batch_stats"])
+        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y))), changes
+
+    def always_training(model, batch, rng):
+        y = model(batch["x"], train=True, mutable=["batch_stats"])
+        return jdp.Loss(jnp.square(y - 1).sum(), jnp.float32(len(y)))
+
+    params = jdp.place(variables["params"], plan)
+    for loss, settings in ((lambda *given: linen(*given)[0], {}), (linen, {"has_aux": True})):
+        for asked in ({"accumulate": 2}, {"partitioning": "manual"}):
+            with pytest.raises(ValueError, match=r"Wrap the model in nnx\.bridge\.ToNNX"):
+                jdp.value_and_grad(loss, plan, **settings, **asked)(params, batch_of(), jax.random.key(0))
+    with pytest.raises(ValueError, match="train=rng is not None"):
+        one_step(always_training, {"accumulate": 2}, init=of_linen)
 
 
 def weighted_mean(params, batch, rng):

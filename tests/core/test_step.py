@@ -324,6 +324,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes(axes, ac
     [
         (shapes() | {"weight": jax.ShapeDtypeStruct((32,), jnp.float32)}, "share their leading dimension.*: 32.*: 64"),
         (shapes() | {"weight": jax.ShapeDtypeStruct((), jnp.float32)}, "share their leading dimension.*: a scalar"),
+        (shapes() | {"e": jax.ShapeDtypeStruct((16,), jnp.float32)}, r"16 rows of 4 \+ 1; or stack a part for"),
         ({}, "share their leading dimension.*given none"),
     ],
 )

@@ -143,6 +143,31 @@ def test_both_of_two_models_are_differentiated(partitioning):
     assert specs(grads[1]) == specs(params)
 
 
+def pair_of(rng):
+    """An actor and a critic with one encoder."""
+    rngs = nnx.Rngs(rng)
+    encoder = nnx.Linear(WIDTH, 8, rngs=rngs)
+    return nnx.Dict(actor=nnx.List([encoder, nnx.Linear(8, 1, rngs=rngs)]), critic=nnx.List([encoder]))
+
+
+def pair_loss(actor, critic, batch, rng):
+    hidden = jnp.tanh(critic[0](batch["x"]))
+    return jdp.Loss(jnp.square(actor[1](jnp.tanh(actor[0](batch["x"]))) - hidden).sum(), len(hidden))
+
+
+def test_a_shared_module_gets_its_whole_gradient():
+    """In one nnx.Dict, as of nnx.grad of both arguments; as two arguments of a gradient it is refused."""
+    pair, batch, alone = jdp.init(pair_of, plan_of(), rng=KEY), batch_of(), pair_of(jax.random.fold_in(KEY, 0))
+    with pytest.raises(ValueError, match=r"given two that share 0/bias\. Make one module of both: pair = nnx\.Dict"):
+        jdp.value_and_grad(pair_loss, plan_of(), argnums=(0, 1))(pair.actor, pair.critic, batch, KEY)
+    whole = jdp.value_and_grad(lambda pair, batch, rng: pair_loss(pair.actor, pair.critic, batch, rng), plan_of())
+    expected, _ = nnx.grad(lambda a, c: pair_loss(a, c, batch, KEY).total / ROWS, argnums=(0, 1))(*alone.values())
+    for model in (pair, jdp.place(alone, plan_of())):
+        found = whole(model, batch, KEY)[1]["actor"]
+        for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)  # float32 sums over 16 rows in another order
+
+
 def test_a_filter_leaves_the_rest_without_gradients_and_optimizer_state():
     module = jdp.init(net, plan_of(), rng=KEY)
     gradient = jdp.value_and_grad(net_loss, plan_of(), wrt=nnx.LoRAParam)

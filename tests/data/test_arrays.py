@@ -215,6 +215,12 @@ def test_the_split_is_by_content():
     assert sides(here)[1] < sides(more)[1]
 
 
+def test_a_fraction_of_zero_holds_nothing_out():
+    """A set with an evaluation set of its own elsewhere is trained on in full."""
+    data = array_data({"features": np.ones((3, 2))}, heldout_fraction=0.0)
+    assert (len(data.train), len(data.heldout)) == (3, 0)
+
+
 def test_the_split_is_the_same_for_ever():
     data = array_data({"x": np.arange(100)}, heldout_fraction=0.05)
     assert data.heldout.rows.tolist() == [36, 54, 78, 84, 86]

@@ -99,6 +99,8 @@ def test_rows_that_do_not_divide_are_refused():
         jdp.process_rows(plan_of(), 0)
     with pytest.raises(ValueError, match=r"its batch shards=8; given 12: the nearest that fit: 8 or 16"):
         next(jdp.shard_batches(batches(1, rows=12), plan_of()))
+    with pytest.raises(ValueError, match=r"given 60: .*56 or 64 \(48 or 64 under accumulate=2, 32 or 64 under 4\)"):
+        next(jdp.shard_batches(batches(1, rows=60), plan_of()))
     with pytest.raises(ValueError, match=r"its batch shards=8; given 0: the nearest that fit: 8"):
         next(jdp.shard_batches(batches(1, rows=0), plan_of()))
     with pytest.raises(ValueError, match=r"share their leading dimension, the examples; given .*a scalar"):

@@ -1,5 +1,6 @@
 """`jdp.foresee` and `jdp.verify` of jitted steps that jdp did not make: NNX, equinox and plain jax."""
 
+import functools
 import json
 import pathlib
 
@@ -9,11 +10,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
+from jdp.foresight.targets.resolve import target
 
 HERE = pathlib.Path(__file__)
 WIDTH, ROWS, LENGTH = 64, 64, 64
@@ -192,17 +196,36 @@ def test_a_shard_map_over_its_own_mesh_keeps_its_size():
         jdp.foresee(*closing_over(mesh_of(), local=True), target="cpu:8")
 
 
+def maxtexts_attention(q, k, v):
+    """MaxText 0.2.5's call under `attention=cudnn_flash_jax`: bf16 [batch, length, heads, head_dim], causal."""
+    mask, scale, layout = fused_attention_stablehlo.MaskType.CAUSAL, 1.0, "BTNH"
+    y, statistics = fused_attention_stablehlo.dot_product_attention(
+        q, k, v, mask_type=mask, scale=scale, dropout_rate=0.0, qkv_layout=layout, return_residual=True
+    )
+    return checkpoint_name(y, "context"), checkpoint_name(statistics, "context")
+
+
 @pytest.mark.aot
-def test_fused_attention_is_traced_for_the_gpus_of_the_target():
-    """jax asks this machine for its cuDNN while it traces, which no machine without a GPU has."""
+@pytest.mark.parametrize("named", [True, False])
+def test_fused_attention_is_traced_for_described_gpus(named):
+    """jax asks this machine for its cuDNN while it traces, and the described GPUs of target or arguments answer."""
+    kept = jax.checkpoint_policies.save_only_these_names("context")
+
+    @functools.partial(jax.checkpoint, policy=kept)
+    def layer(x, w):
+        q, k, v = jnp.moveaxis((x @ w).reshape(*x.shape[:2], 3, 4, 64), 2, 0)
+        return x + maxtexts_attention(q, k, v)[0].reshape(x.shape), None
 
     @jax.jit
-    def step(q):
-        attend = lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")  # noqa: E731
-        return q - jax.grad(lambda q: attend(q).astype(jnp.float32).sum())(q)
+    def step(ws, x):
+        return ws - jax.grad(lambda ws: jax.lax.scan(layer, x, ws)[0].astype(jnp.float32).sum())(ws)
 
-    q = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh_of(), P("data")))
-    assert jdp.foresee(step, q, target="h100:1x8").timeline.attention_seconds > 0
+    mesh = mesh_of() if named else Mesh(np.array(target("h100:1x8").devices), ("data",))
+    ws = jax.ShapeDtypeStruct((2, 256, 3 * 256), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((8, 256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    report = jdp.foresee(step, ws, x, target="h100:1x8" if named else None)
+    assert report.timeline.attention_seconds > 0
+    assert report.mesh == {"data": 8}
 
 
 # Bounds and parameters

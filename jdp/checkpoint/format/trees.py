@@ -39,6 +39,7 @@ class Content:
     def of(tree: Any) -> Content:
         """Return the content of a train state, or of any other tree, real or abstract."""
         if isinstance(tree, TrainState):
+            tree = jax.tree.map(_as_jax_takes_it, tree)
             return Content(tree, _FIELDS, lambda filled: replace(tree, **filled))
         check_keys(tree)
         arrays, back = flax_nnx.plain(tree)
@@ -52,6 +53,12 @@ class Content:
     def leaves(self) -> dict[str, Any]:
         """The leaves by path; Python's numbers as NumPy arrays."""
         return {path: _as_array(path, leaf) for path, leaf in leaves_of(self.holder, self.fields).items()}
+
+
+def _as_jax_takes_it(leaf: Any) -> Any:
+    """Return a number that a user set in a state, such as a learning rate, in the dtype that a step gives it."""
+    is_host = isinstance(leaf, bool | int | float | np.generic | np.ndarray)
+    return np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)) if is_host else leaf
 
 
 def _as_array(path: str, leaf: Any) -> Any:

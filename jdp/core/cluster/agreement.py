@@ -7,14 +7,21 @@ collective hangs. They are compared through the coordination service, without th
 2. The first process compares the digests and publishes its verdict. For the first fact that differs, two processes
    publish its text, and the first process finds where the texts begin to differ.
 3. Every process reads the same verdict, and raises the same error.
+
+A call whose shapes are those of the call before asks nobody. So a process whose batch alone has changed would wait here
+for ever, and the others in a collective. A thread on each looks once a second, in large clusters less often, whether
+another waits at a call that this process has passed, and reports it.
 """
 
+import atexit
 import contextlib
 import hashlib
 import json
 import re
+import sys
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +31,22 @@ from jax.sharding import Mesh
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
-from jdp.core.cluster.barrier import WAIT_SECONDS, Store, coordination_client, joined_as, named
+from jdp.core.cluster.barrier import THREAD_SECONDS, WAIT_SECONDS, Store, coordination_client, joined_as, named
 
 ANSWER_SECONDS = 60  # once all have arrived, each has an answer ready
+WATCH_SECONDS = 1.0
 TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line once its digest differs
 SHOWN = 160  # characters of a line that an error shows
 
-# For each group of processes, the number of agreements so far: all make them in the same order.
+# For each group of processes, the number of agreements so far, which all make in the same order, and of calls.
 _rounds: Counter[str] = Counter()
+_calls: Counter[str] = Counter()
+_agreed: dict[tuple[str, str, str], str] = {}
+"""(group, caller, name of a fact) -> the text that all agreed on last."""
+_watched: set[str] = set()
+_ending = threading.Event()
+_refused: dict[str, str] = {}
+"""Group -> why another process refused a call that this one has passed."""
 
 
 class Mismatch(UserError):
@@ -61,6 +76,14 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
         _agree(caller, facts, members, wait_seconds)
 
 
+def passed(mesh: Mesh) -> None:
+    """Tell that this process begins a call of a step or a gradient that it need not agree on, or has agreed on."""
+    group = repr(processes_of(mesh))
+    if group in _refused:
+        raise Mismatch(_refused[group])
+    _calls[group] += 1
+
+
 def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
     """Compare this process' facts with those of all that have joined, as the service knows them; start no backend."""
     if joined := joined_as():
@@ -78,14 +101,21 @@ def _agree(
     facts = [Fact("The place in the program", caller, "Every process makes the same calls, in the same order."), *facts]
     group = "all" if everyone else repr(members)
     _rounds[group] += 1
-    store = Store(client, f"jdp/agree/{_digest(group.encode())}/{_rounds[group]}", members, everyone)
+    store = Store(client, f"{_prefix(group)}/{_rounds[group]}", members, everyone)
+    store.put("call", str(_calls[group]))
     store.put("facts", json.dumps([_digest(fact.text.encode()) for fact in facts]))
-    _meet(store, "come", wait_seconds, caller)
+    if not everyone and group not in _watched:
+        _watched.add(group)
+        thread = threading.Thread(target=_watch, args=(client, group, members), name="jdp agreement", daemon=True)
+        atexit.register(_end, thread)
+        thread.start()
+    _meet(store, "come", wait_seconds, caller, lambda: _refuse_passed(store, group, caller, facts))
     first = store.me == members[0]
     if first:
         store.put("verdict", json.dumps(_first_difference(store.all("facts"), facts)))
     differing = json.loads(store.get("verdict", members[0], ANSWER_SECONDS))
     if differing is None:
+        _agreed.update({(group, caller, fact.name): fact.text for fact in facts if len(fact.text) < TEXT_LIMIT})
         return
     fact = facts[differing["fact"]]
     if store.me in differing["shown"]:
@@ -99,7 +129,43 @@ def _agree(
     raise Mismatch(message)
 
 
-def _meet(store: Store, name: str, seconds: float, caller: str) -> None:
+def _prefix(group: str) -> str:
+    return f"jdp/agree/{_digest(group.encode())}"
+
+
+def _refuse_passed(store: Store, group: str, caller: str, facts: Sequence[Fact]) -> None:
+    """Raise Mismatch if another process has passed the call at which this one waits: a change is of this one alone."""
+    if not (others := sorted(store.all("passed"))):
+        return
+    before = {fact.name: _agreed.get((group, caller, fact.name), fact.text) for fact in facts}
+    fact = next((fact for fact in facts if before[fact.name] != fact.text), facts[0])
+    texts = [before[fact.name] if before[fact.name] != fact.text else "a later call", fact.text]
+    message = _message(caller, fact, {"differ": [store.me], "shown": [others[0], store.me]}, texts)
+    store.put("message", message)
+    raise Mismatch(message)
+
+
+def _watch(client: Any, group: str, members: tuple[int, ...]) -> None:
+    """Tell a process that waits at a call which this one has passed, and report its message."""
+    with contextlib.suppress(RuntimeError):  # the service has ended, or that process
+        while not _ending.wait(WATCH_SECONDS * max(1, len(members) / 256)):  # 256 questions a second to the service
+            number = _rounds[group] + 1
+            store = Store(client, f"{_prefix(group)}/{number}", members)
+            waiting = [process for process, call in store.all("call").items() if int(call) < _calls[group]]
+            if waiting and number == _rounds[group] + 1:
+                store.put("passed", "")
+                _refused[group] = client.blocking_key_value_get(f"{store.prefix}/message/{min(waiting)}", 10_000)
+                print(f"jdp: {_refused[group]}", file=sys.stderr, flush=True)  # the main thread may be in a collective
+                break
+
+
+def _end(thread: threading.Thread) -> None:
+    """Wait for a thread at the end of Python: one that comes back from JAX into a Python that ends aborts it."""
+    _ending.set()
+    thread.join(THREAD_SECONDS)
+
+
+def _meet(store: Store, name: str, seconds: float, caller: str, look: Callable[[], None] = lambda: None) -> None:
     """Wait until all members of an agreement have arrived."""
     store.wait(
         name,
@@ -109,6 +175,7 @@ def _meet(store: Store, name: str, seconds: float, caller: str) -> None:
             "makes the same calls with batches of the same shapes: see the last output of those that did not come."
         ),
         arrived="facts",
+        look=look,
     )
 
 

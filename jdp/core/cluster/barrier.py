@@ -133,11 +133,19 @@ class Store:
         """Delete all keys below another prefix, which no process reads any more."""
         self.client.key_value_delete(prefix)
 
-    def wait(self, name: str, seconds: float, missed: Callable[[str], str], *, arrived: str = "here") -> None:
-        """Wait until all members have arrived."""
+    def wait(
+        self,
+        name: str,
+        seconds: float,
+        missed: Callable[[str], str],
+        *,
+        arrived: str = "here",
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until all members have arrived; `look` is called meanwhile, and may raise."""
         barrier, members = f"{self.prefix}/{name}", None if self.everyone else list(self.members)
         try:
-            _interruptible(lambda: self.client.wait_at_barrier(barrier, int(seconds * 1000), members))
+            _interruptible(lambda: self.client.wait_at_barrier(barrier, int(seconds * 1000), members), look)
         except jax.errors.JaxRuntimeError as error:
             missing = sorted({*self.members} - self.all(arrived).keys()) if _in_vain(error) else []
             if not missing:
@@ -193,7 +201,7 @@ def _in_vain(error: Exception) -> bool:
     return "DEADLINE_EXCEEDED" in str(error)
 
 
-def _interruptible(call: Callable[[], _T]) -> _T:
+def _interruptible(call: Callable[[], _T], look: Callable[[], None] = lambda: None) -> _T:
     """Call the service in another thread: signal handlers run in the main thread, and not while it is inside JAX."""
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -210,7 +218,7 @@ def _interruptible(call: Callable[[], _T]) -> _T:
 
     threading.Thread(target=run, name=_THREAD, daemon=True).start()
     while not ended.wait(_POLL_SECONDS):
-        pass
+        look()
     if errors:
         raise errors[0]
     return results[0]

@@ -9,7 +9,9 @@ structure.py  compares the structure of two modules
 
 from jdp.core.flax_nnx.adapter import Adapter as Adapter
 from jdp.core.flax_nnx.adapter import built as built
+from jdp.core.flax_nnx.adapter import is_pattern as is_pattern
 from jdp.core.flax_nnx.adapter import matches as matches
+from jdp.core.flax_nnx.adapter import selected_average as selected_average
 from jdp.core.flax_nnx.adapter import split as split
 from jdp.core.flax_nnx.several import Models as Models
 from jdp.core.flax_nnx.several import gradient_state as gradient_state
@@ -21,4 +23,5 @@ from jdp.core.flax_nnx.several import module_inside as module_inside
 from jdp.core.flax_nnx.several import opened as opened
 from jdp.core.flax_nnx.several import parameters as parameters
 from jdp.core.flax_nnx.several import plain as plain
+from jdp.core.flax_nnx.several import shared as shared
 from jdp.core.flax_nnx.several import write_back as write_back

@@ -4,7 +4,7 @@ A module is split once, at initialisation, and merged only while a step is trace
 module. Its parameters become nested dicts with text keys, which JAX flattens natively.
 
 Three kinds of variables:
-- `nnx.Param`: parameters.
+- `nnx.Param`, and what a filter of nnx (`wrt`) selects beside it: parameters. A call leaves them as they are.
 - `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): not part of the state. Every merge seeds them
   anew from the step's key, so the masks depend on that key alone.
 - All others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, which the step returns
@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.errors import UserError
 from jdp.base.notices import notice
+from jdp.core.flax_nnx.changes import is_unchanged
 from jdp.core.flax_nnx.norms import synchronise
 from jdp.core.flax_nnx.structure import Structure, structure_of
 
@@ -43,7 +44,8 @@ class Adapter:
     structure: Structure
     graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
     variables: Flat = field(compare=False, repr=False)  # of shapes
-    unsynchronised: tuple[str, ...] = ()  # paths of variables that calls may change, BatchNorm's left out
+    synchronised: frozenset[str] = frozenset()  # paths of the averages of batch norms
+    others: frozenset[tuple[Any, ...]] = frozenset()  # parameters that are no nnx.Param: `wrt` selects them
 
     def merge(
         self,
@@ -64,7 +66,7 @@ class Adapter:
             if isinstance(variable, nnx.RngState):
                 value = _seeded(variable, rng, len(filled))
             else:
-                value = at(params if isinstance(variable, nnx.Param) else model_state, path)
+                value = at(params if self.is_parameter(path, variable) else model_state, path)
             filled[path] = with_value(variable, value)
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
@@ -77,26 +79,33 @@ class Adapter:
 
     def changed(self, module: nnx.Module) -> dict[str, Any]:
         """Return the model state after the module was called; variables that the call added are dropped."""
-        after = {path: value_of(leaf) for path, leaf in _flat(module).items() if is_model_state(leaf)}
+        flat = {path: leaf for path, leaf in _flat(module).items() if path not in self.others}
+        after = {path: value_of(leaf) for path, leaf in flat.items() if is_model_state(leaf)}
         if added := [path for path in after if path not in self.variables]:
             notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
         return nested({path: value for path, value in after.items() if path in self.variables})
 
+    def written(self, params: Mapping[str, Any], module: nnx.Module) -> list[tuple[str, Any, Any]]:
+        """Return (path, value before, value after) of parameters that a call set, maybe to what they were."""
+        after = {path: leaf for path, leaf in _flat(module).items() if self.is_parameter(path, leaf)}
+        pairs = ((p, at(params, p) if p in self.variables else None, value_of(leaf)) for p, leaf in after.items())
+        return [("/".join(map(str, path)), old, new) for path, old, new in pairs if not is_unchanged(old, new)]
+
+    def is_named(self, path: str) -> bool:
+        """Return True for the path of a parameter that is one because `wrt` selects it."""
+        return path in {"/".join(map(str, other)) for other in self.others}
+
+    def is_parameter(self, path: tuple[Any, ...], variable: Any) -> bool:
+        """Return True for a variable of the parameters."""
+        return isinstance(variable, nnx.Param) or path in self.others
+
     @property
     def has_statistics(self) -> bool:
         """Whether calls may change variables that are neither parameters nor random streams, as BatchNorm's do."""
-        return any(_is_statistic(variable) for variable in self.variables.values())
-
-    @property
-    def unsynchronised_floats(self) -> tuple[str, ...]:
-        """Those of `unsynchronised` that hold floating-point arrays."""
-        floats = {
-            "/".join(map(str, path))
+        return any(
+            is_model_state(variable) and isinstance(variable, nnx.Variable) and path not in self.others
             for path, variable in self.variables.items()
-            for leaf in jax.tree.leaves(value_of(variable))
-            if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
-        }
-        return tuple(path for path in self.unsynchronised if path in floats)
+        )
 
     @property
     def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
@@ -122,8 +131,8 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
 
 
 def param_specs(module: nnx.Module) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return (path, spec) for each parameter of a module that its metadata shards."""
-    variables = ((path, leaf) for path, leaf in _flat(module).items() if isinstance(leaf, nnx.Param))
+    """Return (path, spec) for each variable of a module that its metadata shards."""
+    variables = ((path, leaf) for path, leaf in _flat(module).items() if isinstance(leaf, nnx.Variable))
     specs = ((tuple(map(str, path)), _spec(leaf)) for path, leaf in variables)
     return tuple(("/".join(path), spec) for path, spec in specs if spec)
 
@@ -150,35 +159,72 @@ def _box_spec(box: Partitioned[Any]) -> PartitionSpec:
     return logical_to_mesh_axes(box.names, box.rules) or PartitionSpec()
 
 
-def split(model: Any) -> tuple[Any, Any, Adapter | None]:
-    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None)."""
+def split(model: Any, wrt: Any = None) -> tuple[Any, Any, Adapter | None]:
+    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None).
+
+    Parameters are its `nnx.Param`, and floating-point variables of other types that `wrt`, a filter of nnx, selects.
+    """
     if not isinstance(model, nnx.Module):
         return model, {}, None
     graphdef, tree = nnx.split(model)
     variables: Flat = dict(nnx.to_flat_state(tree))
-    params = nested({path: value_of(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
-    state = {path: value_of(leaf) for path, leaf in variables.items() if is_model_state(leaf)}
+    others = _others(variables, wrt)
+    is_param = {path: isinstance(leaf, nnx.Param) or path in others for path, leaf in variables.items()}
+    params = nested({path: value_of(leaf) for path, leaf in variables.items() if is_param[path]})
+    state = {path: value_of(leaf) for path, leaf in variables.items() if is_model_state(leaf) and not is_param[path]}
     _check_state(state)
     model_state = jax.tree.map(jax.numpy.asarray, nested(state))
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
-    norms = [path for path, _ in _batch_norms(model)]
-    others = [p for p, leaf in variables.items() if _is_statistic(leaf) and p[:-1] not in norms]
-    unsynchronised = tuple("/".join(map(str, path)) for path in others)
-    return params, model_state, Adapter(structure_of(graphdef), graphdef, shapes, unsynchronised)
+    averages = ((*path, name) for path, _ in _batch_norms(model) for name in ("mean", "var"))
+    synchronised = frozenset("/".join(map(str, path)) for path in averages)
+    return params, model_state, Adapter(structure_of(graphdef), graphdef, shapes, synchronised, others)
 
 
 def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:
     """Return for each parameter whether an NNX filter selects it."""
+    selects = _predicate(wrt)
+    selected = {tuple(map(str, path)): bool(selects(path, leaf)) for path, leaf in adapter.variables.items()}
+    keys = [tuple(path.split("/")) for path in paths]  # a variable may hold a tree, whose leaves have longer paths
+    return tuple(next(selected[k[:n]] for n in range(len(k), 0, -1) if k[:n] in selected) for k in keys)
+
+
+def _predicate(wrt: Any) -> Callable[[tuple[Any, ...], Any], bool]:
     try:
-        selects = nnx.filterlib.to_predicate(wrt)
+        return nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
         raise UserError(
             "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
             f"given {wrt!r}. Give None to train everything."
         ) from error
-    selected = {tuple(map(str, path)): bool(selects(path, leaf)) for path, leaf in adapter.variables.items()}
-    keys = [tuple(path.split("/")) for path in paths]  # a variable may hold a tree, whose leaves have longer paths
-    return tuple(next(selected[k[:n]] for n in range(len(k), 0, -1) if k[:n] in selected) for k in keys)
+
+
+def selected_average(adapter: Adapter, wrt: Any) -> str | None:
+    """Return the path of an `nnx.BatchStat` that a filter of nnx selects; None if there is none."""
+    selects = _predicate(() if wrt is None or is_pattern(wrt) else wrt)
+    averages = (
+        path for path, leaf in adapter.variables.items() if isinstance(leaf, nnx.BatchStat) and selects(path, leaf)
+    )
+    return next(("/".join(map(str, path)) for path in averages), None)
+
+
+def is_pattern(wrt: Any) -> bool:
+    """Return True for a path pattern or a sequence of them, which select among parameters; False for a filter."""
+    return isinstance(wrt, str) or (isinstance(wrt, Sequence) and all(isinstance(entry, str) for entry in wrt))
+
+
+def _others(variables: Flat, wrt: Any) -> frozenset[tuple[Any, ...]]:
+    """Return the paths of floating-point arrays that are no `nnx.Param`, nor averages, and that a filter selects."""
+    if wrt is None or is_pattern(wrt):
+        return frozenset()
+    selects = _predicate(wrt)
+
+    def is_other(path: tuple[Any, ...], leaf: Any) -> bool:
+        if isinstance(leaf, nnx.Param | nnx.RngState | nnx.BatchStat) or not selects(path, leaf):
+            return False
+        dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(value_of(leaf))]
+        return bool(dtypes) and all(x is not None and jax.numpy.issubdtype(x, jax.numpy.floating) for x in dtypes)
+
+    return frozenset(path for path, leaf in variables.items() if is_other(path, leaf))
 
 
 def _flat(module: nnx.Module) -> Flat:
@@ -199,10 +245,6 @@ def _shape(leaf: Any) -> Any:
 def is_model_state(variable: Any) -> bool:
     """Return True for a variable that is neither a parameter nor a random stream."""
     return not isinstance(variable, nnx.RngState | nnx.Param)
-
-
-def _is_statistic(variable: Any) -> bool:
-    return is_model_state(variable) and isinstance(variable, nnx.Variable)
 
 
 def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNorm]]:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.errors import UserError
 from jdp.base.formatting import listed
+from jdp.base.tree_paths import path_in_model
 from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param_specs, value_of, with_value
 
 
@@ -55,20 +56,27 @@ class Models:
         pairs = zip(self.adapters, models, strict=True)
         return tuple({} if adapter is None else adapter.changed(model) for adapter, model in pairs)
 
+    def written(self, params: Sequence[Any], models: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+        """Return (path, value before, value after) of the parameters that the call set, of all models."""
+        triples = zip(self.adapters, params, models, strict=True)
+        own = [() if adapter is None else adapter.written(tree, model) for adapter, tree, model in triples]
+        return [(path_in_model(n, len(own), path), *pair) for n, found in enumerate(own) for path, *pair in found]
+
+    def is_named(self, path: str) -> bool:
+        """Return True for the path of a parameter that is one because `wrt` selects it."""
+        return any(adapter.is_named(path.partition(": ")[2] or path) for adapter in self._modules)
+
     @property
     def has_statistics(self) -> bool:
         """Whether calls may change variables that are neither parameters nor random streams."""
         return any(adapter.has_statistics for adapter in self._modules)
 
     @property
-    def unsynchronised(self) -> tuple[str, ...]:
-        """Paths of the variables that calls may change and that belong to no `nnx.BatchNorm`."""
-        return tuple(path for adapter in self._modules for path in adapter.unsynchronised)
-
-    @property
-    def unsynchronised_floats(self) -> tuple[str, ...]:
-        """Those of `unsynchronised` that hold floating-point arrays."""
-        return tuple(path for adapter in self._modules for path in adapter.unsynchronised_floats)
+    def synchronised(self) -> frozenset[str]:
+        """Paths of the averages of all models' batch norms."""
+        count = len(self.adapters)
+        own = [() if adapter is None else adapter.synchronised for adapter in self.adapters]
+        return frozenset(path_in_model(n, count, path) for n, paths in enumerate(own) for path in paths)
 
     @property
     def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
@@ -84,8 +92,8 @@ def gradient_state(adapter: Adapter, grads: Any) -> nnx.State[Any, Any]:
     """Return gradients as `nnx.grad` does: a state of the module's parameters, which `nnx.Optimizer.update` takes."""
     found = {}
     for path, variable in adapter.variables.items():
-        if isinstance(variable, nnx.Param) and (value := at(grads, path)) is not None:
-            found[path] = variable.replace(value)
+        if adapter.is_parameter(path, variable) and (value := at(grads, path)) is not None:
+            found[path] = with_value(variable, value)
     return nnx.from_flat_state(found)
 
 
@@ -93,10 +101,10 @@ def write_back(module: nnx.Module, adapter: Adapter, before: Any, after: Any) ->
     """Write the changes of a call in a module's state, beside its parameters, into the module."""
     changed = {}
     for path, variable in adapter.variables.items():
-        if isinstance(variable, nnx.Variable) and is_model_state(variable):
+        if is_model_state(variable) and path not in adapter.others:
             new = at(after, path)
             if new is not at(before, path):
-                changed[path] = variable.replace(new)
+                changed[path] = with_value(variable, new)
     if not changed:
         return
     try:
@@ -180,6 +188,16 @@ def module_inside(tree: Any) -> str | None:
     nodes = jax.tree.leaves_with_path(tree, is_leaf=_has_variables)
     found = (path for path, node in nodes if _has_variables(node))
     return next((jax.tree_util.keystr(path) for path in found), None)
+
+
+def shared(models: Sequence[Any]) -> str | None:
+    """Return the path of a variable in a module that an earlier module of the sequence holds too; None if none is."""
+    owners: dict[int, int] = {}
+    for number, model in enumerate(models):
+        for path, node in nnx.iter_graph(model) if isinstance(model, nnx.Module) else ():
+            if isinstance(node, nnx.Variable) and owners.setdefault(id(node), number) != number:
+                return "/".join(map(str, path))
+    return None
 
 
 def _has_variables(node: Any) -> bool:

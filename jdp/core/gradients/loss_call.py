@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
 from jdp.core.gradients.boundary import Boundary, Weight
+from jdp.core.gradients.model_state import names_of
 from jdp.core.layers import GatherTable, gathering
 from jdp.core.precision import Precision
 from jdp.core.reading.collectives import top_scope
+from jdp.core.reading.jaxprs import passed_on
 from jdp.core.state import AnyState
 from jdp.core.types import Batch, Loss, LossFn, PartsError, PyTree
 
@@ -115,12 +117,19 @@ class LossForm:
         gathers_rows: True if the loss calls `jdp.gather_rows`.
         metrics: the shapes of its metrics' totals, by name.
         aux: the shapes of its aux; () without `has_aux`.
+        statistics: path -> dtype of the model state that a training call changes, without batch norms' averages.
     """
 
     is_scalar: bool
     gathers_rows: bool
     metrics: dict[str, tuple[int, ...]]
     aux: PyTree
+    statistics: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def statistic(self) -> str | None:
+        """The path of one of `statistics`, of floating point if there is such; None if there is none."""
+        return min(self.statistics, key=lambda name: self.statistics[name].kind in "iub", default=None)
 
 
 def with_outputs(loss: LossWithAux, form: LossForm, larger: LossForm | None, rows: int) -> LossWithAux:
@@ -170,13 +179,13 @@ class TracedLoss:
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
-        value, aux, model_state = self.value(operands, model_state, batch, key)
+        value, aux, model_state, _ = self.value(operands, model_state, batch, key)
         with_aux = isinstance(self.fn, LossWithAux) and self.fn.by_row is not None
         arrays = list(map(jnp.asarray, jax.tree.leaves(aux))) if with_aux else []
         return replace(as_sums(value, batch), aux=arrays), model_state
 
-    def value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
-        """Return what the loss function returns, its aux, and the model state afterwards."""
+    def value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree, Any]:
+        """Return what the loss function returns, its aux, and the model state and the model afterwards."""
         weights, context = operands, contextlib.nullcontext()
         if (boundary := self.boundary) is not None:
             placements, tree = jax.tree.flatten(self.placements)
@@ -193,7 +202,7 @@ class TracedLoss:
             value, aux = both(model, batch, key)
             if self.adapter is not None:
                 model_state = self.adapter.changed(model)
-        return value, aux, model_state
+        return value, aux, model_state, model
 
 
 def trace_loss(
@@ -208,11 +217,13 @@ def trace_loss(
 ) -> tuple[Jaxpr, LossForm]:
     """Trace one call of a loss on `rows` rows shaped like the batch's; nothing is computed.
 
+    A training call that writes a parameter is refused, because the step would drop what it writes.
+
     Args:
         key: the key's shape, or None for an evaluation, in which an NNX module is in evaluation mode.
         within: what the call is made in, such as a `shard_map`.
     """
-    batch_size, forms = batch_rows(batch), list[LossForm]()
+    batch_size, forms, adapter = batch_rows(batch), list[LossForm](), state.static.adapter
 
     def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
@@ -220,20 +231,43 @@ def trace_loss(
 
     def call(params: PyTree, model_state: PyTree, batch: Batch, key: Any) -> Any:
         with recording() as gathered:
-            value, aux, after = TracedLoss(fn, state.static.adapter, None, None).value(params, model_state, batch, key)
+            value, aux, after, model = TracedLoss(fn, adapter, None, None).value(params, model_state, batch, key)
+        set_params, set_state = dict[str, Any](), dict[str, Any]()  # path -> (arrays before, arrays after)
+        if adapter is not None and key is not None:
+            set_params = {name: tuple(map(jax.tree.leaves, pair)) for name, *pair in adapter.written(params, model)}
+            pairs = zip(jax.tree.leaves(model_state), jax.tree.leaves(after), strict=True)
+            set_state = {name: ([x], [y]) for name, (x, y) in zip(names_of(model_state), pairs, strict=True)}
         sums = as_sums(value, batch)
         shapes = {name: total.shape for name, (total, _) in sums.metrics.items()}
         aux = jax.tree.map(jnp.asarray, aux)
         forms.append(LossForm(not isinstance(value, Loss), bool(gathered), shapes, jax.tree.map(shape_of, aux)))
-        return sums, aux, after
+        return sums, aux, after, set_params, set_state
 
-    jaxpr = jax.make_jaxpr(within(call))(
+    jaxpr, shapes = jax.make_jaxpr(within(call), return_shape=True)(
         precision.working_shapes(state.params),
         jax.tree.map(shape_of, state.model_state),
         jax.tree.map(fewer, batch),
         None if key is None else shape_of(key),
     )
-    return jaxpr.jaxpr, forms[-1]
+    *_, set_params, set_state = jax.tree.unflatten(jax.tree.structure(shapes), passed_on(jaxpr.jaxpr))
+    if written := [name for name, pair in set_params.items() if pair[0] != pair[1]]:
+        raise UserError(_written(written[0], adapter))
+    changed = [name for name, pair in set_state.items() if pair[0] != pair[1] and name not in adapter.synchronised]
+    dtypes = {name: shapes[-1][name][1][0].dtype for name in changed}
+    return jaxpr.jaxpr, replace(forms[-1], statistics=dtypes)
+
+
+def _written(path: str, adapter: Any) -> str:
+    if adapter.is_named(path):
+        return (
+            f"A parameter is changed by the optimizer alone; `wrt` selects {path}, and a call of the model writes it. "
+            "Name the types that are trained: wrt=(nnx.Param, ...) leaves it to the calls."
+        )
+    return (
+        f"A parameter is changed by the optimizer alone; given a call of the model that writes {path}, an nnx.Param. "
+        "If the first batch initialises it, make that call in `init`. Else put the value back in the call, which uses "
+        "the written one: kernel = layer.kernel.get_value() before, layer.kernel.set_value(kernel) after."
+    )
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

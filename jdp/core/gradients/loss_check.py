@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from jdp.core.batch import batch_rows
 from jdp.core.gradients import loss_findings
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.microbatch import traced_loss, working_copy
+from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.spec import Collectives, GradientSpec
 from jdp.core.precision import Precision
 from jdp.core.random.trial_values import constant_key, moved_rows, moved_weights, rows_at
@@ -52,6 +54,7 @@ class Trial:
     Attributes:
         draws: True if the loss draws random numbers.
         evaluates: True to try it as an evaluation calls it: without a key, and a module in evaluation mode.
+        statistics: paths of model state that each device computes over its own rows, and that is then averaged.
     """
 
     spec: GradientSpec
@@ -59,6 +62,7 @@ class Trial:
     batch: Batch
     draws: bool = False
     evaluates: bool = False
+    statistics: frozenset[str] = frozenset()
 
     def finding(self, rows: int) -> str | None:
         """Describe how the loss is no sum over rows, with the two numbers; None if it passes.
@@ -105,10 +109,20 @@ class Trial:
                 loss_findings.report_metrics(calls, empty)
         if not decided:
             raise UntriedError(UNDECIDED)
-        return None
+        if not self.statistics:
+            return None
+        names, before = names_of(self.state.model_state), jax.device_get(jax.tree.leaves(self.state.model_state))
+        after = self._compiled(_states, numbers, constant_key(), part=1)(True)
+        changes = [leaf for leaf in zip(names, before, *after, strict=True) if leaf[0] in self.statistics]
+        return loss_findings.of_averages(changes, count)
 
-    def _compiled(self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array) -> Callable[[bool], Any]:
-        """Compile `function(loss as a function of rows, two sets of rows)`, for weights and rows moved or not."""
+    def _compiled(
+        self, function: Callable[..., Any], numbers: np.ndarray, key: jax.Array, part: int = 0
+    ) -> Callable[[bool], Any]:
+        """Compile `function(loss as a function of rows, two sets of rows)`, for weights and rows moved or not.
+
+        Of a call it gets the sums (`part` 0) or the model state afterwards (1).
+        """
         precision = Precision(self.spec.settings.precision.params, "fp32", "fp32")
         settings = replace(self.spec.settings, precision=precision, accumulate=1)
         spec, replicated = replace(self.spec, settings=settings, draws=None), self.spec.plan.replicated
@@ -119,7 +133,7 @@ class Trial:
         def run(params: PyTree, model_state: PyTree, batch: Batch, amount: jax.Array) -> Any:
             sets = moved_rows(rows_at(batch, numbers, replicated), amount)
             operands = working_copy(collectives, moved_weights(params, amount))
-            return function(lambda rows: loss(operands, model_state, rows, its_key)[0], sets)
+            return function(lambda rows: loss(operands, model_state, rows, its_key)[part], sets)
 
         arguments = self.state.params, self.state.model_state, self.batch
         with jax.default_matmul_precision("highest"):  # GPUs would take TF32
@@ -143,6 +157,13 @@ def _mixtures(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
 
 def _without_rows(forward: Callable[[Batch], Sums], sets: Batch) -> Sums:
     return forward(jax.tree.map(lambda x: x[0, :0], sets))
+
+
+def _states(forward: Callable[[Batch], PyTree], sets: Batch) -> tuple[list[jax.Array], ...]:
+    """Return the leaves of the state after the first rows, after the others, and after all of them in one call."""
+    first, other = (jax.tree.map(itemgetter(half), sets) for half in (0, 1))
+    both = jax.tree.map(lambda *pair: jnp.concatenate(pair), first, other)
+    return tuple(jax.tree.leaves(forward(rows)) for rows in (first, other, both))
 
 
 def _twice(forward: Callable[[Batch], Sums], sets: Batch) -> tuple[Sums, Sums]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdp.base.notices import notice
@@ -56,6 +57,24 @@ def of_halves(calls: Sums, numbers: np.ndarray) -> str | None:
         expected = np.where(masks.reshape(*masks.shape, *(1,) * (x.ndim - 2)), x[1], x[0])
         if not np.allclose(x, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max(initial=0), equal_nan=True):
             return "rows of aux depend on the other rows of the call"
+    return None
+
+
+def of_averages(changes: list[tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray]], count: int) -> str | None:
+    """Describe state that is no average over rows: (path, before, after some rows, after others, after all of them)."""
+    for name, *arrays in changes:
+        before, first, other, both = (np.asarray(x, np.float64) for x in arrays)
+        mean = (first + other) / 2
+        change = np.max(np.abs([first - before, other - before, both - before]), initial=0)
+        dtype = arrays[0].dtype
+        rounding = 8 * float(jnp.finfo(dtype).eps) * np.abs(mean) if jnp.issubdtype(dtype, jnp.inexact) else 0
+        if np.any(np.abs(both - mean) > 1e-3 * change + rounding):
+            place = np.unravel_index(np.argmax(np.abs(both - mean)), both.shape)
+            return (
+                f"{name} is {both[place]:.6g} after a call with {2 * count} rows, and {mean[place]:.6g} if two devices "
+                "see half of them each and their values are averaged: gather what it counts (jdp.gather_rows), or take "
+                "partitioning='auto', which sees all rows"
+            )
     return None
 
 

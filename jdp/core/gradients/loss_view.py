@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import Jaxpr
@@ -24,6 +24,7 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, with_outputs
 from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
+from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.views import chosen_view, on_every_device
 from jdp.core.plan import Plan
@@ -33,7 +34,7 @@ from jdp.core.reading.jaxprs import every_eqn, user_line
 from jdp.core.sharding.host_memory import is_described
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
-from jdp.core.types import Batch, LossFn, PartsError
+from jdp.core.types import Batch, LossFn, PartsError, PyTree
 
 Values = Literal["real", "abstract", "drawn"]
 """What a loss is tried on: the values of the first call; none, it is believed; values drawn while a function of the
@@ -93,7 +94,8 @@ class TrialOnce:
             found = trial.finding(rows)
         except UntriedError as error:
             return f"whether it is a sum over rows is not known: {error}"
-        if found is None or adapter is None or not (trial.spec.settings.train and adapter.has_statistics):
+        trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
+        if found is None or trial.statistics or not trains:
             return found
         try:
             return found if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
@@ -137,8 +139,7 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
     settings, adapter = spec.settings, state.static.adapter
     read = partial(_read, spec, state, batch)
     reading = whole = read(settings.requested or "auto")
-    statistics = () if adapter is None or not settings.train else adapter.unsynchronised_floats + adapter.unsynchronised
-    name, why = chosen_view(settings.requested, whole.form, spec.plan.batch_shards, settings.train, statistics)
+    name, why = chosen_view(settings.requested, whole.form, spec.plan.batch_shards, settings.train)
     if settings.accumulate > 1:
         _check_microbatches(whole.form, settings.accumulate)
     reason = None
@@ -153,7 +154,7 @@ def settle_view(spec: GradientSpec, state: AnyState, batch: Batch, trial: Callab
         why = f"the loss returns jdp.Loss, but {reason}, so a call sees the rows of all devices"
         reading, reason = whole, whole.obstacle(trial)
     if reason is not None and not (reason == IN_TRAINING_ALONE and reading.partitioning == "auto"):
-        raise UserError(_refusal(spec, name, reason, adapter is None))
+        raise UserError(_refusal(spec, name, reason, _norm_fix(reason, adapter)))
     reading.check_metrics()
     does_draw, why = draws_anything(reading.jaxpr), why + reading.remarks
     return View(reading.partitioning, why, reading.loss_fn, reading.draws, does_draw)
@@ -175,16 +176,25 @@ def _check_microbatches(form: LossForm, count: int) -> None:
         )
 
 
-def _refusal(spec: GradientSpec, name: Partitioning, reason: str, is_plain: bool) -> str:
+def _norm_fix(reason: str, adapter: Any) -> str:
+    """Return what to do about a batch norm that `reason` may be of, else nothing."""
+    if "change the part of rows" not in reason and "statistics in the model" not in reason:
+        return ""
+    if None in getattr(adapter, "adapters", (adapter,)):  # a model that is a plain pytree
+        return " Has it a batch norm of linen? Wrap the model in nnx.bridge.ToNNX."
+    if adapter.has_statistics:
+        return " Is it a batch norm alone? Take its running averages if rng is None, such as by train=rng is not None."
+    return ""
+
+
+def _refusal(spec: GradientSpec, name: Partitioning, reason: str, fix: str = "") -> str:
     plan, accumulate = spec.plan, spec.settings.accumulate
     parts = [f"{axis}={plan.mesh.shape[axis]}" for axis in plan.batch_axes if name == "manual"]
     parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
-    norms = is_plain and "change the part of rows" in reason
     return (
         f"A loss that is called on parts of the batch ({' × '.join(parts)}) must be a sum over rows, and draw by row; "
         f"{reason}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole batch."
-        f"{' Has it a batch norm of linen? Wrap the model in nnx.bridge.ToNNX.' if norms else ''} check_loss=False "
-        "turns the trial off."
+        f"{fix} check_loss=False turns the trial off."
     )
 
 
@@ -207,12 +217,24 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
         if not is_of_row_key(error):
             raise
         refusal = f"{str(error).partition(',')[0]}, which a part of the batch does not have; draw otherwise from rng"
-        raise UserError(_refusal(spec, partitioning, refusal, False)) from error
+        raise UserError(_refusal(spec, partitioning, refusal)) from error
     except Exception as error:
         if calls > 1:
+            _refuse_state_of_rows(state.model_state, batch_rows(batch), rows, error)
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
     return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
+
+
+def _refuse_state_of_rows(model_state: PyTree, batch_size: int, rows: int, error: Exception) -> None:
+    """Refuse model state with an entry for each row of the batch, if a call on fewer rows failed."""
+    for name, leaf in zip(names_of(model_state), jax.tree.leaves(model_state), strict=True):
+        if leaf.shape[:1] == (batch_size,):
+            raise UserError(
+                f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a batch of "
+                f"{batch_size} rows, and the loss fails on {rows} of them ({str(error).partition(chr(10))[0]}). Keep "
+                "in the batch what belongs to rows, or take accumulate=1 and leave partitioning to jdp."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -275,19 +297,19 @@ class _Reading:
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
         spec, draws = replace(self.spec, loss_fn=loss_fn), draws_anything(self.jaxpr)
-        return trial(Trial(spec, self.state, self.batch, draws), self.rows)
+        averaged = frozenset(self.form.statistics if self.partitioning == "manual" else ())
+        return trial(Trial(spec, self.state, self.batch, draws, statistics=averaged), self.rows)
 
     @property
     def remarks(self) -> str:
         """What the user may not expect of the view."""
-        settings, adapter = self.spec.settings, self.state.static.adapter
+        settings = self.spec.settings
         if not settings.train:
             return ""
         precision = settings.precision
         if self.partitioning == "auto" and self.spec.plan.batch_shards > 1 and precision.reduce != precision.compute:
             return f"; XLA then reduces gradients in {precision.compute}"
-        if self.partitioning == "manual" and adapter is not None and adapter.unsynchronised_floats:
-            name = adapter.unsynchronised_floats[0]
+        if self.partitioning == "manual" and (name := self.form.statistic):
             return f"; each device then computes {name} over its own rows, and the values are averaged"
         return ""
 

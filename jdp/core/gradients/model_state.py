@@ -24,6 +24,14 @@ def changed_leaves(before: PyTree, after: PyTree) -> tuple[bool, ...]:
     return tuple(old is not new for old, new in pairs)
 
 
+def names_of(model_state: PyTree) -> list[str]:
+    """Return the path of each leaf, in order; `model_state` may be a tuple, of the models of a gradient."""
+    leaves = jax.tree.leaves_with_path(model_state)
+    if not isinstance(model_state, tuple):
+        return [path_of(path) for path, _ in leaves]
+    return [path_in_model(path[0].idx, len(model_state), path_of(path[1:])) for path, _ in leaves]
+
+
 def refuse_varying(
     call: Callable[[PyTree, Batch, PyTree], PyTree],
     model_state: PyTree,
@@ -33,8 +41,8 @@ def refuse_varying(
     carried: bool,
 ) -> None:
     """Refuse model state that is not floating point and would differ between devices."""
-    leaves = jax.tree.leaves_with_path(model_state)
-    fixed = [not jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves]
+    leaves = jax.tree.leaves(model_state)
+    fixed = [not jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     if not any(fixed):
         return
     jaxpr = jax.make_jaxpr(call)(model_state, batch, key).jaxpr
@@ -42,10 +50,8 @@ def refuse_varying(
     varies = [any(used[len(leaves) :]) for used in needs]
     for _ in leaves if carried else ():  # what depends on it after one microbatch, after two, ...
         varies = [v or any(map(and_, used, varies)) for v, used in zip(varies, needs, strict=True)]
-    for (path, leaf), is_fixed, is_varying in zip(leaves, fixed, varies, strict=True):
+    for name, leaf, is_fixed, is_varying in zip(names_of(model_state), leaves, fixed, varies, strict=True):
         if is_fixed and is_varying:
-            joined = isinstance(model_state, tuple)  # of the models of a gradient
-            name = path_in_model(path[0].idx, len(model_state), path_of(path[1:])) if joined else path_of(path)
             raise UserError(
                 f"Under partitioning='manual' each device calls the model with its own rows, and {name} "
                 f"({leaf.dtype}), which depends on them, would be another one on each device; only floating-point "

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
-from jdp.core.cluster.agreement import processes_of
+from jdp.core.cluster.agreement import passed, processes_of
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_view import TrialOnce, Values, View, settle_view
@@ -66,6 +66,7 @@ class PartitionedLoss:
         self._views: dict[Hashable, View] = {}
         self._trial = TrialOnce()
         self._agreed: set[Hashable] = set()  # the shapes that all processes agree on
+        self._last_agreed: Hashable = None
         self._dispatched: jax.Array | None = None  # the loss that the last call computes
 
     @property
@@ -160,15 +161,19 @@ class PartitionedLoss:
         *,
         compiler_options: Mapping[str, CompilerValue] | None = None,
     ) -> None:
-        """Check once for these shapes that all processes agree, before they compute together."""
-        if shapes is None or shapes in self._agreed:
+        """Check that all processes agree before they compute together, if the shapes are not those of the last call."""
+        if shapes is None:
             return
-        check_global(batch)
-        agree_on_inputs(caller, state, batch, self.plan)
-        if not self.is_checked:
-            self.check_first(state, batch)
-        agree_on_program(caller, lower(), self.plan, compiler_options or {})
-        self._agreed.add(shapes)
+        if shapes != self._last_agreed:
+            check_global(batch)
+            agree_on_inputs(caller, state, batch, self.plan, again=shapes in self._agreed)
+            if shapes not in self._agreed:
+                if not self.is_checked:
+                    self.check_first(state, batch)
+                agree_on_program(caller, lower(), self.plan, compiler_options or {})
+            self._agreed.add(shapes)
+            self._last_agreed = shapes
+        passed(self.plan.mesh)
 
     def param_placements(self, state: AnyState) -> PyTree:
         """Return a tree like the parameters, of `Placement`."""

@@ -33,9 +33,7 @@ from jdp.core.types import Batch, PyTree
 REQUESTED = "asked for"
 
 
-def chosen_view(
-    requested: Partitioning | None, form: LossForm, shards: int, train: bool, statistics: tuple[str, ...]
-) -> tuple[Partitioning, str]:
+def chosen_view(requested: Partitioning | None, form: LossForm, shards: int, train: bool) -> tuple[Partitioning, str]:
     """Return the view of a step and the reason for it: what the loss returns decides.
 
     Args:
@@ -43,7 +41,6 @@ def chosen_view(
         form: what the loss returns.
         shards: number of parts of the batch on the mesh.
         train: False for an evaluation.
-        statistics: model state that calls may change and that belongs to no `nnx.BatchNorm`, which synchronises.
     """
     if requested is not None:
         return requested, REQUESTED
@@ -55,8 +52,8 @@ def chosen_view(
         return "auto", "the loss returns a scalar, the mean over the rows that it sees, so it sees all rows"
     if form.gathers_rows:
         return "auto", "the loss calls jdp.gather_rows, so it sees all rows"
-    if statistics:
-        return "auto", f"{statistics[0]} may be a statistic of rows, so each call sees a whole microbatch"
+    if form.statistic:
+        return "auto", f"{form.statistic} may be a statistic of rows, so each call sees a whole microbatch"
     return "manual", "the loss returns jdp.Loss, a sum over rows, so each device calls it on its own rows"
 
 

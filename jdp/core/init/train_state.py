@@ -56,8 +56,8 @@ def init_state(
         rng: one key, `jax.random.key(seed)`, the same on every process; everything random in training derives from it.
         wrt: which parameters are trained; None: all. Give it to fine-tune a part of a model. A path pattern ("head/*",
             as in `Plan.rules`) or a sequence of them; for an NNX module also any filter of nnx (`nnx.LoRAParam`, a
-            callable). All others are frozen: no gradient, no optimizer state, any dtype. They are sharded and gathered
-            as the strategy says, and the optimizer sees None in their place.
+            callable), for variables of other types too. All others are frozen: no gradient, no optimizer state, any
+            dtype. They are sharded and gathered as the strategy says, and the optimizer sees None in their place.
 
     Returns:
         A `TrainState` at step 0 on the plan's devices.
@@ -125,7 +125,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
         model, specs = flax_nnx.built(init, key_of_init(rng))
-        params, model_state, adapter = flax_nnx.split(model)
+        params, model_state, adapter = flax_nnx.split(model, wrt)
         _check_arrays(params)
         params, model_state = jax.tree.map(_strong, (params, model_state))
         trained = resolve(params, adapter, wrt)

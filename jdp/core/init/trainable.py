@@ -6,7 +6,6 @@ others are. So fine-tuning a part of a model (LoRA: Hu et al. 2021, arXiv:2106.0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,8 +32,8 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
         if trained and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise UserError(
                 f"Every parameter that is trained must be floating point; {path} is {leaf.dtype}. Freeze it "
-                "(wrt=patterns of what is trained), or keep counters and tables out of the model's parameters (in NNX: "
-                "a variable that is not an nnx.Param)."
+                "(wrt=patterns of what is trained), keep counters and tables out of the model's parameters (in NNX: a "
+                "variable that is not an nnx.Param), and complex weights as two arrays, their real and imaginary parts."
             )
     return None if all(selected) else selected
 
@@ -42,8 +41,8 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
 def _selected(paths: list[str], adapter: Any, wrt: Any) -> tuple[bool, ...]:
     if wrt is None:
         return (True,) * len(paths)
-    patterns = [wrt] if isinstance(wrt, str) else wrt
-    if isinstance(patterns, Sequence) and all(isinstance(pattern, str) for pattern in patterns):
+    if flax_nnx.is_pattern(wrt):
+        patterns = [wrt] if isinstance(wrt, str) else wrt
         for pattern in patterns:
             if not any(matches(path, [pattern]) for path in paths):
                 raise UserError(

@@ -99,7 +99,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 
     Args:
         tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
-            processes, the same values on each.
+            processes, the same values on each. Modules that share a part keep it shared in one `nnx.Dict`.
         plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
         of: the parameters that the tree belongs to, a module or a pytree. Needed for an optimizer or its state.
 

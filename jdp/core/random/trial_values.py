@@ -15,13 +15,17 @@ from jdp.core.types import Batch, PyTree
 
 
 def moved_weights(params: PyTree, amount: jax.Array) -> PyTree:
-    """Return parameters plus `amount` times noise: initial weights, such as a head of zeros, hide what rows do."""
+    """Return parameters plus `amount` times noise: initial weights, such as a head of zeros, hide what rows do.
+
+    An array of one value gets more noise. Behind a head of zeros and a last scale of zeros, as in residual blocks, the
+    effects of both are multiplied.
+    """
 
     def moved(number: int, x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        noise = jax.random.normal(jax.random.key(number), x.shape)
-        return (x + amount * (0.1 * jnp.std(x) + 0.02) * noise).astype(x.dtype)
+        noise, spread = jax.random.normal(jax.random.key(number), x.shape), jnp.std(x)
+        return (x + amount * jnp.where(spread > 0, 0.1 * spread + 0.02, 0.3) * noise).astype(x.dtype)
 
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten(map(moved, range(len(leaves)), leaves))
@@ -38,13 +42,18 @@ def rows_at(batch: Batch, numbers: np.ndarray, sharding: NamedSharding) -> Batch
 
 
 def moved_rows(batch: Batch, amount: jax.Array) -> Batch:
-    """Return rows that all differ if `amount` is 1: positive numbers stay positive, no index exceeds the largest."""
+    """Return rows that all differ if `amount` is 1, in their means too, as rows [sets, count, ...] of noise would not.
+
+    Positive numbers stay positive, and no index exceeds the largest.
+    """
 
     def moved(number: int, x: jax.Array) -> jax.Array:
-        uniform = jax.random.uniform(jax.random.key(number), x.shape)
+        uniform, dtype = jax.random.uniform(jax.random.key(number), x.shape), x.dtype
         if jnp.issubdtype(x.dtype, jnp.floating):
             largest = jnp.max(jnp.abs(x), initial=0.0)
-            return (x * (1 + amount * (uniform - 0.5)) + amount * 0.3 * largest * (1 - uniform)).astype(x.dtype)
+            sizes = jax.random.uniform(jax.random.key(-1), (*x.shape[:2], *(1,) * (x.ndim - 2)))
+            x = x * (1 + amount * (uniform - 0.5)) + amount * 0.3 * largest * (1 - uniform)
+            return (x * (1 + amount * (sizes - 0.5))).astype(dtype)
         if x.dtype == jnp.bool_:
             return x ^ ((uniform < 0.3) & (amount > 0))
         if not jnp.issubdtype(x.dtype, jnp.integer):

@@ -28,6 +28,8 @@ DECOMPOSITIONS = frozenset(
     "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal".split()  # noqa: SIM905
 )
 """Operations on the last two dimensions."""
+CALLS = ("jit", "closed_call", "checkpoint", "remat2", "shard_map", "custom_jvp_call", "custom_vjp_call")
+"""Operations that run one jaxpr once, on their operands."""
 REDUCTIONS = frozenset(
     "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
 )
@@ -54,6 +56,19 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     constants, carried, _ = eqn.params["ft_in"].unpack()  # since jax 0.12: trees, whose length is that of their leaves
     return len(constants), len(carried)
+
+
+def passed_on(jaxpr: Jaxpr) -> list[Any]:
+    """Return for each output the variable that it is, traced back through calls that hand an operand on unchanged."""
+    same: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in CALLS:
+            [inner] = jaxprs_in_params(eqn.params)
+            operands = dict(zip(inner.invars, eqn.invars, strict=True))
+            for var, out in zip(eqn.outvars, passed_on(inner), strict=True):
+                if not isinstance(out, Literal) and not isinstance(operand := operands.get(out), Literal | None):
+                    same[var] = same.get(operand, operand)
+    return [var if isinstance(var, Literal) else same.get(var, var) for var in jaxpr.outvars]
 
 
 def places_made(jaxpr: Jaxpr) -> list[int]:

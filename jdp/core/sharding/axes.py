@@ -90,14 +90,18 @@ class BatchUnit:
         """Return the rule and the number given: "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9"."""
         return f"{subject} must divide by {equation(self.factors)}; given {rows}"
 
-    def check(self, rows: int, subject: str = "a batch's rows") -> None:
-        """Check a number of rows."""
+    def check(self, rows: int, subject: str = "a batch's rows", *, microbatches: bool = True) -> None:
+        """Check a number of rows; `microbatches` False if a step may divide them further, which the error then says."""
         if not is_integer(rows):
             raise UserError(f"{subject} are an integer; given {rows!r}. Give a multiple of {self.rows}.")
         if rows < 1 or rows % self.rows:
-            below = max(rows, 0) // self.rows * self.rows
-            near = f"{below} or {below + self.rows}" if below else f"{self.rows}"
-            raise UserError(f"{self.rule(rows, subject)}: the nearest that fit: {near}")
+            further = f" ({self._near(rows, 2)} under accumulate=2, {self._near(rows, 4)} under 4)" * (not microbatches)
+            raise UserError(f"{self.rule(rows, subject)}: the nearest that fit: {self._near(rows)}{further}")
+
+    def _near(self, rows: int, accumulate: int = 1) -> str:
+        unit = self.rows * accumulate
+        below = max(rows, 0) // unit * unit
+        return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def batch_unit(mesh: Mapping[str, int], accumulate: int = 1) -> BatchUnit:

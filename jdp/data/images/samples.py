@@ -178,7 +178,7 @@ def image_data(
             is resized (bilinear, antialiased). None: all must have the same size. EXIF rotations are not applied.
         channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey and colour are converted; a transparent part
             shows its colour.
-        heldout_fraction: in (0, 1), about the share of the images to hold out, by a hash of their encoded bytes.
+        heldout_fraction: in [0, 1), about the share of the images to hold out, by a hash of their encoded bytes.
         heldout: a separate held-out set with the same classes, in place of `heldout_fraction`.
         mean, std: for each channel or for all; a value v becomes (v / 255 - mean) / std, by default in [-1, 1].
         image, label: the columns of images and labels, if there are several candidates.

@@ -29,7 +29,7 @@ from jdp.foresight.any_step.replace_mesh import Exchange, OtherSize
 from jdp.foresight.any_step.traced import Argument, Arguments, Traced, mesh_in, trace
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.targets.relocate import MISMATCHES, answered_for, compile_for, cudnn_of, lowering_for
-from jdp.foresight.targets.resolve import Target
+from jdp.foresight.targets.resolve import Target, target_of
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ def move(
     function: Callable[..., Any], inputs: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None = None
 ) -> Relocated:
     """Trace a jitted function, and put its program on a target's devices."""
-    device, cudnn = (None, None) if target is None else (target.devices[0], cudnn_of(target))
-    with answered_for(device, cudnn):
-        return _move(function, inputs, target, sizes)
+    arguments = Arguments.of(function, inputs)
+    devices = target_of(target, [each.abstract() for each in arguments.arrays])
+    with answered_for(devices.devices[0], cudnn_of(devices)):
+        return _move(function, arguments, target, sizes)
 
 
 def _move(
-    function: Callable[..., Any], inputs: tuple[Any, ...], target: Target | None, sizes: Mapping[str, int] | None
+    function: Callable[..., Any], arguments: Arguments, target: Target | None, sizes: Mapping[str, int] | None
 ) -> Relocated:
-    arguments = Arguments.of(function, inputs)
     traced = trace(function, arguments)
     old = mesh_in(traced.arguments, traced.out_shardings)
     batch, batch_axes = _batch(traced)

@@ -29,7 +29,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch, Device
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.gpu_config import fields
-from jdp.foresight.targets.resolve import Target
+from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.targets.resolve import target as named
 
 
@@ -126,13 +126,15 @@ def abstract_on(
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
     step = step.on(plan.mesh)
-    cudnn = None if target is None else cudnn_of(target)
+    cudnn = cudnn_of(target_of(target, abstract_state))
     return Candidate(step, abstract_state, abstract_batch, notes, cudnn=cudnn)
 
 
 def cudnn_of(target: Target) -> int | None:
     """Return the assumed version of cuDNN on described devices; None for real devices."""
-    return None if target.config is None else version_in(target.config)
+    if target.config is None and type(target.devices[0].client).__name__ != "CompileOnlyPyClient":
+        return None
+    return version_in(target.config or "")
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
