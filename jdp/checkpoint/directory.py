@@ -224,7 +224,7 @@ class Checkpoints:
     def save_in_memory(self, state: Any, record: Mapping[str, Any] | None = None, *, step: int | None = None) -> bool:
         """Copy `state` into the hosts' memory, at every `keep_in_memory`-th call. Every process calls it.
 
-        A restart restores the copy in place of an older checkpoint, also on fewer hosts: each part of the state is on
+        A restart restores the copy in place of an older checkpoint, also on fewer hosts. Each part of the state is on
         two hosts, or on all hosts that replicate it. The copy is made before this returns; its checksums are computed
         in the background. If this host's memory is full, that is reported, and the run goes on without copies.
 

@@ -71,8 +71,8 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
 
     Returns:
         An iterator of batches, with `wait_seconds`: the seconds waited for batches so far. It raises the loader's
-        errors, and ValueError for a batch whose rows do not divide by this process' batch shards, for a loader that
-        yields no batch, and for a second pass.
+        errors. It raises ValueError for rows that do not divide by this process' batch shards, for a loader without
+        batches, and for a second pass.
 
     Raises:
         ValueError: `loader` is not an iterable of batches; `prefetch` is less than 1; or `plan` is not a `jdp.Plan`.

@@ -1,6 +1,6 @@
 """Several data sets mixed by weight: a pure function of (seed, position), without a table.
 
-1. Positions 0, 1, 2, … of the run go around a circle of 2³² points in steps of the golden ratio, which spreads any
+1. Positions 0, 1, 2, … of the run go around a circle of 2³² points in steps of the golden ratio. This spreads any
    stretch of positions evenly (Knuth, The Art of Computer Programming 3, 6.4: Fibonacci hashing). Each data set owns an
    arc as long as its weight. So any n consecutive positions, a global batch or an epoch, contain n times its weight of
    each data set, give or take a few.

@@ -4,8 +4,8 @@ A run is an endless sequence of positions 0, 1, 2, …; epoch e covers the posit
 every epoch is shuffled anew. Global batch b of B rows is the positions [b·B, (b+1)·B), which may straddle two epochs.
 So no sample is dropped or repeated at an epoch's end, and one integer is the whole state of a run.
 
-There are two shuffles, because grain's is slow for few samples: it walks a cipher over blocks of at least 16 bits until
-the result is in range, 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2.
+There are two shuffles, because grain's is slow for few samples. It walks a cipher over blocks of at least 16 bits until
+the result is in range: 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2.
 
 1. below 2¹⁶ samples, a table for the epoch;
 2. above, grain's `index_shuffle`: no table, constant time and memory.

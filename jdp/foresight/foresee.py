@@ -1,7 +1,7 @@
 """Compile a step under every strategy, and report the memory, traffic and time of each.
 
 1. `candidates` returns strategies × microbatches, each a step with abstract values on the target's devices.
-2. `make_plan_report` compiles each for the target, or reads it from the cache, and makes an `Estimate`: memory by
+2. `make_plan_report` compiles each for the target, or reads it from the cache. It makes an `Estimate`: memory by
    class, traffic against the contract, a simulated schedule; or the reason why it does not compile.
 3. The report chooses the fastest candidate that fits.
 

@@ -84,7 +84,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     Raises:
         ValueError: an evaluation step, a bad target, or a step that does not compile. Without a target, a batch that
             does not divide; for a target its rows are rounded up, and a note reports it. For a step that jdp did not
-            make: it is not jitted, its arguments are on no mesh or on two, its axes do not fit the target, or a
+            make: it is not jitted, its arguments are on no mesh or on two, or its axes do not fit the target. Or a
             `shard_map` over its own mesh would have to change its size.
     """
     if not isinstance(step, Step):

@@ -8,7 +8,7 @@ weights w (before the loss) and gradients g (before clipping) are moved at every
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-This is several times the error of correct runs: over all elements of a small GPT, a gradient's error was at most 3 u
+This is several times the error of correct runs. Over all elements of a small GPT, a gradient's error was at most 3 u
 in bf16 and 13 u in fp32 (n = 1024) of that size. The noise must be larger because an error that changes a sign does
 not grow with it: the shadows have to change every sign that a run may change. The signs of the noise are random by
 element and constant over the steps, and shadows come in pairs of opposite signs. So an element's deviation is its own

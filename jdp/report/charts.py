@@ -92,8 +92,8 @@ def inline(figure: Figure, described: str) -> Markup:
     """Return a figure as an `<svg>` element for a page.
 
     matplotlib's XML head, ids of groups, style sheet (which would apply to the whole page) and list of fonts are
-    removed. The other ids get a suffix of the picture, because a browser uses the first element of a page with an id,
-    and none if that element is in a closed part.
+    removed. The other ids get a suffix of the picture: a browser uses the first element with an id, and none if that
+    element is in a closed part.
     """
     _label_logs_plainly(figure)
     buffer = io.StringIO()

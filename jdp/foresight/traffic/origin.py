@@ -235,8 +235,8 @@ class Parameters:
     def like(self, dims: tuple[int, ...]) -> tuple[Placement, ...]:
         """Return the parameters with these dimensions, in any order and without dimensions of 1: XLA chooses layouts.
 
-        The order of preference: the working copy or the shard; one layer of either; the global array; all shards, or
-        those of one layer, along a dimension of their own, as CPUs gather them. Last, for steps that jdp did not make,
+        The order of preference: the working copy or the shard; one layer of either; the global array. Then all shards,
+        or those of one layer, along a dimension of their own, as CPUs gather them. Last, for steps that jdp did not make,
         the matrix that XLA makes from an array with more dimensions, such as heads, for a product.
         """
         key = _key(dims)
