@@ -6,7 +6,8 @@ its done makes compute wait for it; a synchronous collective holds both. Copies 
 lane, one at a time. A loop's rounds are walked until two take equally long; the rest repeat them.
 
 While compute waits, communication is exposed, or the step waits for the host: compute + both = step. The model assumes
-that lanes do not slow each other, that the host launches in time, and that kernels do not share data in the cache. `parts` divides the seconds of computing by kind of work.
+that lanes do not slow each other, that the host launches in time, and that kernels do not share data in the cache.
+`parts` divides the seconds of computing by kind of work.
 """
 
 from __future__ import annotations

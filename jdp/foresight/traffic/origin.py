@@ -236,8 +236,8 @@ class Parameters:
         """Return the parameters with these dimensions, in any order and without dimensions of 1: XLA chooses layouts.
 
         The order of preference: the working copy or the shard; one layer of either; the global array. Then all shards,
-        or those of one layer, along a dimension of their own, as CPUs gather them. Last, for steps that jdp did not make,
-        the matrix that XLA makes from an array with more dimensions, such as heads, for a product.
+        or those of one layer, along a dimension of their own, as CPUs gather them. Last, for steps that jdp did not
+        make, the matrix that XLA makes from an array with more dimensions, such as heads, for a product.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())
