@@ -1,11 +1,11 @@
 """Weights on disk: checkpoints, and safetensors under other libraries' names.
 
-Checkpoints are written in the background, and always restored onto the plan at hand.
+Checkpoints are written in the background, and restored onto any plan.
 
 single         one checkpoint in a folder
-directory      several, one a step
+directory      several, one for each step
 format/        the content of a checkpoint, how it is stored and read onto a target, its checksums
-upkeep/        which checkpoints are kept, which entries are jdp's, which are damaged
+upkeep/        retention, ownership and damage of checkpoints
 safetensors/   weights alone, in files that other libraries read
 """
 

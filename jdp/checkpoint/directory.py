@@ -1,9 +1,9 @@
-"""A directory of checkpoints, one a step: which are kept, which is best, and how they are written in the background.
+"""A directory of checkpoints, one for each step: retention, the best checkpoint, and writing in the background.
 
-A save copies the arrays from the devices; Orbax writes them to `.saving-STEP` in the background. When all are there
-every process hashes what it wrote, process 0 writes the description and the checksums, and renames the folder to STEP.
-So a run killed while saving finds the step before. Opening a directory changes nothing in it: another process may read
-while a run trains.
+A save copies the arrays from the devices; Orbax writes them to `.saving-STEP` in the background. Then every process
+hashes its files, process 0 writes the description and the checksums, and renames the folder to STEP. So a run killed
+while saving finds the previous step. Opening a directory changes nothing in it, so another process may read while a run
+trains.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Saving:
 
 
 class Checkpoints:
-    """A directory of checkpoints, one a step.
+    """A directory of checkpoints, one for each step.
 
         >>> train_step = jdp.make_train_step(loss_fn, plan)
         >>> with jdp.Checkpoints("checkpoints", keep=2, best="eval_loss") as checkpoints:
@@ -63,27 +63,27 @@ class Checkpoints:
         >>> checkpoints.steps, record
         ([1, 2], {'epoch': 0})
 
-    A checkpoint is kept while any of `keep`, `keep_every` and `best` keeps it. None is replaced: to train again from an
-    earlier one, call `go_back`.
+    A checkpoint is kept while any of `keep`, `keep_every` and `best` keeps it. A checkpoint is never replaced: to train
+    again from an earlier one, call `go_back`.
 
-    Every file has a checksum, which is compared before the file is read. If the newest checkpoint is damaged, the one
-    before it is restored. The damaged one is moved to `damaged-STEP`, and this is reported.
+    Every file has a checksum, which is compared before the file is read. If the newest checkpoint is damaged, it is
+    moved to `damaged-STEP`, this is reported, and the previous one is restored.
 
     Args:
-        directory: created if it does not exist; `~` is expanded. All processes see the same one.
-        keep: how many of the newest to keep; None: all. Raise it when you may go back further.
-        keep_every: also keep every step that this divides, for good; None: no others. Give it to evaluate or compare
+        directory: created if missing; `~` is expanded. All processes must see the same directory.
+        keep: number of newest checkpoints to keep; None: all. Raise it if you may go back further.
+        keep_every: also keep every step that this divides, permanently; None: no others. Use it to evaluate or compare
             checkpoints later.
-        best: also keep the one that is best by this metric, among those saved with a finite value of it; the newest of
-            equals. Give it when the best model is needed, not the last.
-        mirror: where committed checkpoints are copied in the background: s3://bucket/run, gs://bucket/run, or another
-            storage that fsspec has. If the newest here is older, the mirror's newest is fetched first. None: nowhere.
-        keep_in_memory: every how many steps `save_in_memory` copies the state into the hosts' memory (/dev/shm, or
-            $JDP_MEMORY_DIR), from which a restart goes on; 0: never. Give it when storage is slow, or saves are rare.
-        mode: "min" if less of that metric is better, as of a loss, "max" if more is, as of an accuracy.
+        best: also keep the best checkpoint by this metric, the newest of equals; only finite values count. Use it if
+            you need the best model, not the last.
+        mirror: destination of copies in the background: s3://bucket/run, gs://bucket/run, or any storage of fsspec. If
+            the mirror's newest checkpoint is newer than the local ones, it is fetched first. None: no mirror.
+        keep_in_memory: interval in steps at which `save_in_memory` copies the state into the hosts' memory (/dev/shm,
+            or $JDP_MEMORY_DIR), for a restart; 0: never. Use it if storage is slow or saves are rare.
+        mode: "min" if lower values of the metric are better, as for a loss; "max" if higher, as for an accuracy.
 
     Raises:
-        CheckpointError: the directory cannot be created, or is none. It has an entry named by a number that is no
+        CheckpointError: the directory cannot be created, is not a directory, or has a numbered entry that is not a
             checkpoint. Or there are no checkpoints, and the mirror cannot be read.
         ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
@@ -104,18 +104,18 @@ class Checkpoints:
         self._retention = Retention(keep, keep_every, best, mode)
         self.directory = user_path(directory).absolute()
         ownership.make_directory(self.directory)
-        self._last: int | None = None  # the step that was saved or restored last
+        self._last: int | None = None  # the last saved or restored step
         self._last_arrays: list[weakref.ref[jax.Array]] = []  # of its state
         self._saving: Saving | None = None
         self._mirror = None if mirror is None else Mirror(mirror, self.directory, self._retention)
         self._memory = MemoryCopies(self.directory, keep_in_memory) if keep_in_memory else None
         self._background = ThreadPoolExecutor(1, "jdp checkpoint")
-        self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
-        self._arrays: ocp.AsyncCheckpointer | None = arrays.open_writer()  # None: this directory is closed
+        self._restore_logging = hush()  # Orbax' threads log their errors; here they are raised instead
+        self._arrays: ocp.AsyncCheckpointer | None = arrays.open_writer()  # None: closed
 
     @property
     def latest(self) -> int | None:
-        """Return the newest step: committed, being written, or in memory when this was opened; None: there is none."""
+        """Return the newest step: committed, being written, or in memory at opening; None if there is none."""
         in_memory = () if self._memory is None else self._memory.steps
         return max((*self.steps, *in_memory), default=None)
 
@@ -127,7 +127,7 @@ class Checkpoints:
 
     @property
     def best(self) -> int | None:
-        """Return the best step by the metric `best`; None if that is None, or no checkpoint has a finite value of it.
+        """Return the best step by the metric `best`; None without a metric, or if no checkpoint has a finite value.
 
         Raises:
             CheckpointError: the last save failed.
@@ -146,27 +146,27 @@ class Checkpoints:
     ) -> None:
         """Save `state` under the number of batches it has consumed, or any tree under `step`, in the background.
 
-        The arrays are copied before this returns, so the next step may donate them. The step that was saved or restored
-        last is not written again; if the arrays are others now, this is reported.
+        The arrays are copied before this returns, so the next step may donate them. The last saved or restored step is
+        not written again; if its arrays have changed, this is reported.
 
         Args:
             state: the whole train state; or any tree of arrays, numbers, NNX modules and optimizers, such as
                 {"generator": generator, "optimizer": optimizer}.
             record: any small JSON object, which `restore` returns; numbers of NumPy and JAX become Python's.
-            metrics: name -> number, measured on this state; if `best` is set it must be among them. None: not measured.
+            metrics: name -> number, measured on this state, including the metric `best` if set. None: not measured.
             step: the number of a tree's checkpoint, 0 or more. A train state has its own.
 
         Raises:
-            CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are
-                complete. Or this step or a later one is there already: call `go_back`. Or the state is abstract,
-                `record` is not JSON, or this directory is closed.
-            ValueError: a tree is given without `step`, or a train state with another step than its own. Or the metric
-                `best` is not in `metrics`, or a metric is no number.
+            CheckpointError: this checkpoint or the previous one cannot be written; earlier ones are complete. Or this
+                step or a later one exists: call `go_back`. Or the state is abstract, `record` is not JSON, or this
+                directory is closed.
+            ValueError: a tree without `step`, or a train state with another step than its own. Or the metric `best` is
+                not in `metrics`, or a metric is not a number.
         """
         if self._arrays is None:
             raise CheckpointError(
-                f"{self.directory} was closed, and nothing is saved after that. Save before close(), inside `with`, or "
-                "open it again: jdp.Checkpoints(...)."
+                f"{self.directory} is closed, so nothing can be saved. Save before close(), inside `with`, or open it "
+                "again: jdp.Checkpoints(...)."
             )
         check_values(state_leaves := Content.of(state).leaves)  # before the step's number is taken
         numbers = self._retention.numbers(metrics or {})
@@ -176,8 +176,8 @@ class Checkpoints:
         if step == self._last:
             if [id(array()) for array in state_arrays] != [id(array()) for array in self._last_arrays]:
                 warn(
-                    f"{self.directory} has checkpoint {step} already, of other arrays; these are not saved. Save them "
-                    f"under a later step, or call go_back({step - 1}) before"
+                    f"{self.directory} has checkpoint {step} already, with other arrays, so these are not saved. Save "
+                    f"them under a later step, or call go_back({step - 1}) first"
                 )
             return
         self._check_newest(step)
@@ -193,7 +193,7 @@ class Checkpoints:
         self._last, self._last_arrays = step, state_arrays
 
     def go_back(self, step: int) -> None:
-        """Set aside all checkpoints after `step`, so that training goes on from there. Every process calls this.
+        """Set aside all checkpoints after `step`, to continue training from there. Every process calls this.
 
             >>> with jdp.Checkpoints("checkpoints", keep=None) as checkpoints:
             ...     for _ in range(3):
@@ -204,15 +204,15 @@ class Checkpoints:
             >>> len(checkpoints.steps)
             1
 
-        They are moved to the directory's `abandoned-1` (then `-2`, …), and this is reported. Each of these can be
-        restored from like any directory of checkpoints, and is yours to delete. Damaged ones after `step` are moved
-        too, and copies in memory are forgotten.
+        They are moved to the directory's `abandoned-1` (then `-2`, …), and this is reported. You can restore from these
+        folders like from any directory of checkpoints, or delete them. Damaged checkpoints after `step` are moved too,
+        and copies in memory are discarded.
 
         Args:
-            step: the last one that stays.
+            step: the last step to keep.
 
         Raises:
-            CheckpointError: the last save failed, or they cannot be moved.
+            CheckpointError: the last save failed, or checkpoints cannot be moved.
         """
         self.wait()
         if self._memory is not None:
@@ -224,27 +224,27 @@ class Checkpoints:
     def save_in_memory(self, state: Any, record: Mapping[str, Any] | None = None, *, step: int | None = None) -> bool:
         """Copy `state` into the hosts' memory, at every `keep_in_memory`-th call. Every process calls it.
 
-        A restart restores it in place of an older checkpoint, also on fewer hosts: each part of the state is on two
-        hosts, or on all that replicate it. The copy is made before this returns; its checksums are computed in the
-        background. If this host's memory is full, that is reported, and the run goes on without copies.
+        A restart restores the copy in place of an older checkpoint, also on fewer hosts. Each part of the state is on
+        two hosts, or on all hosts that replicate it. The copy is made before this returns; its checksums are computed
+        in the background. If this host's memory is full, that is reported, and the run goes on without copies.
 
         Args:
             state: the whole train state, or any tree of arrays, as for `save`.
             record: any small JSON object, which `restore` returns.
-            step: the number of a tree; of a train state it may be given. A step that `keep_in_memory` does not divide
-                is left out. None: calls are counted.
+            step: the number of a tree; optional for a train state. Steps that `keep_in_memory` does not divide are
+                skipped. None: count calls.
 
         Returns:
             True if it was copied.
 
-        Copies are read when the run is started again, not by this object.
+        Only the next start of the run reads the copies, not this object.
 
         Raises:
             ValueError: the directory was opened without `keep_in_memory`.
         """
         if self._memory is None:
             raise UserError(
-                "Copies in memory are kept where `keep_in_memory` says how often; given none. Open the directory with "
+                "Copies in memory need an interval, `keep_in_memory`; given none. Open the directory with "
                 "jdp.Checkpoints(directory, keep_in_memory=10)."
             )
         if not self._memory.due(step):
@@ -258,9 +258,9 @@ class Checkpoints:
         """Read a checkpoint onto the shardings of `target`; return the state and the record saved with it.
 
         Args:
-            target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not
-                read. Any strategy, mesh and number of devices.
-            step: which one; "best" is the best by the metric, None the newest that is complete.
+            target: `jdp.abstract_state(...)`, a real state, or a tree like the saved one; its values are not read. Any
+                strategy, mesh and number of devices.
+            step: a step; "best" for the best by the metric, None for the newest complete one.
 
         Returns:
             The state, with the shardings of `target`, and the record.
@@ -285,17 +285,17 @@ class Checkpoints:
         missing: Sequence[str] = (),
         ignore: Sequence[str] = (),
     ) -> PyTree:
-        """Read the parameters and the model state only, for inference or a fresh start.
+        """Read only the parameters and the model state, for inference or a fresh start.
 
         Args:
-            target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings.
-            step: which one; "best" is the best by the metric, None the newest that is complete.
+            target: a state, real or abstract, with any optimizer; or a tree of parameters with shardings.
+            step: a step; "best" for the best by the metric, None for the newest complete one.
             missing: path patterns (`fnmatch`) of parameters that the checkpoint may lack; they keep the target's
                 values.
-            ignore: path patterns of parameters in the checkpoint that are left unread; each must match.
+            ignore: path patterns of parameters in the checkpoint to skip; each must match.
 
         Returns:
-            `target` with its parameters and model state, or its leaves, replaced; `jdp.restore_params` has the details.
+            `target` with new parameters and model state, or new leaves; see `jdp.restore_params`.
 
         Raises:
             CheckpointError: there is no such checkpoint, it does not fit `target`, or it is damaged; or a pattern of
@@ -306,10 +306,10 @@ class Checkpoints:
         return self._read(step, lambda source: content.read_params(source, target, missing=missing, ignore=ignore))[1]
 
     def wait(self) -> None:
-        """Return when everything saved so far is committed.
+        """Return when all saves so far are committed.
 
         Raises:
-            CheckpointError: it could not be; raised once.
+            CheckpointError: a save failed; raised once.
         """
         if self._saving is None:
             return
@@ -320,7 +320,7 @@ class Checkpoints:
         note_progress(step)
 
     def close(self) -> None:
-        """Wait for the save in the background, and end Orbax' threads. Existing checkpoints can still be read.
+        """Wait for the save in the background, and stop Orbax' threads. Existing checkpoints stay readable.
 
         Raises:
             CheckpointError: the last save failed.
@@ -349,10 +349,10 @@ class Checkpoints:
         except CheckpointError as error:
             if kind is None:
                 raise
-            warn(str(error))  # the exception that is being raised already matters more
+            warn(str(error))  # the current exception matters more
 
     def _read(self, step: int | Literal["best"] | None, read: Callable[[Source], _T]) -> tuple[int, _T]:
-        """Read a step, or the newest complete one: damaged ones after it are set aside. Return which it was."""
+        """Read a step, or the newest complete one, and set aside damaged later ones. Return its number and value."""
         if step is None and self._memory is not None:
             found = self._memory.read(max(self.steps, default=-1), read)
             if found is not None:
@@ -367,18 +367,18 @@ class Checkpoints:
         return chosen, value
 
     def _metrics(self) -> dict[int, dict[str, float | None] | None]:
-        """Return the metrics of all committed steps; without `best` nothing reads them."""
+        """Return the metrics of all committed steps; only `best` needs them."""
         steps = ownership.committed_steps(self.directory)
         return {step: read_metrics(self.directory / str(step)) if self._retention.best else {} for step in steps}
 
     # Writing.
 
     def _staging(self, step: int) -> Path:
-        """Return the folder that a step is written to."""
+        """Return the temporary folder for writing a step."""
         return self.directory / f"{ownership.SAVING}{step}"
 
     def _check_newest(self, step: int) -> None:
-        """Raise CheckpointError if this step or a later one is there."""
+        """Raise CheckpointError if this step or a later one exists."""
         there = [other for other in ownership.committed_steps(self.directory) if other >= step]
         if not there and os.path.lexists(self.directory / str(step)):
             there = [step]
@@ -386,7 +386,7 @@ class Checkpoints:
         if listed:
             raise CheckpointError(
                 f"A checkpoint is never replaced, and a run saves later steps than it finds; {self.directory} has "
-                f"{listed}, and {step} is to be saved. To train again from an earlier state, set these aside: "
+                f"{listed}, and the new step is {step}. To train again from an earlier state, set these aside: "
                 f"checkpoints.go_back({step - 1}). For another run choose another directory."
             )
 
@@ -395,7 +395,7 @@ class Checkpoints:
         self._leave_memory()
 
     def _leave_memory(self) -> None:
-        """Forget what an earlier run left in memory, if this one keeps no copies: it is of another past."""
+        """Discard an earlier run's copies in memory if this run keeps none: its history differs."""
         if self._memory is None:
             (self.directory / RUN_ID).unlink(missing_ok=True)
 
@@ -405,13 +405,13 @@ class Checkpoints:
             aside = ownership.set_aside(self.directory, later)
             warn(
                 f"{self.directory}: checkpoint{'s' * (len(later) > 1)} {', '.join(later)} set aside in "
-                f"{aside.name}, which can be restored from and is yours to delete"
+                f"{aside.name}; restore from that folder, or delete it"
             )
 
     def _commit(self, writer: ocp.AsyncCheckpointer, step: int, description: Mapping[str, Any], name: str) -> None:
         """Wait for the arrays, then hash and commit the checkpoint. Runs in the background, on every process.
 
-        All processes know the directory by `name`, process 0's path of it.
+        All processes identify the directory by `name`, process 0's path.
         """
         writer.wait_until_finished()
         folder, process = self._staging(step), jax.process_index()
@@ -420,7 +420,7 @@ class Checkpoints:
             if process == 0:
                 checksums.write(folder / DESCRIPTION, json.dumps(description).encode())
             share = checksums.hash_share(folder, process, jax.process_count())
-        except OSError as error:  # all processes raise it: the others would wait
+        except OSError as error:  # all processes raise it, because the others would wait
             problem = error.errno or errno.EIO
         shares = from_every_process(
             f"the checksums of a checkpoint in {name}", json.dumps([share, problem]), seconds=HOURS
@@ -435,22 +435,22 @@ class Checkpoints:
             checksums.commit(folder, files)
             folder.rename(self.directory / str(step))
             try:
-                checksums.sync(self.directory)  # before an older one is deleted
+                checksums.sync(self.directory)  # before deleting an older checkpoint
                 self._delete_old()
             except OSError as error:  # the new one is committed, and the next save tries again
-                warn(f"{self.directory}: older checkpoints stay, because they cannot be deleted: {error}")
+                warn(f"{self.directory}: older checkpoints cannot be deleted and stay: {error}")
 
         on_first_process(finish, f"the commit of a checkpoint in {name}")
 
     def _delete_old(self) -> None:
-        """Delete what the retention does not keep; what the mirror is sending is deleted after a later save."""
+        """Delete checkpoints that the retention drops; one that the mirror is sending waits for a later save."""
         kept = self._retention.kept(metrics := self._metrics())
         for old in metrics.keys() - kept - {self._mirror and self._mirror.sending}:
             ownership.delete(self.directory, old)
 
     @contextmanager
     def _save_errors(self, step: int) -> Generator[None]:
-        """Turn an error of the code inside into that of the step being saved; delete what there is of it."""
+        """Turn an error of the code inside into a save error of the step, and delete its partial files."""
         try:
             yield
         except Exception as error:
@@ -461,7 +461,7 @@ class Checkpoints:
                 ownership.remove(self._staging(step))
             complete = ", ".join(map(str, ownership.committed_steps(self.directory))) or "none"
             what = f"Checkpoint {step} was not saved in {self.directory}"
-            raise write_error(what, error, f" (those saved before are whole: {complete})") from error
+            raise write_error(what, error, f" (earlier checkpoints are whole: {complete})") from error
 
 
 def _references(leaves: Mapping[str, Any]) -> list[weakref.ref[jax.Array]]:

@@ -1,7 +1,7 @@
 """Errors of checkpoints in one sentence: the disk is full, the folder cannot be written, a file is damaged.
 
 Orbax and TensorStore raise long errors of many kinds (`OSError`, `ValueError`, plain `Exception`) and log each with a
-traceback. They become the cause of a `CheckpointError` that names what failed, why, and what to do.
+traceback. They become the cause of a `CheckpointError` that names the failure, the reason and the fix.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE),
     *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.EREMOTEIO),
 }
-"""A disk that is full or fails for now, and those of network file systems that are away."""
+"""Error numbers of a full or temporarily failing disk, and of an unreachable network file system."""
 HOURS = 4 * 3600.0
-"""How long processes wait for each other while they read or write: a share of a checkpoint may be large."""
+"""How long processes wait for each other while they read or write, because shares of a checkpoint may be large."""
 _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be written, found or read, or that does not fit.
+    """A checkpoint that cannot be written, found or read, or does not fit the target.
 
     >>> try:
     ...     state = jdp.restore("nothing", state)
@@ -46,7 +46,7 @@ class CheckpointError(UserError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not those that were saved; `problem` names the file, without the fix."""
+    """A checkpoint whose files have changed since the save; `problem` names the file, without the fix."""
 
     def __init__(self, message: str, problem: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class DamagedError(CheckpointError):
 
 
 def write_error(what: str, error: BaseException, note: str = "") -> CheckpointError:
-    """Return the error for a write that failed: what, why, and the fix."""
+    """Return the error for a failed write: what, why, and the fix."""
     while isinstance(error, CheckpointError) and error.__cause__ is not None:
         error = error.__cause__
     number = _os_number(error)
@@ -69,7 +69,7 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return True for trouble of a disk that may pass, or an error with such a cause."""
+    """Return True for a temporary disk failure, or an error with such a cause."""
     while error is not None:
         if _os_number(error) in _PASSING:
             return True
@@ -78,9 +78,9 @@ def is_passing(error: BaseException | None) -> bool:
 
 
 def on_first_process(action: Callable[[], None], what: str = "what process 0 does with a checkpoint") -> None:
-    """Run `action` on process 0; all processes go on when it is done, or raise a CheckpointError if it failed.
+    """Run `action` on process 0; all processes wait for it, and raise a CheckpointError if it fails.
 
-    Threads that may do this at the same time each need a `what` of their own.
+    Threads that may do this at the same time each need their own `what`.
     """
     error, problem = None, ""
     if jax.process_index() == 0:
@@ -94,9 +94,9 @@ def on_first_process(action: Callable[[], None], what: str = "what process 0 doe
 
 @contextmanager
 def reading(what: str, fix: str) -> Generator[None]:
-    """Turn any exception of the code inside, which reads files, into a DamagedError that names what is damaged.
+    """Turn any exception of the code inside, which reads files, into a DamagedError that names the damage.
 
-    Running out of memory is left alone.
+    MemoryError passes through.
     """
     restore_logging = hush()
     try:
@@ -111,10 +111,10 @@ def reading(what: str, fix: str) -> Generator[None]:
 
 
 def hush() -> Callable[[], None]:
-    """Keep Orbax from printing tracebacks of errors that reach the caller as exceptions; return what undoes it.
+    """Stop Orbax from printing tracebacks of errors that reach the caller as exceptions; return an undo function.
 
-    Orbax logs them in each of its threads. When one of several reads or writes fails it drops the others, and Python
-    reports an "unraisable" exception for each. Only those reports are dropped for good.
+    Orbax logs the errors in each of its threads. If one of several reads or writes fails, it drops the others, and
+    Python reports an "unraisable" exception for each. Only these reports are dropped permanently.
     """
     if (hook := sys.unraisablehook) not in _hooks:
 
@@ -137,7 +137,7 @@ _hooks: list[Any] = []
 
 
 def _is_dropped_read(unraisable: Any) -> bool:
-    """Return True if the report is about a read or write of Orbax that was dropped."""
+    """Return True if the report is about a read or write that Orbax dropped."""
     if isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed":
         return True
     codes: list[Any] = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
@@ -146,19 +146,19 @@ def _is_dropped_read(unraisable: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why it failed, in one line: the system's words, or the innermost ones of TensorStore."""
+    """Return the reason in one line: the system's, or the innermost of TensorStore."""
     number = _os_number(error)
     if number is not None:
         return os.strerror(number)
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # TensorStore nests what went wrong, innermost last, and appends a description of the store in brackets.
+    # TensorStore nests the reasons, innermost last, and appends a description of the store in brackets.
     return lines[0].partition(" [tensorstore_spec")[0].rpartition(": ")[2].strip().rstrip(".")[:200]
 
 
 def _os_number(error: BaseException) -> int | None:
-    """Return the system's error number: of an OSError, or as TensorStore writes it into its text."""
+    """Return the system's error number, from an OSError or from TensorStore's text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     numbers = _OS_ERROR.findall(str(error))

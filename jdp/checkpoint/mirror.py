@@ -1,7 +1,8 @@
-"""A mirror of a directory of checkpoints in object storage: s3://bucket/run, gs://…, anything that fsspec has.
+"""A mirror of a directory of checkpoints in object storage: s3://bucket/run, gs://…, any storage of fsspec.
 
-A thread of process 0 sends what is committed here, and deletes there what the directory's policy does not keep. A
-commit file is sent last and deleted first: a half copy never counts. A start fetches the newest copy if it is newer.
+A thread of process 0 uploads committed checkpoints, and deletes copies that the directory's policy does not keep. The
+commit file is uploaded last and deleted first, so a partial copy never counts. A start downloads the newest copy if it
+is newer than the local checkpoints.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ LOOK_SECONDS, LAST_SECONDS = 1.0, 600.0  # between looks at the directory; at mo
 
 
 class Mirror:
-    """The copies of a directory's checkpoints. Trouble of the storage is reported, and never ends a run."""
+    """The copies of a directory's checkpoints. Failures of the storage are reported, and never end a run."""
 
     def __init__(self, address: str, directory: Path, retention: Retention) -> None:
         self._address, self._directory, self._retention = bucket_address(address), directory, retention
         self._say: Callable[[str], None] = lambda message: notice(f"mirror {self._address}: {message}")
-        self.sending: int | None = None  # the step that must stay here until it is sent
-        self._known = {*committed_steps(directory)}  # steps that are or were here
+        self.sending: int | None = None  # the step that must stay local until it is uploaded
+        self._known = {*committed_steps(directory)}  # steps that are or were local
         self._ended, self._given_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="jdp mirror", daemon=True)
         problem = self._start() if jax.process_index() == 0 else ""
@@ -49,11 +50,11 @@ class Mirror:
             self._thread.join(LAST_SECONDS)
         if self._thread.is_alive():
             self._given_up.set()
-            self._say(f"the last checkpoints are not there, but in {self._directory}")
+            self._say(f"the last checkpoints were not uploaded; they are in {self._directory}")
 
     def _start(self) -> str:
-        """Open the storage and fetch; return the problem with which a run cannot start."""
-        import fsspec  # late: it is for mirrors alone
+        """Open the storage and fetch; return the problem that keeps a run from starting."""
+        import fsspec  # late: only mirrors need it
 
         final = FileNotFoundError, PermissionError, ImportError, ValueError
         credentials = "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"
@@ -66,16 +67,16 @@ class Mirror:
             retried(self._fetch, passes=passes, say=self._say)
         except Exception as error:
             if not self._known or not hasattr(self, "_fs"):
-                fix = "fix that (pip install 'jdp[s3]' or 'jdp[gcs]'?), or leave the mirror out"
+                fix = "fix that (pip install 'jdp[s3]' or 'jdp[gcs]'?), or remove the mirror"
                 return f"a mirror must be readable; {self._address} is not: {error!r}; {fix}"
-            self._say(f"it cannot be read ({error!r}); the checkpoints in {self._directory} are taken")
+            self._say(f"it cannot be read ({error!r}); using the checkpoints in {self._directory}")
         self._thread.start()
         return ""
 
     def _fetch(self, _: bool) -> None:
-        """Fetch the newest complete checkpoint that is newer than those here, whole or not at all.
+        """Fetch the newest complete checkpoint if it is newer than the local ones, whole or not at all.
 
-        Copies of checkpoints that this directory has gone back from are left out, and deleted later.
+        Copies of checkpoints that this directory has abandoned are skipped, and deleted later.
         """
         files, fresh, newest = self._files(), self._directory / ".fetched", max(self._known, default=-1)
         abandoned = {file.read_bytes() for file in self._directory.glob(f"{ABANDONED}*/*/{COMMITTED}")}
@@ -85,22 +86,22 @@ class Mirror:
             shutil.rmtree(fresh, ignore_errors=True)
             self._fs.get(self._paths(step, files[step]), [str(fresh / name) for name in files[step]])
             if problem := checksums.verify(fresh):
-                self._say(f"checkpoint {step} is damaged ({problem}), and is left out")
+                self._say(f"checkpoint {step} is damaged ({problem}) and is skipped")
                 continue
-            if (self._directory / str(step)).exists():  # a part, or a damaged one
+            if (self._directory / str(step)).exists():  # partial or damaged
                 set_damaged_aside(self._directory, step)
             fresh.rename(self._directory / str(step))
-            self._say(f"checkpoint {step} is fetched")
+            self._say(f"fetched checkpoint {step}")
             break
         shutil.rmtree(fresh, ignore_errors=True)
         self._known |= gone
 
     def _follow(self) -> None:
-        """Copy what is committed, until `close` is called and nothing is left to do."""
+        """Copy committed checkpoints, until `close` is called and all are done."""
         done = dict[int, bytes]()
         while not self._given_up.is_set():
             ended = self._ended.wait(LOOK_SECONDS)
-            with contextlib.suppress(Exception):  # of any kind: it was reported, and the run goes on
+            with contextlib.suppress(Exception):  # any kind: it was reported, and the run goes on
                 if self._here() != done:
                     done = retried(self._update, passes=lambda _: not self._given_up.is_set(), say=self._say)
                 elif ended:
@@ -111,7 +112,7 @@ class Mirror:
         return {step: (self._directory / str(step) / COMMITTED).read_bytes() for step in steps}
 
     def _update(self, _: bool) -> dict[int, bytes]:
-        """Send what is not there, the newest first; delete what the policy does not keep. Return what is here."""
+        """Upload missing checkpoints, newest first; delete those that the policy drops. Return the local ones."""
         here = self._here()
         self._known |= here.keys()
         files, newest = self._files(), max(here, default=-1)
@@ -123,12 +124,12 @@ class Mirror:
         self.sending = None
         for step in files.keys() - kept:
             damaged = step > newest and (self._directory / f"{DAMAGED}{step}").exists()  # the next start fetches it
-            if step < newest or (step in self._known and not damaged):  # else it is of another machine
+            if step < newest or (step in self._known and not damaged):  # else another machine wrote it
                 self._remove(step, files[step])
         return here
 
     def _send(self, step: int, old: Iterable[str]) -> None:
-        """Send a checkpoint in place of `old` files; its commit file when all others have arrived."""
+        """Upload a checkpoint in place of `old` files, the commit file after all others."""
         folder, self.sending = self._directory / str(step), step
         self._remove(step, old)
         files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
@@ -144,7 +145,7 @@ class Mirror:
             self._fs.rm(self._paths(step, some))
 
     def _files(self) -> dict[int, dict[str, int]]:
-        """Return the files of all copies: step -> name -> bytes. A name that leads out of its folder is left out."""
+        """Return the files of all copies: step -> name -> bytes, without names that lead out of their folder."""
         files: dict[int, dict[str, int]] = {}
         for path, found in self._fs.find(self._root, detail=True).items():
             step, *parts = path.removeprefix(f"{self._root}/").split("/")

@@ -1,4 +1,4 @@
-"""Trouble that passes: what fails for now, a full disk or storage that is away, is tried again for a while."""
+"""Retries for temporary failures: a full disk, or storage that is unreachable."""
 
 import random
 import time
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 PATIENCE_SECONDS = 240.0
-"""How long something is tried again: less than the five minutes of a step's deadline."""
+"""How long to retry: less than the five minutes of a step's deadline."""
 STOPPING_SECONDS = 10.0
-"""The same for a process that was asked to stop: schedulers kill it after half a minute."""
+"""How long to retry in a process that was asked to stop: schedulers kill it after half a minute."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
-_jitter = random.Random()  # processes that failed together do not come back together
+_jitter = random.Random()  # processes that failed together retry at different times
 
 _T = TypeVar("_T")
 
@@ -22,10 +22,10 @@ def retried(
     say: Callable[[str], None],
     stops: Callable[[], bool] = lambda: False,
 ) -> _T:
-    """Call `action`, again after pauses that grow while its exception `passes`; then the exception is raised.
+    """Call `action`; retry after growing pauses while `passes` accepts its exception, then raise it.
 
-    `action` gets True if it was tried before. The first failure is reported, and the end of the trouble. `stops`
-    returns True once the process was asked to stop.
+    `action` gets True on a retry. The first failure and the final success are reported. `stops` returns True once the
+    process was asked to stop.
     """
     began, tries = 0.0, 0
     while True:
@@ -38,7 +38,7 @@ def retried(
             if not passes(error) or now + pause - began > (STOPPING_SECONDS if stops() else PATIENCE_SECONDS):
                 raise
             if not tries:
-                say(f"{str(error).removesuffix('.')}; it is tried again for {PATIENCE_SECONDS:.0f} s")
+                say(f"{str(error).removesuffix('.')}; retrying for {PATIENCE_SECONDS:.0f} s")
             tries += 1
         else:
             if tries:

@@ -1,7 +1,7 @@
-"""One checkpoint in a folder of its own: `jdp.save`, and reading it or any other that a path leads to.
+"""One checkpoint in its own folder: `jdp.save`, and reading any checkpoint by path.
 
-A checkpoint is written to `.NAME.saving` beside its path and moved when it is complete. So a crash leaves the path as
-it was or as it should be. With `overwrite` there is a moment between two moves when only `.NAME.old` exists.
+A checkpoint is written to `.NAME.saving` beside its path and moved when it is complete. So a crash leaves either the
+old or the new checkpoint at the path. With `overwrite`, only `.NAME.old` exists for a moment between two moves.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _T = TypeVar("_T")
 
 @public()
 def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
-    """Write `state` to the folder `path`, and return when it is written. Every process calls this.
+    """Write `state` to the folder `path`, and return when it is complete. Every process calls this.
 
         >>> jdp.save("checkpoint", state)
         >>> jdp.save("checkpoint", {"weights": state.params, "epoch": 3}, overwrite=True)  # any tree
 
     Args:
-        path: a folder that does not exist or is empty; all processes must see the same one.
-        state: the complete train state, of any plan; or any tree of arrays, numbers, NNX modules and optimizers.
-        overwrite: True replaces a checkpoint at `path`, for a loop that keeps only its last one. Anything else is never
-            replaced.
+        path: a folder that does not exist or is empty; all processes must see the same folder.
+        state: the complete train state, under any plan; or any tree of arrays, numbers, NNX modules and optimizers.
+        overwrite: True replaces a checkpoint at `path`, for a loop that keeps only its last checkpoint. Other files are
+            never replaced.
 
     Raises:
-        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
+        CheckpointError: `path` exists, or cannot be written, or the state is abstract; nothing was changed.
     """
     path = user_path(path).absolute()
     check_values(Content.of(state).leaves)
@@ -52,7 +52,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     _check_free(path, overwrite)
     staging, old = path.with_name(f".{path.name}.saving"), _old_path(path)
     if old.is_symlink() or (old.exists() and not is_checkpoint(old)):
-        raise CheckpointError(f"{old} is where the checkpoint before is kept for a moment, and is none. Move it away.")
+        raise CheckpointError(f"{old} is reserved for the previous checkpoint, but is not a checkpoint. Move it away.")
     on_first_process(lambda: _clear_staging(staging))
     try:
         with Checkpoints(staging, keep=None) as checkpoints:
@@ -77,16 +77,16 @@ def restore(path: str | Path, target: _T) -> _T:
         4
 
     Args:
-        path: a checkpoint of `jdp.save`, or the folder of one step. Or a directory of `jdp.Checkpoints` or the folder
-            of a run: the newest complete checkpoint in it is read.
-        target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not read.
+        path: a checkpoint of `jdp.save`, or the folder of one step; or a directory of `jdp.Checkpoints` or the folder
+            of a run, to read its newest complete checkpoint.
+        target: `jdp.abstract_state(...)`, a real state, or a tree like the saved one; its values are not read.
 
     Returns:
         The state or tree, with the shardings of `target`.
 
     Raises:
-        CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged.
+        CheckpointError: there is no checkpoint, it does not fit `target` (the first different leaf is named), or it is
+            damaged.
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(path, lambda source: content.read_state(source, target))
@@ -96,7 +96,7 @@ def restore(path: str | Path, target: _T) -> _T:
 def restore_params(
     path: str | Path, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
 ) -> PyTree:
-    """Read the parameters and the model state only, for inference or for a new training that starts from them.
+    """Read only the parameters and the model state, for inference or to start a new training.
 
         >>> jdp.save("checkpoint", state)
         >>> other = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(1))  # another optimizer
@@ -108,18 +108,18 @@ def restore_params(
 
     Args:
         path: as for `restore`.
-        target: a state, real or abstract, with any optimizer. Or a tree of parameters that have shardings, such as
-            `jdp.abstract_state(...).params`: then a tree of parameters is returned.
-        missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack. Give
+        target: a state, real or abstract, with any optimizer; or a tree of parameters with shardings, such as
+            `jdp.abstract_state(...).params`, to get a tree of parameters.
+        missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack. Pass
             `("*/lora_*",)` to add LoRA to a model that was saved without it. These parameters keep the values of
             `target`, which must be real.
-        ignore: path patterns of parameters in the checkpoint that are left unread, as if it lacked them; each must
-            match. Give `("*/lora_*",)` to read the base weights of a model with LoRA into the plain model.
+        ignore: path patterns of parameters in the checkpoint to skip; each must match. Pass `("*/lora_*",)` to read the
+            base weights of a model with LoRA into the plain model.
 
     Returns:
-        Onto an abstract state: one with arrays in `params` and `model_state`, so that `.model` works, and all other
-            leaves still abstract. Onto a real state: one whose other leaves keep their values, also an average of the
-            parameters in the optimizer state. Onto a tree of parameters: such a tree.
+        For an abstract state: a state with arrays in `params` and `model_state`, so that `.model` works; other leaves
+            stay abstract. For a real state: a state whose other leaves keep their values, also an average of the
+            parameters in the optimizer state. For a tree of parameters: such a tree.
 
     Raises:
         CheckpointError: as `restore` does; or a pattern of `ignore` matches nothing.
@@ -129,27 +129,27 @@ def restore_params(
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if `path` is taken, except by a checkpoint to overwrite."""
+    """Raise CheckpointError if `path` exists, unless it is a checkpoint to overwrite."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not is_checkpoint(path):
-        raise CheckpointError(f"{path} is there already and is not a checkpoint, so it is left alone. Choose another.")
+        raise CheckpointError(f"{path} exists and is not a checkpoint, so it is left alone. Choose another path.")
     if not overwrite:
         raise CheckpointError(f"{path} holds a checkpoint already. Choose another path, or pass overwrite=True.")
 
 
 def _clear_staging(staging: Path) -> None:
-    """Delete what an earlier save left where a checkpoint is written before it is moved to its place."""
+    """Delete an earlier save's leftovers in the temporary folder."""
     if staging.is_symlink() or (staging.exists() and any(staging.iterdir()) and not ownership.is_marked(staging)):
         raise CheckpointError(
-            f"{staging} is where a checkpoint is written before it is moved to its place, and is not jdp's. Move it "
-            "away, or choose another path."
+            f"{staging} is jdp's temporary folder for a checkpoint, but jdp did not write it. Move it away, or choose "
+            "another path."
         )
     ownership.remove(staging)
 
 
 def _move(fresh: Path, path: Path) -> None:
-    """Move `fresh` to `path`; what was there is deleted after that."""
+    """Move `fresh` to `path`, then delete the old checkpoint."""
     old = _old_path(path)
     shutil.rmtree(old, ignore_errors=True)
     if replaced := path.exists():
@@ -168,7 +168,7 @@ def _old_path(path: Path) -> Path:
 
 
 def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
-    """Read the checkpoint at a path; of a directory, the newest that is complete."""
+    """Read the checkpoint at a path; in a directory, the newest complete one."""
     path = user_path(path).absolute()
     if is_checkpoint(path):
         return read(Stored(path, "Restore another checkpoint"))
@@ -181,8 +181,8 @@ def _read(path: str | Path, read: Callable[[Source], _T]) -> _T:
     if not path.exists():
         problem = "does not exist"
     elif (path / arrays.FOLDER).is_dir():
-        problem = f"is a checkpoint that has lost its {COMMITTED}, or was never finished"
+        problem = f"is a checkpoint without its {COMMITTED}, which was lost or never written"
     raise CheckpointError(
-        f"{path} {problem}. Pass what jdp.save wrote, a directory of jdp.Checkpoints, one of its steps' folders, or "
-        "the folder of a run."
+        f"{path} {problem}. Pass a checkpoint of jdp.save, a directory of jdp.Checkpoints, one of its steps' folders, "
+        "or the folder of a run."
     )

@@ -1,23 +1,23 @@
-"""Make global batches of files, rows, images and arrays.
+"""Make global batches from files, rows, images and arrays.
 
 They are the same on any number of processes.
 
 A source is found and read:
-  sources/       files of text, arrays, and what `datasets` reads
+  sources/       files of text, arrays, and data sets for `datasets`
 It becomes a data set, by its kind:
   text/          documents -> tokens, or rows of ids with weights -> samples of fixed length, cut anywhere or packed
   images/        pictures with classes, decoded when a sample is read; cropped and flipped anew in every epoch
   arrays.py      rows of NumPy arrays; labels.py numbers the classes of arrays and images
-  held_out.py    each sample is trained on or held out, by a hash of its content
-  mixtures.py    several data sets as one, drawn from by weight
+  held_out.py    training or held out, by a hash of a sample's content
+  mixtures.py    several data sets mixed by weight
 Its samples become batches:
   order.py       the sample at each position of an endless, reshuffled run: a pure function
-  batches.py     global batches; each process reads its own rows of them, ahead of time, in threads
-  feed.py        their rows put on devices, as global arrays
+  batches.py     global batches; each process reads its own rows of them ahead, in threads
+  feed.py        puts the rows on devices, as global arrays
 
 `global_batches` takes anything with a length and random access (a `grain.MapDataset` too). A data set is two such
-sources, `train` and `heldout`, and a `fingerprint`; another kind of data needs only its own. Packages for formats
-(datasets, tokenizers, pillow) are imported when a source needs one.
+sources, `train` and `heldout`, and a `fingerprint`; a new kind of data needs only these. Packages for formats
+(datasets, tokenizers, pillow) are imported for the first source that needs one.
 """
 
 from jdp.data.arrays import ArrayData, array_data

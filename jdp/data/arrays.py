@@ -1,8 +1,8 @@
 """Arrays as samples: row i of every array is sample i, by random access, without a copy.
 
-1. Read them (jdp.data.sources.array_files), and give them the names that models use.
-2. Split the rows into training and held-out ones by their content (jdp.data.held_out), or take those given as held out.
-3. Return a sample: a row of each array, in a dtype that devices hold, with a weight.
+1. Read the arrays (jdp.data.sources.array_files), and rename them for the model.
+2. Split the rows into training and held-out rows by their content (jdp.data.held_out), or use the given held-out rows.
+3. Return a sample: a row of each array, in a device's dtype, with a weight.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from jdp.data.held_out import content_score, fingerprint, split_samples
 from jdp.data.labels import labels_of
 from jdp.data.sources.array_files import Arrays, ArraySource, read_arrays
 
-# Samples are distinguished by what a model sees: features that occur twice stay together, whatever their labels.
+# The model's inputs identify a sample: equal features stay together, even with different labels.
 NOT_CONTENT = frozenset({"labels", "targets", "weights"})
 
 
@@ -28,14 +28,14 @@ NOT_CONTENT = frozenset({"labels", "targets", "weights"})
 class ArraySamples:
     """Rows of arrays, as a sequence of samples.
 
-    Sample i is a dict of row rows[i] of each array: floats wider than 32 bits as float32, integers that int32 may not
-    hold as int32. "features", "images" and "weights" are always float32, "labels" int32. Without "weights",
-    there is one more: 1, float32. "tokens" [length + 1] without "targets" are made "tokens" and "targets" int32
-    [length], the tokens one further on, and "weights" [length].
+    Sample i is a dict of row rows[i] of each array: floats wider than 32 bits as float32, integers wider than int32 as
+    int32. "features", "images" and "weights" are always float32, "labels" int32. Missing "weights" are 1, float32.
+    "tokens" [length + 1] without "targets" become "tokens" and "targets" int32 [length], the tokens shifted by one, and
+    "weights" [length].
     """
 
     arrays: Arrays  # name -> array [samples, ...]
-    rows: NDArray[np.int64]  # int64 [len], the rows that are on this side
+    rows: NDArray[np.int64]  # int64 [len], the rows of this side
 
     @cached_property
     def _dtypes(self) -> dict[str, np.dtype[Any]]:
@@ -60,12 +60,12 @@ class ArrayData:
     """Arrays split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-        name: of the source.
+        name: the source's name.
         train: the samples to train on.
-        heldout: the samples kept from training.
-        classes: the names of the classes, if there are "labels"; else empty.
-        fingerprint: 16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
-        by_content: whether the held-out rows were chosen by a hash of their content; else they were given.
+        heldout: the samples held out.
+        classes: names of the classes, if there are "labels"; else empty.
+        fingerprint: 16 hex digits: equal on two machines, or before and after a resume, only if all samples are equal.
+        by_content: True if a hash of the content chose the held-out rows, False if they were given.
 
     >>> import numpy as np
     >>> data = array_data({"features": np.eye(20, 3) + np.arange(20)[:, None]}, heldout_fraction=0.2)
@@ -82,7 +82,7 @@ class ArrayData:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of "features", "images" or "tokens" in a sample; without them, of its first array."""
+        """The shape of "features", "images" or "tokens" in a sample; else of its first array."""
         sample = self.train[0]
         return next(sample[key].shape for key in ("features", "images", "tokens", *sample) if key in sample)
 
@@ -115,27 +115,26 @@ def array_data(
     labels: str | None = None,
     length: int | None = None,
 ) -> ArrayData:
-    """Make samples of NumPy arrays with the same leading dimension.
+    """Make samples from NumPy arrays with the same leading dimension.
 
     Args:
         source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files. A batch's
             arrays have the same names.
-        heldout_fraction: in [0, 1), about the share of the samples kept from training; by content ("labels", "targets"
-            and "weights" aside). With 0 `heldout` is empty. This and the fingerprint take one look at all bytes when
-            the data is opened.
-        heldout: a held-out set of its own, with arrays of the same names and shapes; then `heldout_fraction` is unused.
-        features: the array that a sample is to hold as "features", float32.
-        labels: the array that a sample is to hold as "labels", int32: integers from 0, or names [samples].
-        length: targets in a sample, for "tokens" [tokens] as the only array, which are cut without a copy. Neighbouring
-            samples share one token. Tokens at the end that fill no sample are left out, which is reported.
+        heldout_fraction: in [0, 1), about the share of the samples to hold out, by content (without "labels", "targets"
+            and "weights"). With 0 `heldout` is empty. Opening the data reads all bytes once.
+        heldout: a separate held-out set, with arrays of the same names and shapes, in place of `heldout_fraction`.
+        features: the array to use as "features", float32.
+        labels: the array to use as "labels", int32: integers from 0, or names [samples].
+        length: targets in a sample, for "tokens" [tokens] as the only array, cut without a copy. Neighbouring samples
+            share one token. Tokens at the end that do not fill a sample are left out, and this is reported.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-        ValueError: a source that cannot be read, or holds values that no model can be trained on. Labels that are no
-            classes. A name that no array has. Tokens that are not integers from 0 of shape [samples, length + 1]. A
-            held-out set of other names or shapes.
+        ValueError: a source that cannot be read, or has values that no model can train on. Labels that are not classes.
+            A name without an array. Tokens that are not integers from 0 of shape [samples, length + 1]. A held-out set
+            with other names or shapes.
 
     >>> import numpy as np
     >>> data = array_data({"x": np.eye(20), "y": np.arange(20) % 2}, features="x", labels="y", heldout_fraction=0.2)
@@ -153,10 +152,10 @@ def array_data(
         given, _ = _numbered(*_named(heldout, names, length), classes)
         wanted, shapes = ({key: list(array.shape[1:]) for key, array in side.items()} for side in (arrays, given))
         if wanted != shapes:
-            rule = f"held-out arrays must have the names and shapes of those to train on, {wanted} in {name}"
+            rule = f"held-out arrays must have the names and shapes of the training arrays, {wanted} in {name}"
             raise UserError(f"{rule}; given {shapes}: fix them")
         train, held = (ArraySamples(side, np.arange(len(next(iter(side.values()))))) for side in (arrays, given))
-    # The scores are of the content; the arrays that they leave out are added.
+    # The scores cover the content; add the arrays that they leave out.
     others = [side[key] for side in (arrays, given) for key in sorted(NOT_CONTENT & side.keys())]
     described = f"arrays {sorted(arrays)} {classes} {heldout is None} {heldout_fraction}"
     mark = fingerprint(described, [scores, *([_scores(given)] if given else []), *others])
@@ -164,7 +163,7 @@ def array_data(
 
 
 def check_tokens(data: ArrayData, vocab_size: int) -> None:
-    """Raise ValueError, with the array, the sample and the token, for a token that is not below `vocab_size`."""
+    """Raise ValueError, with array, sample and token, for a token that is not below `vocab_size`."""
     if data.vocab_size <= vocab_size:
         return
     for side in (data.train, data.heldout):
@@ -179,13 +178,13 @@ def check_tokens(data: ArrayData, vocab_size: int) -> None:
 
 
 def _named(source: ArraySource, names: dict[str, str | None], length: int | None) -> tuple[Arrays, str]:
-    """Read the arrays, under the names that a sample gives them."""
+    """Read the arrays, under their names in a sample."""
     arrays, name = read_arrays(source)
     for new, old in names.items():
         if old is not None and (old not in arrays or (old != new and new in arrays)):
-            problem = f'no array "{old}"' if old not in arrays else f'"{new}" as well'
+            problem = f'no array "{old}"' if old not in arrays else f'"{new}" too'
             given = f"{problem} in {name}, which has {', '.join(arrays)}"
-            raise UserError(f'{new} = "{old}" must name one of the arrays; given {given}: give one of these')
+            raise UserError(f'{new} = "{old}" must name one of the arrays; given {given}: use one of these')
         arrays = {new if key == old else key: array for key, array in arrays.items()}
     if length is not None and list(arrays) == ["tokens"] and arrays["tokens"].ndim == 1:
         arrays = {"tokens": _cut(arrays["tokens"], length, name)}
@@ -196,7 +195,7 @@ def _cut(tokens: NDArray[Any], length: int, name: str) -> NDArray[Any]:
     """View [tokens] as [samples, length + 1]: the last token of a row is the first of the next."""
     if not 1 <= length < len(tokens):
         given = f"{len(tokens)} with length {length} in {name}"
-        raise UserError(f"tokens must fill a sample of length + 1 of them; given {given}: give another length")
+        raise UserError(f"tokens must fill a sample, of length + 1 tokens; given {given}: use a smaller length")
     if left := (len(tokens) - 1) % length:
         notice(f"{name}: the last {left} of {len(tokens):,} tokens do not fill a sample of {length} and are left out")
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
@@ -219,20 +218,20 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or ("targets" not in arrays and tokens.shape[1] < 2):
         raise UserError(
             f"{key} must be whole numbers {shape}; given {tokens.dtype} {list(tokens.shape)} in {name}: "
-            "reshape the array, or give a length, by which tokens in one dimension are cut"
+            "reshape the array, or set length to cut one-dimensional tokens"
         )
     if "targets" not in arrays and "segments" in arrays:
-        raise UserError(f"packed tokens, with segments, must come with targets; given none in {name}: add them")
+        raise UserError(f"packed tokens, with segments, require targets; given none in {name}: add them")
     if tokens.min() < 0:
         row, column = (int(i) for i in np.argwhere(tokens < 0)[0])
         raise UserError(
-            f"tokens must count from 0; given {tokens[row, column]} in {key} of sample {row} of {name}: fix it, and "
-            "leave tokens out by weights of 0"
+            f"tokens must count from 0; given {tokens[row, column]} in {key} of sample {row} of {name}: fix it; to "
+            "ignore tokens, set their weights to 0"
         )
 
 
 def _scores(arrays: Arrays) -> NDArray[np.float64]:
-    """Return each row's score in [0, 1), by the bytes that a sample holds of it: float64 [samples]."""
+    """Return each row's score in [0, 1), from its bytes in a sample: float64 [samples]."""
     names = sorted(arrays.keys() - NOT_CONTENT) or sorted(arrays)
     chosen = [(arrays[name], _sample_dtype(name, arrays[name].dtype)) for name in names]
     rows = range(len(chosen[0][0]))
@@ -246,5 +245,5 @@ def _sample_dtype(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     if key in ("labels", *_TOKENS, "segments") and dtype.kind in "iu":
         return np.dtype(np.int32)
     if dtype.kind in "iu" and not np.can_cast(dtype, np.int32):
-        return np.dtype(np.int32)  # that the values fit was checked when they were read
+        return np.dtype(np.int32)  # reading checked that the values fit
     return np.dtype(np.float32) if dtype.kind == "f" and dtype.itemsize > 4 else dtype.newbyteorder("=")

@@ -1,9 +1,9 @@
 """Global batches: every process walks the same sequence of samples and reads only its own rows.
 
 1. The sequence: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the next B positions.
-2. A process' share: `rows` of each global batch. It reads nothing else of a batch. The number of batches follows from
-   `len(source)` alone, so all processes stop together.
-3. A run of a given number of epochs keeps its last, uneven batch: filled up to B rows with rows of weight 0.
+2. A process reads only its `rows` of each global batch. The number of batches follows from `len(source)` alone, so all
+   processes stop together.
+3. A run of a fixed number of epochs keeps its last, partial batch: rows of weight 0 fill it up to B rows.
 4. grain reads a few batches ahead, in threads.
 """
 
@@ -22,12 +22,12 @@ from jdp.data.order import sample_index
 
 NumpyBatch = dict[str, NDArray[Any]]
 
-# Small on purpose, as grain would read 500 ahead: a step waits for one batch only.
+# Small on purpose (grain would read 500 ahead): a step waits for one batch only.
 _AHEAD = 4  # batches
 
 
 class Source(Protocol):
-    """Random access to samples, safe to read in threads: each is a dict of arrays, of the same shapes and dtypes.
+    """Random access to samples, safe in threads. Each is a dict of arrays with the same shapes and dtypes.
 
     >>> import numpy as np
     >>> class Squares:
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 class OrderedSource(Source, Protocol):
-    """Samples that have a shuffled order of their own, such as a mixture.
+    """Samples with their own shuffled order, such as a mixture.
 
     >>> import numpy as np
     >>> class Backwards(list):
@@ -61,7 +61,7 @@ class OrderedSource(Source, Protocol):
 
         Args:
             position: not negative.
-            seed: of the order.
+            seed: seed of the order.
         """
         ...
 
@@ -78,10 +78,10 @@ class EpochSource(Source, Protocol):
     """
 
     def sample_in_epoch(self, index: int, epoch: int) -> Mapping[str, NDArray[Any]]:
-        """Return a sample as it is in an epoch: a pure function of index and epoch.
+        """Return a sample in an epoch: a pure function of index and epoch.
 
         Args:
-            index: of the sample, 0 to len - 1.
+            index: index of the sample, 0 to len - 1.
             epoch: not negative.
         """
         ...
@@ -92,10 +92,10 @@ def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[
     """Return the sample at a position of an endless, reshuffled run: dict of arrays.
 
     Args:
-        source: shuffled by its own order if it is an `OrderedSource`, else by `sample_index`; an `EpochSource` draws
+        source: an `OrderedSource` has its own order, any other is shuffled by `sample_index`; an `EpochSource` draws
             the sample for the position's epoch.
         position: not negative, over all epochs.
-        seed: of the order, not negative.
+        seed: seed of the order, not negative.
 
     >>> sorted(sample_at([{"x": i} for i in range(4)], position, seed=0)["x"] for position in range(4))
     [0, 1, 2, 3]
@@ -112,12 +112,12 @@ def _in_epoch(source: Source, index: int, epoch: int) -> Mapping[str, NDArray[An
 
 @public()
 def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
-    """Return the number of global batches in a run, the padded last one included: ⌈epochs · samples / batch_size⌉.
+    """Return the number of global batches in a run, with the padded last batch: ⌈epochs · samples / batch_size⌉.
 
     Args:
         source: the samples.
         batch_size: rows of a global batch, as for `global_batches`.
-        epochs: of the run.
+        epochs: epochs of the run.
 
     >>> batch_count(range(10), batch_size=4, epochs=2)
     5
@@ -141,28 +141,28 @@ def global_batches(
     """Return this process' rows of every global batch, in an order that does not depend on processes.
 
     Row r of global batch b is the sample at position b · batch_size + r of a sequence of epochs, each shuffled anew by
-    (seed, epoch). Epochs follow one another without a break, and each sample occurs once in each. A batch that is
-    larger than the data set repeats samples, which is reported. Sources are read as by `sample_at`.
+    (seed, epoch). Epochs follow one another without a break, and each sample occurs once in each. A batch larger than
+    the data set repeats samples, and this is reported. `sample_at` defines how sources are read.
 
     Args:
         source: the samples; read at the indices of this process' rows only.
         batch_size: rows of a global batch, over all processes.
-        seed: of the order, not negative; unused without `shuffle`.
-        rows: of each global batch to read, such as `jdp.process_rows(plan, batch_size)`; all by default.
+        seed: seed of the order, not negative; unused without `shuffle`.
+        rows: rows of each global batch to read, such as `jdp.process_rows(plan, batch_size)`; None: all.
         start: the first global batch: to resume, the number of batches consumed so far.
-        samples: in the batches before `start`, if some of them had another size; `start` · batch_size by default.
+        samples: samples in the batches before `start`, if batch sizes varied; None: `start` · batch_size.
         shuffle: False reads samples in their own order, every epoch.
-        epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with
-            the samples that would follow, their "weights" set to 0.
-        threads: that read a batch each. The default is enough for samples that take microseconds; for images, about a
-            millisecond each, give the cores that can be spared. As many batches are in memory, four at least.
+        epochs: number of epochs; None: endless. A finite run ends with a batch padded to `batch_size` rows: with the
+            samples that would follow, their "weights" set to 0.
+        threads: threads that read a batch each. The default is enough for samples that take microseconds; for images,
+            about a millisecond each, use all spare cores. As many batches, at least four, are in memory.
 
     Returns:
-        An iterable of dicts of the samples' arrays, with a leading dimension of len(rows). Every `iter` of it begins at
-        `start` and reads ahead in threads, which end with the iterator (by `close()`, or when it is collected).
+        An iterable of dicts of the samples' arrays, with a leading dimension of len(rows). Each iterator begins at
+        `start` and reads ahead in threads, which end with it (`close()`, or when it is collected).
 
     Raises:
-        ValueError: a number out of its range; when it is read, a batch to be padded whose samples have no "weights".
+        ValueError: a number out of its range; on reading, a batch to pad whose samples have no "weights".
 
     >>> import numpy as np
     >>> samples = [{"x": np.array(i), "weights": np.ones(())} for i in range(5)]
@@ -171,13 +171,13 @@ def global_batches(
     """
     _check_run(source, batch_size, epochs, threads)
     if shuffle:
-        sample_index(seed, len(source), 0)  # a wrong seed is reported now, not by a reading thread
+        sample_index(seed, len(source), 0)  # reports a wrong seed now, not in a reading thread
     end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
     if not 0 <= start <= end:
-        raise UserError(f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed")
+        raise UserError(f"start must be a batch of the run, 0 to {end}; given {start}: pass the batches consumed")
     before = start * batch_size if samples is None else samples
     if before < 0:
-        raise UserError(f"samples must not be negative; given {samples}: give the samples consumed")
+        raise UserError(f"samples must not be negative; given {samples}: pass the samples consumed")
     own = _own_rows(rows, batch_size)
     padding = sys.maxsize if epochs is None else epochs * len(source)  # from this position on
 
@@ -194,14 +194,14 @@ def _check_run(source: Source, batch_size: int, epochs: int | None, threads: int
     counts = {"batch_size": batch_size, "epochs": epochs, "threads": threads, "the number of samples": len(source)}
     for name, count in counts.items():
         if count is not None and count < 1:
-            raise UserError(f"{name} must be at least 1; given {count}: give 1 or more")
+            raise UserError(f"{name} must be at least 1; given {count}: use 1 or more")
     if batch_size > len(source) and epochs != 1:
         size = f"the data set ({len(source)} samples)"
         notice(f"batch_size {batch_size} is larger than {size}: a batch repeats some of them")
 
 
 def _sample(source: Source, position: int, seed: int | None, padding: int) -> Mapping[str, NDArray[Any]]:
-    """Return the sample at a position, in the source's own order without a seed; from `padding` on of weight 0."""
+    """Return the sample at a position, in the source's own order if seed is None; from `padding` on with weight 0."""
     if seed is None:
         sample = _in_epoch(source, position % len(source), position // len(source))
     else:
@@ -209,7 +209,7 @@ def _sample(source: Source, position: int, seed: int | None, padding: int) -> Ma
     if position < padding:
         return sample
     if "weights" not in sample:
-        rule = 'samples must have "weights": the last batch of a finite run is filled with rows of weight 0'
+        rule = 'samples must have "weights", because rows of weight 0 fill the last batch of a finite run'
         raise UserError(f"{rule}; given {sorted(sample)}: add them")
     return {**sample, "weights": np.zeros_like(sample["weights"])}
 
@@ -220,6 +220,6 @@ def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[i
     if len(own) == 0 or not all(row in every_row for row in own):
         raise UserError(
             f"rows must name at least one row of a global batch of {batch_size}, each from 0 to {batch_size - 1}; "
-            f"given {rows}: give this process' share of them"
+            f"given {rows}: pass this process' rows"
         )
     return own

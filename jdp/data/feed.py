@@ -1,9 +1,9 @@
 """From per-process NumPy batches to global arrays, ahead of the step.
 
-1. `process_rows` returns the rows of each global batch that this process must read: those its devices hold.
-2. A thread takes batches from the loader, puts every device's rows on it, and queues the global array; at most
-   `prefetch` of them are ahead of the loop.
-3. The loop takes from the queue; the time it waits is added to `wait_seconds`.
+1. `process_rows` returns the rows of each global batch that this process must read, those of its devices.
+2. A thread takes batches from the loader, puts each device's rows on it, and queues the global array; at most
+   `prefetch` batches are ahead of the loop.
+3. The loop takes batches from the queue; `wait_seconds` adds up its waiting time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
         batch_size: rows of the global batch.
 
     Raises:
-        ValueError: `batch_size` does not divide by the plan's batch shards; or `plan` is no `jdp.Plan`.
+        ValueError: `batch_size` does not divide by the plan's batch shards; or `plan` is not a `jdp.Plan`.
     """
     check_plan(plan, "jdp.process_rows(plan, batch_size)", batch_size)
     batch_unit(plan.mesh.shape).check(batch_size, microbatches=False)
@@ -62,20 +62,20 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
         P('data',)
 
     Args:
-        loader: yields pytrees of NumPy arrays: the rows that `process_rows` names (in a single process: complete global
-            batches). All processes must yield the same number of batches of the same shapes. A batch is copied when it
-            is read: the loader may fill the same memory again.
+        loader: yields pytrees of NumPy arrays: the rows from `process_rows` (in a single process, complete global
+            batches). All processes must yield the same number of batches with the same shapes. Each batch is copied
+            when read, so the loader may reuse its memory.
         plan: its batch axes shard the leading dimension.
-        prefetch: batches that are read and transferred ahead of the step. Raise it when the time to read a batch
-            varies; each batch ahead takes its memory on the devices.
+        prefetch: batches to read and transfer ahead of the step. Raise it if the time to read a batch varies; each
+            batch ahead takes memory on the devices.
 
     Returns:
-        An iterator of batches, with `wait_seconds`: how long its user has waited so far, in seconds. It raises the
-        loader's errors, and ValueError for a batch whose rows do not divide by this process' batch shards. So it does
-        for a loader that yields no batch, and for a second pass.
+        An iterator of batches, with `wait_seconds`: the seconds waited for batches so far. It raises the loader's
+        errors. It raises ValueError for rows that do not divide by this process' batch shards, for a loader without
+        batches, and for a second pass.
 
     Raises:
-        ValueError: `loader` is no iterable of batches; `prefetch` is less than 1; or `plan` is no `jdp.Plan`.
+        ValueError: `loader` is not an iterable of batches; `prefetch` is less than 1; or `plan` is not a `jdp.Plan`.
     """
     check_plan(plan, "jdp.shard_batches(loader, plan)", loader)
     given: Any = loader  # often a batch itself, or a function that makes one
@@ -87,7 +87,7 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
 
 
 class Feed(Iterator[Batch]):
-    """The iterator that `shard_batches` returns. Close it (or use it in `with`) when leaving before the end.
+    """The iterator that `shard_batches` returns. Close it (or use `with`) if you leave before the end.
 
         >>> with jdp.shard_batches((batch for _ in range(3)), plan) as feed:
         ...     first = next(feed)
@@ -95,7 +95,7 @@ class Feed(Iterator[Batch]):
         True
 
     Attributes:
-        wait_seconds: how long its user has waited for batches so far.
+        wait_seconds: seconds waited for batches so far.
 
     Args:
         loader, plan, prefetch: as for `shard_batches`.
@@ -106,13 +106,13 @@ class Feed(Iterator[Batch]):
 
     def __init__(self, loader: Iterable[Batch], plan: Plan, prefetch: int) -> None:
         if not is_integer(prefetch) or prefetch < 1:
-            raise UserError(f"prefetch must be at least 1 batch; given {prefetch!r}: give for example 2")
+            raise UserError(f"prefetch must be at least 1 batch; given {prefetch!r}: use 2, for example")
         self.wait_seconds = 0.0
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
         stop = threading.Event()
         self._done = False
-        # The thread holds no reference to this object, so a feed that is abandoned is collected, and stops the thread.
+        # The thread holds no reference to this object, so an abandoned feed is collected, which stops the thread.
         args = (iter(loader), plan, self._queue, self._slots, stop)
         self._thread = threading.Thread(target=_run, args=args, name="jdp-feed", daemon=True)
         self._stop = weakref.finalize(self, _halt, stop, self._slots)
@@ -122,7 +122,7 @@ class Feed(Iterator[Batch]):
     def __iter__(self) -> Feed:
         if self._done:
             raise UserError(
-                "A feed is read once; given one that was read to its end, or closed. Make it anew for each pass: "
+                "A feed is read once; this feed has ended or was closed. Make a new one for each pass: "
                 "jdp.shard_batches(loader, plan)."
             )
         return self
@@ -142,7 +142,7 @@ class Feed(Iterator[Batch]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop reading, and wait for the batch that is being read (but not for ever: a loader may hang)."""
+        """Stop reading, and wait a limited time for the current batch, because a loader may hang."""
         self._done = True
         self._stop()
         self._thread.join(timeout=10)
@@ -156,22 +156,22 @@ class Feed(Iterator[Batch]):
 
 _END = object()
 _NONE = (
-    "A loader yields batches; given one that yielded none. It has no data, or it is a generator that was read before: "
-    "make it anew for each pass."
+    "A loader yields batches; this loader yielded none. It has no data, or is a generator that was read before: make a "
+    "new one for each pass."
 )
 _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _end_threads() -> None:
-    """Wait for the threads at the end of Python: one that comes back from JAX into a Python that ends aborts it."""
+    """Wait for the threads at exit: a thread that returns from JAX while Python exits aborts it."""
     for thread, stop in list(_stops.items()):
         stop()
         thread.join(THREAD_SECONDS)
 
 
 def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slots: Any, stop: threading.Event) -> None:
-    """Run the thread: take a slot, read a batch, repeat; an error is handed to the loop, which raises it."""
+    """Run the thread: take a slot, read a batch, repeat; the loop raises its errors."""
     blocks, first = _local_blocks(plan), True
     try:
         while slots.acquire() and not stop.is_set():
@@ -192,7 +192,7 @@ def _halt(stop: threading.Event, slots: threading.Semaphore) -> None:
 
 
 def _local_blocks(plan: Plan) -> list[int]:
-    """Return which of the batch's equal blocks, numbered along the batch, this process' devices hold."""
+    """Return the numbers of the batch's equal blocks that this process' devices hold."""
     indices = plan.batch_sharding.addressable_devices_indices_map((plan.batch_shards,))
     return sorted({index[0].start or 0 for index in indices.values() if index is not None})
 

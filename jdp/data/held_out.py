@@ -1,10 +1,10 @@
-"""Training or held out: decided by a sample's content, so no rename, reordering or other machine can move it.
+"""Training or held out: a sample's content decides, independent of names, order and machine.
 
-1. A sample's content is hashed to a number in [0, 1), its score, which is fixed for ever.
-2. Samples whose score is below the held-out fraction are held out. So copies fall on one side together, and a larger
-   fraction keeps all that a smaller one held out.
-3. If a side would be empty, the sample nearest to it moves there, with its copies (`split_samples`). Of documents of
-   text, the tail of each is held out (`document_tails`).
+1. A sample's content is hashed to its score, a number in [0, 1) that never changes.
+2. Samples with a score below the held-out fraction are held out. So copies stay together, and a larger fraction
+   includes all samples of a smaller one.
+3. If a side would be empty, the nearest sample moves there, with its copies (`split_samples`). For documents of text,
+   the tail of each is held out (`document_tails`).
 """
 
 import hashlib
@@ -21,14 +21,14 @@ _END = 2**15  # bytes
 
 
 def content_score(content: bytes) -> float:
-    """Return a number in [0, 1), uniform and fixed for ever: the first 53 bits of the content's BLAKE2b hash."""
+    """Return a uniform number in [0, 1) that never changes: the first 53 bits of the content's BLAKE2b hash."""
     return (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 11) / 2**53
 
 
 def ends_score(file: BinaryIO) -> float:
-    """Return the `content_score` of up to 64 KiB; of more, that of the size and the first and last 32 KiB.
+    """Return the `content_score` of up to 64 KiB; of a larger file, that of its size and first and last 32 KiB.
 
-    Pictures are compressed, so any two differ there, and a set larger than memory is split without reading all of it.
+    Compressed pictures differ there, so a set larger than memory is split without reading all of it.
     """
     size = file.seek(0, 2)
     file.seek(0)
@@ -42,9 +42,9 @@ def ends_score(file: BinaryIO) -> float:
 def split_samples(
     scores: NDArray[np.float64], heldout_fraction: float, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the samples to train on and of those held out, each in their own order: int64 [n].
+    """Return the indices of the training and the held-out samples, in order: int64 [n] each.
 
-    A side that would be empty gets the sample nearest to it, with its copies, which is reported. A fraction of 0 holds
+    An empty side gets the nearest sample, with its copies, and this is reported. A fraction of 0 holds
     nothing out.
     """
     if heldout_fraction == 0 and len(scores):
@@ -52,8 +52,8 @@ def split_samples(
     check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
         raise UserError(
-            f"data must have two different samples, one to train on and one to hold out; given {len(scores)} alike in "
-            f"{name}: give more data"
+            f"data must have two different samples, one to train on and one to hold out; given {len(scores)} equal in "
+            f"{name}: add data"
         )
     held = scores < heldout_fraction
     if not held.any() or held.all():
@@ -66,10 +66,10 @@ def split_samples(
 
 
 def document_tails(documents: NDArray[np.int64], heldout_fraction: float) -> list[NDArray[np.int64]]:
-    """Hold out the tail of each document, as many tokens as the fraction, rounded up.
+    """Hold out the tail of each document: the fraction of its tokens, rounded up.
 
-    `documents` and both results, the text to train on and the tails, are int64 [documents, 2]: from and up to. Empty
-    ones are left out.
+    `documents` and both results, the text to train on and the tails, are int64 [documents, 2]: start and end. Empty
+    spans are left out.
     """
     starts, ends = documents.T
     cuts = ends - np.ceil((ends - starts) * heldout_fraction).astype(np.int64)
@@ -78,7 +78,7 @@ def document_tails(documents: NDArray[np.int64], heldout_fraction: float) -> lis
 
 
 def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]]) -> str:
-    """Return 16 hex digits: a hash of a description, and of the dtype, shape and bytes of some arrays."""
+    """Return 16 hex digits: a hash of a description and of arrays' dtypes, shapes and bytes."""
     digest = hashlib.blake2b(description.encode(), digest_size=8)
     for array in arrays:
         digest.update(f" {array.dtype} {array.shape} ".encode())
@@ -89,4 +89,4 @@ def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]]) -> str:
 def check_fraction(heldout_fraction: float) -> None:
     """Check that a fraction is in (0, 1). Raises ValueError if it is not."""
     if not 0 < heldout_fraction < 1:
-        raise UserError(f"heldout_fraction must be between 0 and 1; given {heldout_fraction}: give for example 0.05")
+        raise UserError(f"heldout_fraction must be between 0 and 1; given {heldout_fraction}: use 0.05, for example")

@@ -1,13 +1,13 @@
-"""Several data sets as one, drawn from by weight: a pure function of (seed, position), without a table.
+"""Several data sets mixed by weight: a pure function of (seed, position), without a table.
 
-1. Positions 0, 1, 2, … of the run go around a circle of 2³² points in steps of the golden ratio. That spreads any
-   stretch of them evenly over it (Knuth, The Art of Computer Programming 3, 6.4: Fibonacci hashing). Each data set owns
-   an arc as long as its weight. So any n positions in a row, a global batch or an epoch, hold n times its weight of it,
-   give or take a few.
-2. How often a data set came before a position is a count of lattice points below a line. Euclid's algorithm computes it
+1. Positions 0, 1, 2, … of the run go around a circle of 2³² points in steps of the golden ratio. This spreads any
+   stretch of positions evenly (Knuth, The Art of Computer Programming 3, 6.4: Fibonacci hashing). Each data set owns an
+   arc as long as its weight. So any n consecutive positions, a global batch or an epoch, contain n times its weight of
+   each data set, give or take a few.
+2. The number of earlier samples of a data set is a count of lattice points below a line. Euclid's algorithm computes it
    in a few dozen steps (`_floor_sum`, 20 to 50 µs a sample), so a resume costs nothing.
-3. Its k-th turn takes the k-th position of that data set's own endless, reshuffled run (jdp.data.order): it repeats no
-   sample before all of its samples were taken.
+3. The k-th sample of a data set is the k-th position of its own endless, reshuffled run (jdp.data.order): no sample
+   repeats before all of its samples were drawn.
 """
 
 import bisect
@@ -26,11 +26,11 @@ from jdp.base.public import public
 from jdp.data.batches import Source, sample_at
 
 _CIRCLE = 2**32
-_STEP = 2654435769  # the odd number nearest to 2³²/φ: all points are visited before one is again
+_STEP = 2654435769  # the odd number nearest to 2³²/φ: all points are visited before any repeats
 
 
 class DataSet(Protocol):
-    """A data set that can be mixed: two sides of samples, and a fingerprint of all of them."""
+    """A data set that can be mixed: training and held-out samples, and a fingerprint of all."""
 
     @property
     def train(self) -> Source: ...
@@ -42,11 +42,11 @@ class DataSet(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MixedSamples:
-    """Sources interleaved by weight. An epoch is as many samples as all of them hold together.
+    """Sources interleaved by weight. An epoch has as many samples as all sources together.
 
-    A source whose weight is more than its share of the samples repeats within an epoch; of one whose weight is less,
-    some are left for the next epoch. `global_batches` with its shuffle reads them by `sample_at`; plain indices are the
-    first epoch.
+    A source repeats within an epoch if its weight exceeds its share of the samples; if its weight is less, some samples
+    wait for the next epoch. With shuffle, `global_batches` reads samples by `sample_at`; plain indices are the first
+    epoch.
     """
 
     sources: tuple[Source, ...]  # the samples, of the same keys, shapes and dtypes
@@ -60,12 +60,12 @@ class MixedSamples:
         return self.sample_at(range(len(self))[index], 0)
 
     def sample_at(self, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
-        """Return the sample at a position, not negative, of an endless run ordered by both `seed` and `self.seed`."""
+        """Return the sample at a position >= 0 of an endless run, ordered by `seed` and `self.seed`."""
         source, turn = self.turn(position, seed)
         return sample_at(self.sources[source], turn, _seed(self.seed, seed, source + 1))
 
     def turn(self, position: int, seed: int) -> tuple[int, int]:
-        """Return the index of the source that a position belongs to, and the number of earlier positions that did."""
+        """Return the index of a position's source, and the number of that source's earlier positions."""
         start = _seed(self.seed, seed, 0)
         source = bisect.bisect_right(self._arcs, (_STEP * position + start) % _CIRCLE) - 1
 
@@ -102,12 +102,12 @@ class Concatenated:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Data sets as one: `train` draws from them by weight, `heldout` is all their held-out samples, one after another.
+    """Data sets as one: `train` draws from them by weight, `heldout` concatenates their held-out samples.
 
     Attributes:
         parts: the data sets; each has its own `heldout`, to evaluate them one by one.
-        weights: as they were given.
-        seed: of the order.
+        weights: the given weights.
+        seed: seed of the order.
 
     >>> import numpy as np
     >>> from jdp.data import array_data
@@ -131,7 +131,7 @@ class Mixture:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits, of the data sets, their weights and the seed."""
+        """16 hex digits of the data sets, their weights and the seed."""
         described = [(part.fingerprint, weight) for part, weight in zip(self.parts, self.weights, strict=True)]
         return hashlib.blake2b(f"{described} {self.seed}".encode(), digest_size=8).hexdigest()
 
@@ -142,7 +142,7 @@ class Mixture:
 
     @property
     def vocab_size(self) -> int:
-        """For text: the largest of the parts'; every token is below it."""
+        """For text: the largest of the parts; every token is below it."""
         return max(part.vocab_size for part in self.parts)
 
     @property
@@ -152,17 +152,17 @@ class Mixture:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the first part that has one; None: there is none."""
+        """The tokenizer of the first part that has one, or None."""
         return next(filter(None, (getattr(part, "tokenizer", None) for part in self.parts)), None)
 
 
 @public()
 def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture:
-    """Mix data sets, which are drawn from by weight.
+    """Mix data sets by weight.
 
     Args:
-        parts: data sets and their weights, positive, relative to each other: 3 and 1 are three samples in four.
-        seed: of the order, in addition to the one that `global_batches` gets; not negative.
+        parts: data sets and their weights, positive and relative: 3 and 1 are three samples in four.
+        seed: seed of the order, in addition to the seed of `global_batches`; not negative.
 
     Returns:
         The mixture, with `train`, `heldout`, `parts`, `fingerprint`.
@@ -178,11 +178,11 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
     2
     """
     if not parts:
-        raise UserError("a mixture must have at least one data set; given none: give some, with weights")
+        raise UserError("a mixture must have at least one data set; given none: pass data sets with weights")
     weights = tuple(float(weight) for _, weight in parts)
     if not all(0 < weight < float("inf") for weight in weights) or min(weights) / sum(weights) < 2**-31:
         given = ", ".join(map(str, weights))
-        raise UserError(f"weights must be positive numbers of like size; given {given}: leave out those near 0")
+        raise UserError(f"weights must be positive numbers of similar size; given {given}: leave out weights near 0")
     if seed < 0:
         raise UserError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
     data = tuple(part for part, _ in parts)
@@ -199,12 +199,14 @@ def _check_alike(first: DataSet, other: DataSet) -> None:
     if ours != theirs:
         raise UserError(
             f"the data sets of a mixture must have the same kind of samples; given {ours} in {first} and {theirs} in "
-            f"{other}: give them the same length, size and packing"
+            f"{other}: open them with the same length, size and packing"
         )
     tokenizers = [getattr(getattr(data, "tokenizer", None), "identity", None) for data in (first, other)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
-        given = f"those of {first} and {other}"
-        raise UserError(f"the data sets of a mixture must have one tokenizer; given {given}: open both with the same")
+        given = f"different ones for {first} and {other}"
+        raise UserError(
+            f"the data sets of a mixture must share a tokenizer; given {given}: open both with the same tokenizer"
+        )
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,11 +1,11 @@
-"""The order of samples: one pure function of (seed, epoch, index), nothing about processes or devices.
+"""The order of samples: a pure function of (seed, epoch, index), independent of processes and devices.
 
 A run is an endless sequence of positions 0, 1, 2, …; epoch e covers the positions [e·n, (e+1)·n) of n samples, and
 every epoch is shuffled anew. Global batch b of B rows is the positions [b·B, (b+1)·B), which may straddle two epochs.
-So no sample is dropped or repeated at an epoch's end, and the whole state of a run is one integer.
+So no sample is dropped or repeated at an epoch's end, and one integer is the whole state of a run.
 
-There are two shuffles, each for the sizes at which it is cheap. Grain's walks a cipher over blocks of at least 16 bits
-until it is inside the range: 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2.
+There are two shuffles, because grain's is slow for few samples. It walks a cipher over blocks of at least 16 bits until
+the result is in range: 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2.
 
 1. below 2¹⁶ samples, a table for the epoch;
 2. above, grain's `index_shuffle`: no table, constant time and memory.
@@ -22,14 +22,14 @@ from jdp.base.public import public
 
 _TABLE_BELOW = 2**16  # samples; a table is then 512 KiB at most
 _MOST_SAMPLES = 2**32  # index_shuffle permutes 32-bit integers
-# Of grain's cipher. Four, the least it allows, leave neighbours correlated (r = -0.03 over 70,000 samples, ten standard
-# errors from none); eight leave nothing measurable at the same price.
+# Of grain's cipher. Four, the minimum, leave neighbours correlated (r = -0.03 over 70,000 samples, ten standard
+# errors); eight leave no measurable correlation at the same cost.
 _ROUNDS = 8
 
 
 @public()
 def sample_index(seed: int, epoch_length: int, position: int) -> int:
-    """Return the sample at a position of an endless run, each epoch of which is a permutation of its samples.
+    """Return the sample at a position of an endless run, in which each epoch is a permutation of the samples.
 
     Args:
         seed: not negative; the same seed gives the same order, on any machine and any version of NumPy.
@@ -46,10 +46,10 @@ def sample_index(seed: int, epoch_length: int, position: int) -> int:
     [0, 1, 2, 3, 4]
     """
     if seed < 0:
-        raise UserError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
+        raise UserError(f"seed must not be negative; given {seed}: use 0 or a larger integer")
     if not 1 <= epoch_length <= _MOST_SAMPLES:
         raise UserError(
-            f"a shuffled epoch must have 1 to 2**32 samples; given {epoch_length}: give some data, or longer samples"
+            f"a shuffled epoch must have 1 to 2**32 samples; given {epoch_length}: add data, or use longer samples"
         )
     if position < 0:
         raise UserError(f"position must not be negative; given {position}: count from the run's first sample")
@@ -61,8 +61,8 @@ def sample_index(seed: int, epoch_length: int, position: int) -> int:
 
 @functools.lru_cache(maxsize=64)  # a batch may straddle several epochs, and a mixture draws from several data sets
 def _epoch_table(seed: int, epoch: int, epoch_length: int) -> NDArray[np.int64]:
-    # Raw bits sorted, rather than `Generator.permutation`: NumPy promises the stream of a bit generator for ever, but
-    # lets a Generator's methods change between versions (NEP 19), and with them the order of a resumed run.
+    # Sorted raw bits, not `Generator.permutation`: NumPy keeps a bit generator's stream for ever, but may change a
+    # Generator's methods (NEP 19), and with them the order of a resumed run.
     return np.argsort(np.random.Philox(_entropy(seed, epoch)).random_raw(epoch_length), kind="stable")
 
 

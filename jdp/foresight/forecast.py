@@ -1,7 +1,7 @@
-"""What a plan reports: an estimate for each candidate, which of them to take, and why.
+"""The report of a plan: an estimate for each candidate, the choice among them, and the reasons.
 
-An `Estimate` holds what was read off one compiled program: memory by class, traffic against theory, the timeline. A
-`PlanReport` holds all of them, in words (`str`), as a table, and as JSON.
+An `Estimate` describes one compiled program: memory by class, traffic against theory, the timeline. A `PlanReport`
+holds all estimates, in words (`str`), as tables, and as JSON.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from jdp.foresight.verify import Report
 from jdp.foresight.zero_formula import ZeroRow, zero_bytes
 
 CLOSE = 0.01
-"""Step times within 1 % count as equal: the model of time is no more precise. Less memory then decides."""
+"""Step times within 1 % count as equal, because the model of time is no more precise. Then less memory decides."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one candidate's compiled program does, and how well it uses the devices.
+    """One candidate's compiled program, and how well it uses the devices.
 
     Attributes:
         strategy, accumulate: the candidate.
-        report: what it holds, sends and waits for; None when the step did not compile.
-        host: what a host's memory holds, where the state is copied into it; None: that is not asked for.
+        report: its memory, traffic and schedule; None if the step did not compile.
+        host: the host's memory, if the state is copied into it; else None.
         model_flops: FLOPs of the step's mathematics over the global batch (`timing.model_flops`).
-        peak_flops: of one device, in the step's compute dtype; None where it is not known.
+        peak_flops: peak of one device in the step's compute dtype; None if unknown.
         tokens: tokens (or examples) of a global batch.
-        compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
-        error: why the step did not compile; None when it did.
+        compile_seconds: time of compilation; 0 if the cache had it (`cached`).
+        error: why the step did not compile, if it did not.
     """
 
     strategy: str
@@ -56,34 +56,34 @@ class Estimate:
 
     @property
     def devices(self) -> int:
-        """How many share the work."""
+        """Number of devices."""
         return 1 if self.report is None else math.prod(self.report.mesh.values())
 
     @property
     def memory(self) -> Memory | None:
-        """Bytes per device by class; None when the step did not compile."""
+        """Bytes per device by class; None if the step did not compile."""
         return None if self.report is None else self.report.memory
 
     @property
     def headroom(self) -> Headroom | None:
-        """Whether a device can hold it; None where the device's memory is not known."""
+        """Whether a device can hold it; None if the device's memory is unknown."""
         return None if self.report is None else self.report.headroom
 
     @property
     def timeline(self) -> Timeline | None:
-        """The simulated schedule; None where it is not known, or a device cannot hold the step."""
+        """The simulated schedule; None if unknown, or if a device cannot hold the step."""
         return None if self.report is None else self.report.timeline
 
     @property
     def fits(self) -> bool | None:
-        """Whether it compiled and a device can hold it; None where the device's memory is not known."""
+        """Whether it compiled and a device can hold it; None if the device's memory is unknown."""
         if self.error is not None or (self.host is not None and not self.host.fits):
             return False
         return None if self.headroom is None else self.headroom.fits
 
     @property
     def available_bytes(self) -> int | None:
-        """Bytes of a device's memory that the step can have; None where that is not known."""
+        """Bytes of a device's memory for the step; None if unknown."""
         return None if self.headroom is None else self.headroom.available
 
     @property
@@ -95,17 +95,17 @@ class Estimate:
 
     @property
     def bytes_per_device(self) -> int | None:
-        """What a device holds at the step's peak; None when the step did not compile."""
+        """Bytes that a device holds at the step's peak; None if the step did not compile."""
         return None if self.memory is None else self.memory.total
 
     @property
     def step_seconds(self) -> float | None:
-        """Simulated seconds of a step; None where they are not known, or a device cannot hold it."""
+        """Simulated seconds of a step; None if unknown, or if a device cannot hold it."""
         return None if self.timeline is None else self.timeline.step_seconds
 
     @property
     def step_range(self) -> tuple[float, float] | None:
-        """(least, most) seconds of a step by the error of published runs; None where that or the step is not known."""
+        """(least, most) seconds of a step by the error on published runs; None if unknown."""
         if self.timeline is None or self.timeline.error is None:
             return None
         factor = 1 + self.timeline.error
@@ -120,14 +120,14 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens (or examples) a second of all devices together; None where times are not known."""
+        """Tokens (or examples) a second on all devices together; None if times are unknown."""
         return self.tokens / self.step_seconds if self.step_seconds else None
 
     @property
     def efficiency(self) -> float | None:
-        """Scaling efficiency T(1)/T(N): the step without its communication over the step with it.
+        """Scaling efficiency T(1)/T(N): the time of a step without communication over the time with it.
 
-        T(1) is one device doing this device's share of the work: a device by itself could often not hold the model.
+        T(1) is one device with this device's share of the work, because a single device often cannot hold the model.
         """
         if self.timeline is None or not self.timeline.step_seconds:
             return None
@@ -135,12 +135,12 @@ class Estimate:
 
     @property
     def fits_in_words(self) -> str:
-        """Cell of a table: "yes", "no", or "?" where the device's memory is not known."""
+        """Cell of a table: "yes", "no", or "?" if the device's memory is unknown."""
         return {None: "?", True: "yes", False: "no"}[self.fits]
 
     @property
     def speed_cells(self) -> tuple[str, ...]:
-        """Cells of a table: communication hidden, waiting, step, MFU, tokens a second; "–" of what cannot run."""
+        """Cells of a table: communication hidden, waiting, step, MFU, tokens a second; "–" if it cannot run."""
         timeline = self.timeline
         if timeline is None:
             return ("–" if self.fits is False else "?",) * 5
@@ -153,7 +153,7 @@ class Estimate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return one of the `strategies` that `jdp plan --json` prints."""
+        """Return one of the `strategies` of `jdp plan --json`."""
         report, memory, line = self.report, self.memory, self.timeline
         own = ("strategy", "accumulate", "fits", "bytes_per_device", "available_bytes", "step_seconds", "mfu", "error")
         rates = ("tokens_per_second", "efficiency", "compile_seconds", "cached")
@@ -179,20 +179,20 @@ class Estimate:
 
 
 MEMORY = ("candidate", "fits", "holds", "parameters", "optimizer", "temporaries", "other", "ZeRO's formula", "host")
-"""Headings of the table of memory; the last where a candidate keeps something in host memory."""
+"""Headings of the table of memory; the last appears if a candidate keeps something in host memory."""
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Every candidate that was compiled, and which to take.
+    """The estimates of all candidates, and the choice among them.
 
     Attributes:
         target: the devices' name, such as "h100:8x8".
-        devices: how many there are.
-        estimates: one a candidate, in the order asked for.
-        notes: assumptions and changes that the reader must know of.
-        unit: what `Estimate.tokens` counts: "tokens", or "examples".
+        devices: number of devices.
+        estimates: one for each candidate, in the requested order.
+        notes: assumptions, and changes to the arguments.
+        unit: unit of `Estimate.tokens`: "tokens" or "examples".
     """
 
     target: str
@@ -203,9 +203,9 @@ class PlanReport:
 
     @property
     def choice(self) -> Estimate | None:
-        """The candidate to take: the fastest that fits; None if none fits.
+        """The candidate to use: the fastest that fits; None if none fits.
 
-        Of those within `CLOSE` of the fastest, it is one that keeps its contract, then the one that holds least.
+        Among candidates within `CLOSE` of the fastest, one that keeps its contract wins, then the least memory.
         """
         fitting = self._fitting
         times = [each.step_seconds for each in fitting if each.step_seconds is not None]
@@ -222,7 +222,7 @@ class PlanReport:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """Sentences: what fits, and why the choice is taken."""
+        """Sentences: the candidates that fit, and the reason for the choice."""
         compiled = [each for each in self.estimates if each.memory is not None]
         if not compiled:
             return ("No candidate compiled.",)
@@ -231,7 +231,7 @@ class PlanReport:
         choice = self.choice
         if choice is None:
             least = min(compiled, key=lambda estimate: estimate.bytes_per_device or 0)
-            return (*sentences, f"{least.name} needs least, {format_bytes(least.bytes_per_device or 0)}.")
+            return (*sentences, f"{least.name} needs the least, {format_bytes(least.bytes_per_device or 0)}.")
         sentences.append(_why_fastest(choice, self._fitting))
         if choice.headroom is not None and choice.headroom.fraction is not None:
             sentences.append(f"{choice.name} {choice.headroom.words}.")
@@ -239,7 +239,7 @@ class PlanReport:
 
     @property
     def verdict(self) -> str:
-        """Which candidate to take, in a sentence."""
+        """A sentence: the candidate to use."""
         if self.choice is not None:
             return f"Take {self.choice.name}."
         compiled = any(estimate.memory is not None for estimate in self.estimates)
@@ -256,7 +256,7 @@ class PlanReport:
 
     @property
     def sentences(self) -> list[str]:
-        """What is printed below the tables: why, and the notes."""
+        """The sentences below the tables: why, and the notes."""
         hosts = {each.name: each.host.words for each in self.estimates if each.host is not None}
         if len({*hosts.values()}) > 1:
             hosts = {name: f"{name}: {words}" for name, words in hosts.items()}
@@ -265,7 +265,7 @@ class PlanReport:
 
     def __repr__(self) -> str:
         of = f"{len(self.estimates)} candidates for {self.target}, {self.devices} devices"
-        return f"<PlanReport of {of}: {self.verdict} print() says all>"
+        return f"<PlanReport of {of}: {self.verdict} print() shows all>"
 
     def __str__(self) -> str:
         tables = [*align_columns(self.memory_table()), "", *align_columns(self.speed_table())]
@@ -292,15 +292,15 @@ def _what_fits(compiled: Sequence[Estimate]) -> str:
     fitting = [each.name for each in compiled if each.fits]
     verdict = "all fit" if len(fitting) == len(compiled) else f"{', '.join(fitting)} fit" if fitting else "none fits"
     beside = f"beside {format_bytes(RESERVED_BYTES)} for CUDA and NCCL"
-    return f"Of {format_bytes(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
+    return f"A device has {format_bytes(available)} for a step ({beside}); they need: {needs}; {verdict}."
 
 
 def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> str:
-    """Return the choice's step time, which candidates take as long, and how much longer the next one takes."""
+    """Return a sentence: the choice's step time, equally fast candidates, and how much longer the next takes."""
     if choice.step_seconds is None:
-        return f"{choice.name} holds least; how long a step takes is not known for this target."
+        return f"{choice.name} holds the least; the time of a step is unknown for this target."
     longer = [(each, (each.step_seconds or 0.0) / choice.step_seconds - 1) for each in fitting if each is not choice]
-    clauses = [f"{choice.name} is the one to take: a step takes {format_seconds(choice.step_seconds)}"]
+    clauses = [f"Take {choice.name}: a step takes {format_seconds(choice.step_seconds)}"]
     clauses += [f"{each.name} takes as long" for each, share in longer if share <= CLOSE]
     slower = [(share, each.name) for each, share in longer if share > CLOSE]
     if slower:

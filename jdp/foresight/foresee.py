@@ -1,11 +1,11 @@
-"""Compile a step under every strategy, and report what each would hold, send and wait for.
+"""Compile a step under every strategy, and report the memory, traffic and time of each.
 
 1. `candidates` returns strategies × microbatches, each a step with abstract values on the target's devices.
-2. `make_plan_report` has each lowered and compiled for the target, or found in the cache, and makes an `Estimate` of
-   it: memory by class, traffic against the contract, the schedule simulated. One that does not compile has the reason.
-3. The report chooses the fastest that fits.
+2. `make_plan_report` compiles each for the target, or reads it from the cache. It makes an `Estimate`: memory by
+   class, traffic against the contract, a simulated schedule; or the reason why it does not compile.
+3. The report chooses the fastest candidate that fits.
 
-`jdp.foresee` and `jdp plan` both are these three steps; they differ in who makes the step.
+`jdp.foresee` and `jdp plan` both take these steps; they differ in who makes the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jdp.foresight.traffic.contract import TOLERANCE
 from jdp.foresight.verify import operands, report
 
 OnProgress = Callable[[int, int, str], None]
-"""Called with (compilations done, compilations in all, what is compiled next)."""
+"""Called with (compilations done, compilations in all, name of the next)."""
 
 
 @overload
@@ -49,7 +49,7 @@ def foresee(
 ) -> StepReport: ...
 @public()
 def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
-    """Compile a step for `target`, and report what it would hold, send and wait for; a step of jdp's by every strategy.
+    """Compile a step for `target`, and predict its memory, traffic and time; a jdp step under every strategy.
 
         >>> train_step = jdp.make_train_step(loss_fn, plan)
         >>> report = jdp.foresee(train_step, state, batch, "cpu:2", strategies=["zero3"])
@@ -60,27 +60,27 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
     `jdp.foresee(jitted, model, optimizer, x, y, target="h100:8x8")`.
 
     Args:
-        step: a training step (`jdp.make_train_step`), whose own strategy is only one of those tried. Or any function
-            that is jitted (`jax.jit`, `nnx.jit`, `eqx.filter_jit`), as it is.
-        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). Of a step
-            of jdp's: the state and the global batch, and perhaps the target. A batch's rows are rounded up if they do
-            not divide over the target's devices, and the notes report it.
-        target: "h100:8x8" and the like (`jdp.foresight.targets`), for devices that you do not have yet. None: the
-            devices that the arguments are on.
-        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them. False: compile anew, to
-            measure the time of compilation.
-        other: for a step of jdp's. `strategies`: which to try. `accumulate`: microbatches a step, each to try; None:
-            the step's own. `tokens`: what one global batch counts for in `tokens_per_second`; None: the elements of its
-            leaf named "tokens", else its rows, then called examples. `progress`: called before each compilation and at
-            the end. For another step `mesh`: axis -> size on the target, as for `jdp.verify`.
+        step: a training step (`jdp.make_train_step`); its own strategy is only one of the candidates. Or any jitted
+            function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`), compiled unchanged.
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). A jdp step
+            takes the state and the global batch, and optionally the target. Rows of a batch that do not divide over
+            the target's devices are rounded up, and a note reports it.
+        target: the devices to compile for, such as "h100:8x8" (`jdp.foresight.targets`); this machine need not have
+            them. None: the devices of the arguments.
+        cache: reuse compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp). False: compile again, to measure the
+            time of compilation.
+        other: for a jdp step. `strategies`: the strategies to try. `accumulate`: the microbatches a step to try; None:
+            the step's own. `tokens`: tokens of a global batch, for `tokens_per_second`; None: the elements of its leaf
+            named "tokens", else its rows, as examples. `progress`: called before each compilation and at the end. For
+            any other step, `mesh`: axis -> size on the target, as for `jdp.verify`.
 
     Returns:
-        A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and
-        the reasons. Of another step a `StepReport`: memory by argument, what each source line sends, the schedule.
+        A `PlanReport` for a jdp step: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and the reasons.
+        For any other step a `StepReport`: memory by argument, traffic by source line, the schedule.
 
     Raises:
-        ValueError: an evaluation step. The target, a strategy, or the batch under a number of microbatches does not
-            work. Of another step: the errors of `jdp.verify`.
+        ValueError: an evaluation step; or a target, a strategy, or a batch and microbatches that do not work. For a
+            step that jdp did not make, the errors of `jdp.verify`.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
@@ -103,7 +103,7 @@ def candidates(
 ) -> list[Candidate]:
     """Return the step under each strategy and number of microbatches, on the target's devices.
 
-    All have the same number of rows: the batch's, rounded up to what every number of microbatches divides.
+    All have the same number of rows: the batch's, rounded up to a multiple for every number of microbatches.
     """
     if not step.settings.train:
         raise UserError(
@@ -139,7 +139,7 @@ def make_plan_report(
 
 
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
-    """Compile one candidate for `target`, and read off the program what it holds, sends and waits for."""
+    """Compile one candidate for `target`, and read memory, traffic and time from the program."""
     step, state, batch = candidate.step, candidate.state, candidate.batch
     named = Estimate(step.plan.strategy, step.settings.accumulate)
     try:
@@ -159,10 +159,10 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
 
 
 def count_batch(batch: Batch) -> tuple[int, str]:
-    """Return what a global batch counts for in a speed, and the unit.
+    """Return the size of a global batch for a speed, and its unit.
 
-    (elements, "tokens") of the leaf that is named so, as in {"tokens": int32 [rows, length]}; else (rows, "examples"):
-    other integers of several dimensions may be images, boxes or masks.
+    (elements, "tokens") if a leaf has that name, as in {"tokens": int32 [rows, length]}; else (rows, "examples"): other
+    integer arrays may be images, boxes or masks.
     """
     named = (leaf for path, leaf in jax.tree.leaves_with_path(batch) if path_of(path).rpartition("/")[2] == "tokens")
     return next(((leaf.size, "tokens") for leaf in named), (batch_rows(batch), "examples"))
@@ -172,7 +172,9 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
     notes = [note for candidate in candidates for note in candidate.notes]
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
-        notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
+        notes.append(
+            "with one microbatch, zero1 and zero2 reduce gradients at the same time: they are the same program"
+        )
     if any(e.report is not None and e.report.kept is None and (e.report.ratio or 0) > TOLERANCE for e in estimates):
         notes.append(CPU_PROGRAM)
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]

@@ -1,13 +1,12 @@
-"""Memory of a device by class, memory of a host, and whether they hold a step.
+"""The memory of a device by class, the memory of a host, and whether they hold a step.
 
-`memory(compiled, step, state)` adds up what XLA allocates: arguments + results − results written into donated
+`memory(compiled, step, state)` adds up XLA's allocations: arguments + results − results written into donated
 arguments + temporaries + code. Arguments are told apart by name; temporaries (gradients, the working copy of the
 weights, activations) are XLA's total, with the gaps in its heap.
 
-The workspace of cuDNN's attention is left out: a program compiled without a GPU has it empty (`u8[0]`). In the backward
-pass it takes 4 x heads x queries x (width + 1) bytes while a call runs, up to 129 MiB in 74 programs that were
-examined. It would raise the peak of five of them, by at most 43 MiB (1.3 % of their temporaries): the others' is
-elsewhere.
+The workspace of cuDNN's attention is left out, because a program compiled without a GPU has it empty (`u8[0]`). In the
+backward pass it takes 4 x heads x queries x (width + 1) bytes while a call runs, up to 129 MiB in 74 programs. It would
+raise the peak of five of them, by at most 43 MiB (1.3 % of their temporaries); the peaks of the others are elsewhere.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ CLASSES = {
     "temporaries": "temporaries (gradients, working copy, activations)",
     "code": "compiled code",
 }
-"""Class -> in words, in the order of tables."""
+"""Class -> its words, in the order of tables."""
 
 DEFAULT_FRACTION = 0.75
-"""Of a GPU's memory, what a jax process takes at most unless XLA_CLIENT_MEM_FRACTION says otherwise
+"""Share of a GPU's memory in jax's pool, unless XLA_CLIENT_MEM_FRACTION is set
 (https://docs.jax.dev/en/latest/201/gpu-memory.html)."""
 
 RESERVED_BYTES = 2 * 2**30
-"""Assumed to be taken on each GPU outside of jax's pool: the CUDA context (0.1 to 0.6 GiB: ggml-org/llama.cpp pull
+"""Assumed use of each GPU outside jax's pool: the CUDA context (0.1 to 0.6 GiB: ggml-org/llama.cpp pull
 requests 20595 and 23604) and NCCL's buffers (0.5 to 1.6 GiB, more with more communicators: NVIDIA/nccl issues 964, 864;
 context and NCCL on 8 H100s 1.06 GB: issue 1685)."""
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """Whether a device's memory holds a step, and what has to be set for it."""
+    """Whether a device's memory holds a step, and the setting that it needs."""
 
     fits: bool  # `needed` is at most `available`
     needed: int  # bytes that jax's pool must hold
-    available: int  # bytes that it can have: all but `RESERVED_BYTES`
-    fraction: float | None  # for XLA_CLIENT_MEM_FRACTION; None: jax's default is enough, or nothing is
-    words: str  # all that as a sentence without its subject: "needs …: fits"
+    available: int  # bytes that the pool can have: all but `RESERVED_BYTES`
+    fraction: float | None  # XLA_CLIENT_MEM_FRACTION; None: jax's default is enough, or no fraction is
+    words: str  # the sentence without its subject: "needs …: fits"
 
 
 @dataclass(frozen=True)
@@ -61,29 +60,29 @@ class HeldArgument:
     """An argument on one device."""
 
     path: str  # in the call: "params/layers/kernel"
-    bytes: int  # of its shard, as the program takes it
-    donated: bool = False  # its memory may take a result
-    in_place: bool = False  # it does
+    bytes: int  # of its shard in the program
+    donated: bool = False  # a result may take its memory
+    in_place: bool = False  # a result does
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device of a step, by class (`CLASSES` has them in words); they add up to `total`."""
+    """Bytes per device of a step, by class (words in `CLASSES`); they add up to `total`."""
 
-    parameters: int = 0  # as the program takes them, like optimizer state and batch
+    parameters: int = 0  # the program's arguments, like optimizer state and batch
     optimizer: int = 0
     batch: int = 0
     other: int = 0  # counters, keys, model state, arguments of no known class; results
-    temporaries: int = 0  # everything else that XLA allocates while the step runs
+    temporaries: int = 0  # XLA's other allocations while the step runs
     code: int = 0
-    outside: int = 0  # leaves on the device that the program does not take, as in an evaluation; not in `total`
+    outside: int = 0  # leaves on the device that are not arguments, as in an evaluation; not in `total`
     host: int = 0  # state and copies in the host's memory, for this device; not in `total`
     results: int = 0  # the part of `other` that is not written into an argument
     arguments: tuple[HeldArgument, ...] = field(default=(), repr=False)  # in the order of the call
 
     @property
     def total(self) -> int:
-        """What XLA allocates."""
+        """Bytes that XLA allocates."""
         return sum(self.by_class().values())
 
     def by_class(self) -> dict[str, int]:
@@ -94,7 +93,7 @@ class Memory:
         return "\n".join(align_columns(self.table()))
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return headings, and a row for each class, for the largest arguments, and for what is held together."""
+        """Return headings, and a row for each class, the largest arguments, host memory and the total."""
         share = lambda count: format_percent(count / (self.total or 1))  # noqa: E731
         rows = [("held on a device", "bytes", "")]
         rows += [(CLASSES[name], format_bytes(size), share(size)) for name, size in self.by_class().items() if size]
@@ -105,15 +104,15 @@ class Memory:
         return [*rows, ("total per device", format_bytes(self.total), "")]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it by argument, in bytes."""
+        """Return bytes by argument."""
         arguments = [asdict(each) for each in self.arguments]
         return {"arguments": arguments, "results": self.results, **self.by_class(), "total": self.total}
 
     def fits(self, memory_bytes: int) -> Headroom:
         """Compare with a device of `memory_bytes`.
 
-        jax allocates from one pool, by default `DEFAULT_FRACTION` of the memory. More than one program at a time, and
-        checkpoints on their way to the host, are not counted.
+        jax allocates from one pool, by default `DEFAULT_FRACTION` of the memory. Further programs, and checkpoints on
+        their way to the host, are not counted.
         """
         needed, available = self.total + self.outside, max(memory_bytes - RESERVED_BYTES, 0)
         words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
@@ -132,7 +131,7 @@ _LISTED = 8
 
 
 def memory_by_argument(compiled: Compiled, arguments: Sequence[tuple[str, str, bool]], outside: int = 0) -> Memory:
-    """Divide what XLA allocates for a compiled step: its arguments, each a (path, class, donated), and the rest."""
+    """Divide XLA's allocations for a compiled step: its arguments, each a (path, class, donated), and the rest."""
     in_place, sizes = {number for _, number, _ in compiled.program.written_into}, compiled.program.argument_bytes
     held, named = list[HeldArgument](), Counter[str]()
     for number, (path, kind, donated) in enumerate(arguments):
@@ -140,7 +139,7 @@ def memory_by_argument(compiled: Compiled, arguments: Sequence[tuple[str, str, b
         held.append(HeldArgument(path, size, donated, number in in_place))
         named[kind] += size
     results = compiled.output_bytes - compiled.alias_bytes
-    # Nothing is lost where an argument has no class: whatever the program takes beside these is "other".
+    # Arguments without a class are "other".
     classes = {kind: named[kind] for kind in ("parameters", "optimizer", "batch")}
     return Memory(
         **classes,
@@ -158,7 +157,7 @@ _PREFIXES = {"state.params": "parameters", "state.opt_state": "optimizer", "batc
 
 
 def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
-    """Divide what XLA allocates for a compiled step of jdp's."""
+    """Divide XLA's allocations for a compiled jdp step."""
     named = [name for _, (name, _) in sorted(compiled.program.argument_bytes.items())]
     kinds = [next((kind for start, kind in _PREFIXES.items() if name.startswith(start)), "other") for name in named]
     arguments = [(path_of_name(name), kind, name.startswith("state.")) for name, kind in zip(named, kinds, strict=True)]
@@ -179,11 +178,11 @@ class HostMemory:
     """Bytes in the memory of the fullest host.
 
     Attributes:
-        copies: of `keep_in_memory`, two generations, with the neighbour's parts.
-        staging: of a save, until it is in storage.
-        offloaded: of the devices' arrays.
-        available: of the host; None where it is not known.
-        devices: of the host.
+        copies: two generations of `keep_in_memory`, with the neighbour's parts.
+        staging: a save on its way to storage.
+        offloaded: arrays of its devices.
+        available: the host's memory; None if unknown.
+        devices: devices of the host.
     """
 
     copies: int
@@ -194,17 +193,17 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.copies + self.staging + self.offloaded
 
     @property
     def fits(self) -> bool:
-        """False where a host is known to have less."""
+        """False if the host is known to have less."""
         return self.available is None or self.total <= self.available
 
     @property
     def words(self) -> str:
-        """What a host holds, in a sentence."""
+        """A sentence: the contents of a host's memory."""
         parts = {"copies of the state": self.copies, "a save that is written": self.staging}
         parts |= {"offloaded arrays": self.offloaded} if self.offloaded else {}
         listed = " + ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items())
@@ -212,6 +211,6 @@ class HostMemory:
         return f"a host's memory holds {listed} = {format_bytes(self.total)}{has}{'' if self.fits else ': too little'}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as `jdp plan --json` prints it, in bytes."""
+        """Return the object in bytes that `jdp plan --json` prints."""
         names = ("copies", "staging", "offloaded", "available", "fits")
         return {name: getattr(self, name) for name in names}

@@ -1,7 +1,6 @@
-"""The report of one compiled step, of jdp's or of anyone's: what it holds, sends and waits for, and whether it may.
+"""The report of one compiled step, from jdp or not: its memory, traffic and schedule, and whether it keeps its bound.
 
-A step of jdp's is a step whose parameters are known, so that its report (`verify.Report`) compares more. All are
-printed and drawn by the code below.
+The parameters of a jdp step are known, so its report (`verify.Report`) compares more. The code below prints both.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ from jdp.foresight.traffic.sends import Sent, sent_table
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepReport:
-    """What a compiled step holds, sends and waits for.
+    """The memory, traffic and schedule of a compiled step.
 
     Attributes:
-        name: the step's: its strategy, or its function's name.
-        kept: it sends at most 1.02 times what it may; None where nothing is judged.
+        name: the strategy, or the name of the function.
+        kept: it sends at most 1.02 times its bound; None if nothing is judged.
         target, mesh: the devices' name; axis -> size.
-        wire_bytes_per_device: what a device sends a step; compared with a strategy, along the batch's axes only.
-        bound_wire_bytes_per_device: what it may send; None where nothing is compared.
-        bound_words: whose bytes these are.
-        ratio: bytes sent over those that may be sent; None where nothing is compared, or nothing may be sent.
+        wire_bytes_per_device: bytes that a device sends a step; with a strategy, along the batch's axes only.
+        bound_wire_bytes_per_device: bytes that it may send; None if nothing is compared.
+        bound_words: the source of the bound.
+        ratio: bytes sent / bound; None if nothing is compared, or the bound is 0.
         memory: bytes per device by class and argument.
-        headroom: whether a device can hold it; None where the device's memory is not known.
+        headroom: whether a device can hold it; None if the device's memory is unknown.
         sent: tensors by collective and source line, most bytes first.
-        timeline: the simulated schedule; None where the device's rates are not known, and of what does not fit, which
-            takes no time as it cannot run.
-        breaches: why it is not kept, a sentence each; empty when it is kept.
-        strays: what is sent besides and belongs to no parameter, a sentence each.
+        timeline: the simulated schedule; None if the device's rates are unknown, or the step does not fit.
+        breaches: the reasons why the bound is not kept, a sentence each.
+        strays: further traffic that belongs to no parameter, a sentence each.
         symptoms: signs of something unintended, a sentence each (`traffic/symptoms.py`); they break no contract.
-        notes: what the numbers rest on.
+        notes: assumptions behind the numbers.
     """
 
     name: str
@@ -59,13 +57,13 @@ class StepReport:
 
     @property
     def heading(self) -> str:
-        """What was compiled, in words: "step on data=8 for h100:1x8"."""
+        """The compiled step in words: "step on data=8 for h100:1x8"."""
         split = {name: count for name, count in self.mesh.items() if count > 1} or self.mesh
         return f"{self.name} on {factors(split)} for {self.target}"
 
     @property
     def verdict(self) -> str:
-        """What a device sends, in a sentence, and whether it is too much."""
+        """A sentence: the bytes that a device sends, and whether they keep the bound."""
         if self.bound_wire_bytes_per_device is None:
             return f"{self.sends[0].upper()}{self.sends[1:]}."
         ratio = "" if self.ratio is None else f"{self.ratio:.3f} of "
@@ -74,12 +72,12 @@ class StepReport:
 
     @property
     def sends(self) -> str:
-        """The part of a sentence that all verdicts have."""
+        """The clause that all verdicts share."""
         return f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
 
     @property
     def schedule(self) -> list[str]:
-        """A sentence on the time of a step; none where that is not simulated."""
+        """A sentence on the time of a step, if it is simulated."""
         time = self.timeline
         if time is None:
             return []
@@ -89,7 +87,7 @@ class StepReport:
         return [f"A step takes {format_seconds(time.step_seconds)}: {computing}, {sent}."]
 
     def comparison(self) -> list[list[str]]:
-        """Return the paragraphs in which more is compared; none of a step that jdp did not make."""
+        """Return further paragraphs; none for a step that jdp did not make."""
         return []
 
     def __str__(self) -> str:
@@ -103,7 +101,7 @@ class StepReport:
 
     def __repr__(self) -> str:
         sentences = [f"{self.heading}.", self.verdict, *(self.schedule or self.breaches[:1])]
-        return f"<{type(self).__name__} of {' '.join(sentences)} print() says all>"
+        return f"<{type(self).__name__} of {' '.join(sentences)} print() shows all>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain objects."""
@@ -118,20 +116,20 @@ class StepReport:
         }
 
     def _as_json(self, names: str) -> dict[str, Any]:
-        """Return attributes by name, tuples as lists."""
+        """Return attributes by name, with tuples as lists."""
         values = {name: getattr(self, name) for name in names.split()}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 CPU_PROGRAM = (
-    "this is XLA:CPU's program, which makes no reduce-scatter of a sharding constraint and has its own dtypes; what "
-    "GPUs will send is judged with the target h100:1x8"
+    "this is XLA:CPU's program: it makes no reduce-scatter from a sharding constraint and has its own dtypes; the "
+    "target h100:1x8 judges the traffic of GPUs"
 )
 """The note on a report of a program for CPUs."""
 
 
 def caveats_on(sent: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
-    """Yield a note for each reason why more may be sent than was counted: of (kind of collective, caveats)."""
+    """Yield a note for each caveat of (kind of collective, caveats): the step may send more than counted."""
     for caveat in dict.fromkeys(caveat for _, caveats in sent for caveat in caveats):
         kinds = dict.fromkeys(kind for kind, caveats in sent if caveat in caveats)
         yield f"{', '.join(kinds)} {caveat}, so it may send more than is reported here"

@@ -1,11 +1,11 @@
 """`jdp.verify`: compile a training step and compare what it sends with the communication contract.
 
-1. The step and its operands become abstract values on the target's devices (`targets/relocate.py`).
-2. The step is compiled, and every collective read from the program, with the mesh axes and the loop it runs in
+1. Move the step and its operands onto the target's devices as abstract values (`targets/relocate.py`).
+2. Compile the step; read every collective from the program, with its mesh axes and its loop
    (`contract.collectives_on`).
-3. They are compared with theory (`contract.compare`), which for zero3 is what the step's own trace gathers.
-4. Where the contract is broken, the reasons (`breaches`); in any case what belongs to no parameter (`strays`), and
-   other signs of something unintended (`symptoms`).
+3. Compare the collectives with theory (`contract.compare`). For zero3, theory counts the gathers of the step's trace.
+4. Give the reasons if the contract is broken (`breaches`). Always list traffic that belongs to no parameter
+   (`strays`) and other signs of something unintended (`symptoms`).
 """
 
 from __future__ import annotations
@@ -55,47 +55,44 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     """Compile a training step, and compare what it sends with its strategy's contract, or with given bytes.
 
         >>> train_step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
-        >>> report = jdp.verify(train_step, state, batch)  # or for devices that you do not have: target="h100:8x8"
+        >>> report = jdp.verify(train_step, state, batch)  # for devices that you do not have: target="h100:8x8"
         >>> print(report.verdict)
         Not judged, as XLA:CPU sends what XLA:GPU does not: a device sends ...
 
-    Nothing runs, and no accelerator is needed. A step of jdp's on CPU devices is counted, not judged: `kept` is None.
+    Nothing runs, and no accelerator is needed. A jdp step on CPU devices is counted, not judged: `kept` is None.
     Any jitted step works: `jdp.verify(jitted, model, optimizer, x, y, target="h100:8x8", against="zero3",
     params="model")`.
 
     Args:
-        step: a training step (`jdp.make_train_step`), or any function that is jitted (`jax.jit`, `nnx.jit`,
-            `eqx.filter_jit`).
-        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). Of a step
-            of jdp's: the state and the global batch, and perhaps the target. Those of another step are on one mesh, or
-            the function was jitted with shardings: each `PartitionSpec` stays as it is, on the target's mesh.
-        target: devices to compile for, such as "h100:8x8", for devices that you do not have. None: those of the
-            arguments.
-        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them. False: compile anew, to
-            measure the time of compilation.
+        step: a training step (`jdp.make_train_step`), or any jitted function (`jax.jit`, `nnx.jit`, `eqx.filter_jit`).
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). A jdp step
+            takes the state and the global batch, and optionally the target. For any other step, all arguments are on
+            one mesh, or the function was jitted with shardings: the target's mesh keeps each `PartitionSpec`.
+        target: the devices to compile for, such as "h100:8x8"; this machine need not have them. None: the devices of
+            the arguments.
+        cache: reuse compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp). False: compile again, to measure the
+            time of compilation.
         other: for a step that jdp did not make. `against`: a strategy's name, or the bytes that a device may send a
-            step; without it nothing is compared. `params`: which arguments are the parameters, for a strategy's row:
-            the number of one, or patterns of paths, such as "model" or "state/params/*". `mesh`: axis -> size on the
-            target; without it one axis takes the devices that the others leave: `data`, else the largest that the batch
-            is split over.
+            step; None: compare nothing. `params`: the arguments that are parameters, for a strategy's row: a position,
+            or path patterns such as "model" or "state/params/*". `mesh`: axis -> size on the target; None: one axis
+            takes the remaining devices: `data`, else the largest axis of the batch.
 
     Returns:
-        A `Report` of a step of jdp's, else a `StepReport`. Both have `.kept`, `.breaches` and `.symptoms`, and
+        A `Report` for a jdp step, else a `StepReport`. Both have `.kept`, `.breaches` and `.symptoms`;
         `print(report)` shows tables.
 
     Raises:
-        ValueError: an evaluation step of jdp's, a bad target, a step that does not compile. Without a target, a batch
-            that does not divide; for a target its rows are rounded up, and the notes report it. Of another step: it is
-            not jitted, its arguments are on no mesh or on two, or the axes do not fit the target. Or a `shard_map` over
-            a mesh of its own would have to change its size.
+        ValueError: an evaluation step, a bad target, or a step that does not compile. Without a target, a batch that
+            does not divide; for a target its rows are rounded up, and a note reports it. For a step that jdp did not
+            make: it is not jitted, its arguments are on no mesh or on two, or its axes do not fit the target. Or a
+            `shard_map` over its own mesh would have to change its size.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
     state, batch, target = operands("verify", arguments, target, other)
     if not step.settings.train:
         raise UserError(
-            "The contract is about training: jdp.verify takes a step of jdp.make_train_step; given an evaluation "
-            "step. Pass the training step."
+            "jdp.verify takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
         )
     candidate = abstract_on(step, state, batch, target)
     devices = target_of(target, candidate.state)
@@ -107,7 +104,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
 def operands(
     name: str, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
 ) -> tuple[TrainState, Batch, str | Target | None]:
-    """Return (state, batch, target) of a call of `jdp.<name>` with a step of jdp's."""
+    """Return (state, batch, target) from the arguments of `jdp.<name>` after a jdp step."""
     keywords = {**other, **({} if target is None else {"target": target})}
 
     def bind(state: TrainState, batch: Batch, target: str | Target | None = None) -> Any:
@@ -135,15 +132,15 @@ def report(
     notes: Sequence[str] = (),
     judge: bool = True,
 ) -> Report:
-    """Compare a step that is compiled already with its strategy's contract.
+    """Compare a compiled step with its strategy's contract.
 
     Args:
         step: the step.
         state: its state, abstract or real.
         compiled: its program.
-        target: the devices that it is compiled for; by name alone, no time is simulated.
-        notes: sentences that the report begins its notes with.
-        judge: False for a program of XLA:CPU, which sends other bytes than XLA:GPU's: there is no verdict.
+        target: the devices that it is compiled for; a name alone gives no simulated time.
+        notes: the report's first notes.
+        judge: False, for no verdict, if XLA:CPU compiled the program: it sends other bytes than XLA:GPU's.
     """
     mesh, offloads, donated = step.plan.mesh, step.plan.offload is not None, donated_state(compiled.program)
     parameters = Parameters.of(step.plan, state)
@@ -198,7 +195,7 @@ def _promised(step: Step, state: TrainState, reading: Reading) -> Theory:
 
 
 def _metrics(reading: Reading, state: TrainState) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the metrics that are arrays of no parameter's shape: a step's results are state, metrics."""
+    """Return the shapes of array metrics, except shapes of parameters."""
     program = reading.compiled.program
     results = next((each.shapes for each in program[program.entry] if each.is_root), ())
     found = (dims for _, dims in results[len(jax.tree.leaves(state)) :])
@@ -206,7 +203,7 @@ def _metrics(reading: Reading, state: TrainState) -> tuple[tuple[int, ...], ...]
 
 
 def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Iterable[MeshCollective]) -> Iterable[str]:
-    """Yield what the numbers rest on: gradients all-reduced by plan, loops of unknown length, dtypes, compiler."""
+    """Yield caveats: gradients all-reduced by plan, loops of unknown length, dtypes, the compiler."""
     unsharded, count = promised.unsharded, len(promised.unsharded.paths)
     if count and any(row.kind == "all-reduce" and row.wire_bytes > SLACK * promised.wire_bytes for row in rows):
         yield (
@@ -221,7 +218,7 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
     other = [c for c in reductions if c.dtype != requested]
     if sum(c.wire_bytes for c in other) > SLACK * total:
         dtypes = ", ".join(sorted({c.dtype for c in other}))
-        choose = "auto cannot choose it" if step.partitioning == "auto" else "the compiler chose otherwise"
+        choose = "auto cannot choose the dtype" if step.partitioning == "auto" else "the compiler chose another dtype"
         yield f"gradients are reduced in {dtypes}, and precision.reduce is {step.settings.precision.reduce}: {choose}"
     if counted and step.plan.mesh.devices.flat[0].platform == "cpu":
         yield CPU_PROGRAM
@@ -229,21 +226,20 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report(StepReport):
-    """What a compiled training step of jdp's sends, compared with its contract; more in `StepReport`.
+    """The traffic of a compiled jdp training step, compared with its contract; more in `StepReport`.
 
     Attributes:
         kept: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`); None on
-            CPU devices, where it is not judged.
-        ratio: bytes sent over those of theory; 0 where there is no other device.
+            CPU devices, which are not judged.
+        ratio: bytes sent / bytes in theory; 0 on a single device.
         accumulate: microbatches, K.
-        partitioning, why: what the step settled on, and the reason.
+        partitioning, why: the step's partitioning, and the reason for it.
         theory: the promise, whose bytes are `bound_wire_bytes_per_device`.
-        rows: one a kind of collective, found and promised.
-        model_axes: one a kind of what runs along the model's own axes only, about which nothing is promised.
-        statistics: one for the statistics of batch norms over all devices, and metrics that are arrays, which the
-            contract leaves out too; None: there are none.
+        rows: a row for each kind of collective, sent and promised.
+        model_axes: a row for each kind that runs along the model's own axes only. The contract promises nothing there.
+        statistics: a row for batch norm statistics and array metrics, which the contract also leaves out; or None.
         collectives: each collective that sends something, in schedule order.
-        gathers: under zero3, what the step's own trace gathers and where; else None.
+        gathers: under zero3, the gathers of the step's trace and their places; else None.
     """
 
     partitioning: str
@@ -268,7 +264,7 @@ class Report(StepReport):
 
     @property
     def theory_wire_bytes_per_device(self) -> float:
-        """What the strategy promises that a device sends a step."""
+        """Bytes a device may send a step, as the strategy promises."""
         return self.bound_wire_bytes_per_device or 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -289,7 +285,7 @@ class Report(StepReport):
         }
 
     def comparison(self) -> list[list[str]]:
-        """Return a table of what is sent and promised, by kind of collective."""
+        """Return a table of bytes sent and promised, by kind of collective."""
         rows = [("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")]
         rows += [(*row.cells(), "<-" if self.kept is not None and not row.kept else "") for row in self.rows]
         rows += [
@@ -310,7 +306,7 @@ class Report(StepReport):
 
     @property
     def verdict(self) -> str:
-        """Whether the contract is kept, in a sentence, and which of its rules is broken."""
+        """A sentence: whether the step keeps the contract, and which rule it breaks."""
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
         sends = f"{self.sends}, {self.ratio:.3f} of theory's {format_bytes(self.theory_wire_bytes_per_device)}"
@@ -321,9 +317,10 @@ class Report(StepReport):
         if (self.ratio or 0) > TOLERANCE:
             return f"BROKEN: {sends}, over {TOLERANCE}."
         kinds = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in self.rows if not row.kept)
-        beside = f" beside the {format_bytes(self.theory.unsharded.wire_bytes)} of parameters that are whole by plan"
+        beside = f" beside the {format_bytes(self.theory.unsharded.wire_bytes)} of parameters left whole by the plan"
         return (
             f"BROKEN: {sends}, in all within {TOLERANCE}; but a kind of collective that {self.name} does not promise "
             f"may send at most {SLACK:.0%} of theory's, {format_bytes(SLACK * self.theory_wire_bytes_per_device)}"
-            f"{beside if self.theory.unsharded.paths else ''}: {kinds or 'what belongs to no parameter sends more'}."
+            f"{beside if self.theory.unsharded.paths else ''}: "
+            f"{kinds or 'collectives that belong to no parameter send more'}."
         )

@@ -1,16 +1,16 @@
-"""ZeRO's memory in closed form: what a device keeps of weights, gradients and optimizer state, whatever the model is.
+"""ZeRO's memory in closed form: bytes of weights, gradients and optimizer state on a device, for any model.
 
 Section 3 and Figure 1 of Rajbhandari et al. 2019 (arXiv:1910.02054) count Ψ parameters in mixed precision with Adam.
 They take 2Ψ bytes for 16-bit weights, 2Ψ for 16-bit gradients, and KΨ = 12Ψ for the optimizer (fp32 master weights,
-momentum, variance). N devices share the optimizer's part (stage 1), the gradients too (2), and the weights too (3).
+momentum, variance). N devices share the optimizer's part (stage 1), also the gradients (2), and also the weights (3).
 
-jdp keeps it in another way (`jdp_bytes`). The fp32 master weights are the parameters, sharded at rest in every stage.
-The 16-bit weights are a working copy that lives within a step, and gradients are summed in fp32 by default.
+jdp stores it differently (`jdp_bytes`). The fp32 master weights are the parameters, sharded at rest in every stage.
+The 16-bit weights are a working copy within a step, and gradients are summed in fp32 by default.
 
-Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes. It is 140 + (140 +
-560) / 8 = 227.5 GB: 210 leaves out the gradients' eighth.
+Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes. The sum is
+140 + (140 + 560) / 8 = 227.5 GB: 210 leaves out the gradients' eighth.
 
-This is model state only: activations, temporaries and the batch come on top (`memory.py` has them).
+This is model state only: `memory.py` adds activations, temporaries and the batch.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class JdpRow:
 
     master: int  # at rest: fp32 master weights
     moments: int  # at rest: Adam's two moments in fp32
-    gradients: int  # within a step: as they are summed
-    working: int  # within a step: the working copy; 0 under zero3, which gathers a layer at a time
+    gradients: int  # within a step: in the dtype of their sums
+    working: int  # within a step: the working copy; 0 under zero3, which gathers layer by layer
 
     @property
     def at_rest(self) -> int:
@@ -56,7 +56,7 @@ class JdpRow:
 def zero_bytes(
     parameters: int, devices: int, name: str, *, params: int = 2, grads: int = 2, optimizer: int = 12
 ) -> ZeroRow:
-    """Return the bytes of model state on each device, as the paper counts them."""
+    """Return the bytes of model state on each device, counted as in the paper."""
     stage = list(STRATEGIES).index(strategy(name).name)
 
     def per_device(size: int, shared_from: int) -> int:
@@ -66,7 +66,7 @@ def zero_bytes(
 
 
 def jdp_bytes(parameters: int, devices: int, name: str, *, working: int = 2, grads: int = 4) -> JdpRow:
-    """Return the bytes of model state on each device as jdp keeps it, with Adam and more than one microbatch."""
+    """Return the bytes of model state on each device under jdp, with Adam and more than one microbatch."""
     row = strategy(name)
     return JdpRow(
         _share(4, parameters, devices, row.shard_state),

@@ -1,6 +1,6 @@
-"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` and the mesh traced for only.
+"""GPT, ResNet, ViT and MLP in plain NNX; from jdp they use only `scan_layers` and the mesh of the trace.
 
-Configurations and sizes by name need no JAX; models and functions of models are imported when first used.
+Configurations and sizes by name need no JAX; models and their functions are imported on first use.
 """
 
 import importlib
@@ -52,7 +52,7 @@ __all__ = [
     "parameter_count",
 ]
 
-if not TYPE_CHECKING:  # else each name would be there, misspelt ones too
+if not TYPE_CHECKING:  # or else type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

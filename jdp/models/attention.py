@@ -1,13 +1,13 @@
-"""Softmax attention in the form that suits the devices it is traced for: cuDNN's kernels, XLA's operations, or blocks.
+"""Softmax attention in the best form for the devices of the trace: cuDNN's kernels, XLA's operations, or blocks.
 
-cuDNN's (flash attention, arXiv:2205.14135) never holds the weights [batch, heads, length, length]. It takes 16-bit
-floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are those of jax's own checks.
+cuDNN's kernels (flash attention, arXiv:2205.14135) never hold the weights [batch, heads, length, length]. They take
+16-bit floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are those of jax's own checks.
 
-On a CPU causal attention is computed in two to four blocks of queries, each with the keys that it may see. That saves a
+On a CPU causal attention is computed in two to four blocks of queries, each with the keys that it sees. That saves a
 quarter or more of the products and the softmax, and keeps one layout.
 
-Rows of several documents that are longer than a block are attended block by block where the device is no CPU
-(`blockwise.py`), with a window too.
+On other devices, rows with several documents that are longer than a block are computed block by block (`blockwise.py`),
+also with a window.
 """
 
 import math
@@ -26,7 +26,7 @@ from jdp.models.blockwise import Sight, attend_in_documents, block_size
 from jdp.models.checks import Attend, require
 
 MODEL = "model"
-"""The mesh axis of tensor parallelism (arXiv:1909.08053), which the heads are sharded over."""
+"""The mesh axis of tensor parallelism (arXiv:1909.08053), which shards the heads."""
 _MOST_BLOCKS, _SHORTEST_BLOCK = 4, 64
 
 
@@ -43,16 +43,16 @@ def attend(
     """Return softmax(query key^T / sqrt(D)) value, softmax in float32 (arXiv:1706.03762, eq. 1).
 
     Args:
-        query: [batch, length, heads, D], as is the result.
+        query: [batch, length, heads, D], like the result.
         key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads) (arXiv:2305.13245).
-        causal: a position attends to itself and those before it; else to all.
-        window: of a causal model, how many positions it attends to at most, itself included; None: all.
-        run: [batch, length] integers >= 0, the document of each token, which attends inside of it; None: one document.
-        by: "cudnn" is refused where cuDNN has no such attention; "xla" runs anywhere in any dtype. "auto" is cuDNN
-            where it has it, else XLA, in blocks: on a CPU if causal, elsewhere within long documents.
+        causal: a position attends to itself and earlier positions; else to all.
+        window: most positions that a causal position attends to, with itself; None: all.
+        run: [batch, length] integers >= 0, the document of each token, which attends inside it; None: one document.
+        by: "cudnn" is refused if cuDNN does not support the case; "xla" runs anywhere in any dtype. "auto" is cuDNN if
+            supported, else XLA, in blocks: on a CPU if causal, elsewhere within long documents.
     """
     if window is None or window >= key.shape[1]:
-        window = None  # all that are before
+        window = None  # it covers all earlier positions
     packed, device = run is not None, traced_device()
     refused = cudnn_refuses(query, key, packed=packed, device=device) if by != "xla" else None
     if by == "cudnn" and refused is not None:
@@ -76,10 +76,10 @@ def attend(
 
 
 def _mask(length: int, window: int | None, run: jax.Array | None) -> jax.Array | None:
-    """Return which keys a query sees beside the causal rule: bool [batch or 1, 1, length, length]; None: all.
+    """Return the keys that a query sees, besides the causal rule: bool [batch or 1, 1, length, length]; None: all.
 
-    It is computed in every layer: a comparison that fuses into the softmax, where a mask made once would be kept, and
-    read, for all layers.
+    Every layer computes it, as a comparison that fuses into the softmax; a shared mask would be stored and read for all
+    layers.
     """
     mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
     if window is None:
@@ -95,16 +95,16 @@ def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, 
     def run(*operands: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(*operands, is_causal=causal, local_window_size=near, implementation="cudnn")
 
-    if is_traced_by_shard() and traced_model_axes():  # where jax's rule for sharding this call fails
+    if is_traced_by_shard() and traced_model_axes():  # jax's rule for sharding this call fails here
         heads = PartitionSpec(None, None, MODEL, None)
         run = jax.shard_map(run, in_specs=heads, out_specs=heads, axis_names={MODEL}, check_vma=False)
     return run(query, key, value)
 
 
 def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks: int, window: int | None) -> jax.Array:
-    """Return causal attention: queries in blocks, each with the keys that one of them sees.
+    """Return causal attention: queries in blocks, each with the keys that the block sees.
 
-    The heads that share a key are rows of one matrix: [batch, kv_heads, heads / kv_heads * block, D].
+    Heads that share a key are rows of one matrix: [batch, kv_heads, heads / kv_heads * block, D].
     """
     batch, length, heads, width = query.shape
     shared, size = heads // key.shape[2], length // blocks
@@ -124,9 +124,9 @@ def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks
 
 
 def cudnn_refuses(query: jax.Array, key: jax.Array, *, packed: bool, device: Any) -> tuple[str, str, str] | None:
-    """Return (rule, value given, fix) if cuDNN has no attention for this on `device`; None if it has.
+    """Return (rule, value given, fix) if cuDNN does not support this attention on `device`; else None.
 
-    Query is [batch, length, heads, D], key [batch, length, kv_heads, D]. Rows that are `packed` hold several documents.
+    Query is [batch, length, heads, D], key [batch, length, kv_heads, D]. `packed` rows hold several documents.
     """
     kind, xla = getattr(device, "device_kind", device.platform), 'set attention = "xla"'
     if packed:

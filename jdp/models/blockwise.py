@@ -1,14 +1,14 @@
-"""Attention within the documents of packed rows, a block of queries and a block of keys at a time.
+"""Attention within the documents of packed rows, by blocks of queries and keys.
 
     for each pair of blocks (i, j), (i, i) first:
-        s = query[i] key[j]^T / sqrt(D), -inf where a query does not see the key
+        s = query[i] key[j]^T / sqrt(D), -inf if a query does not see the key
         update of rows i, by s:  m the maximum,  t the sum of exponentials,  o the sum of values
 
 No array is [length, length] (Rabe and Staats 2021, arXiv:2112.05682). The backward pass computes the scores again, from
 the logarithm of each row's sum (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Pairs after the queries, or before
-their window, are left out. All others are computed, whatever the documents, so the number of rounds is known.
+their window, are skipped. All others are computed for any documents, so the number of rounds is fixed.
 
-It is for devices where no kernel for such rows is known to be right: cuDNN's takes a fixed number of documents.
+It is for devices without a suitable kernel: cuDNN's takes a fixed number of documents.
 """
 
 import math
@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jdp.core.rematerialisation import ATTENTION
 
 SCORE_BYTES = 128 * 2**20
-"""Of a block's float32 scores, all rows and heads, at most, unless the smallest block has more."""
+"""Most bytes of a block's float32 scores over all rows and heads, unless the smallest block has more."""
 _SIZES = (1024, 512, 256)
 _TILE = 64
 
@@ -29,10 +29,10 @@ Results = tuple[jax.Array, ...]
 
 
 def block_size(batch: int, length: int, heads: int) -> int:
-    """Return how many positions a block has: the fewest, in multiples of 64, that need no more blocks than the most.
+    """Return the positions of a block: the fewest, in multiples of 64, for the least number of blocks.
 
-    The most are 1024, 512 or 256: larger blocks are read and written in fewer passes, and hold more. At least `length`
-    for one block.
+    A block has at most 1024, 512 or 256: larger blocks need fewer passes over memory, but hold more. A single block has
+    at least `length`.
     """
     most = next((size for size in _SIZES if 4 * batch * heads * size**2 <= SCORE_BYTES), _SIZES[-1])
     blocks = math.ceil(length / most)
@@ -40,10 +40,10 @@ def block_size(batch: int, length: int, heads: int) -> int:
 
 
 class Sight(NamedTuple):
-    """Which keys a query sees in its document: `causal` and `window` as `attend` has them."""
+    """The keys that a query sees in its document; `causal` and `window` as for `attend`."""
 
-    causal: bool  # those up to its own position; else all
-    window: int | None  # of these the last so many; None: all
+    causal: bool  # keys up to its own position; else all
+    window: int | None  # the number of last keys; None: all
     size: int  # positions of a block
 
 
@@ -56,8 +56,7 @@ def attend_in_documents(
 ) -> jax.Array:
     """Return softmax(query key^T / sqrt(D)) value within documents; statistics and sums in float32.
 
-    Shapes are those of `jdp.models.attention.attend`; `sight` has the keys that a position
-    attends to, and the size of a block.
+    Shapes are those of `jdp.models.attention.attend`; `sight` has the keys that a position sees and the block size.
     """
     batch, length, heads, width = query.shape
     more = -length % sight.size
@@ -125,7 +124,7 @@ _differentiable.defvjp(_forward, _backward)
 
 
 def _pairs(blocks: int, sight: Sight) -> Results:
-    """Return the blocks of queries and of keys of each pair; of the pairs of a block of queries (i, i) is the first."""
+    """Return the blocks of queries and of keys of each pair; for each block of queries, (i, i) comes first."""
     nearest = math.inf if sight.window is None else sight.window
     pairs = [
         (i, j)
@@ -146,7 +145,7 @@ def _scores(
 ) -> jax.Array:
     """Return the scores of a pair of blocks, [batch, kv_heads, heads of each, queries, keys] in float32.
 
-    The barrier makes what is seen depend on the layer: a loop over layers would compute it once, for all pairs.
+    The barrier makes the mask depend on the layer; otherwise a loop over layers would compute it once, for all pairs.
     """
     size = sight.size
     rows, columns = _block(query, i, size), _block(key, j, size, 2)
@@ -163,7 +162,7 @@ def _scores(
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """Make the heads that share a key the rows of one matrix."""
+    """Merge the heads that share a key into the rows of one matrix."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 

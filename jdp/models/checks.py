@@ -1,4 +1,4 @@
-"""Choices that several models have, and rules of configurations and inputs.
+"""Choices that several models share, and rules for configurations and inputs.
 
 A broken rule is one error with the rule, the values given and the fix.
 """
@@ -15,7 +15,7 @@ from jdp.base.errors import UserError
 
 
 def require(holds: bool, rule: str, given: str, fix: str) -> None:
-    """Raise ValueError("RULE; given GIVEN. FIX.") unless the rule holds; `fix` is a sentence without its full stop."""
+    """Raise ValueError("RULE; given GIVEN. FIX.") unless the rule holds; `fix` has no full stop."""
     if not holds:
         raise UserError(f"{rule}; given {given}. {fix}.")
 
@@ -29,7 +29,7 @@ def require_positive(config: Any, *names: str, optional: Sequence[str] = ()) -> 
 
 
 def require_choice(config: Any, **choices: Sequence[Any]) -> None:
-    """Raise ValueError unless each of these fields has one of the values given for it."""
+    """Raise ValueError unless each field has one of its allowed values."""
     for name, among in choices.items():
         value = getattr(config, name)
         fix = f"Choose one of {tuple(among)}"

@@ -1,11 +1,11 @@
 """Generate text with a cache of keys and values: one forward pass over the prompt, then a step a token.
 
 `prefill` runs the prompt and keeps each layer's keys and values, with room for `capacity` positions. `step` runs one
-token: it writes its keys and values at its position, and attends to those up to it. Shapes are constant, so each is
-compiled once. Their logits are those of a call of the model on all tokens so far. `stream` yields the tokens, and
+token: it writes keys and values at its position, and attends to all positions up to it. Shapes are constant, so each is
+compiled once. Their logits equal those of a call of the model on all tokens so far. `stream` yields the tokens, and
 `continued` returns them from one program, in which the model may be sharded.
 
-A prompt may be padded at its end: a position is written before a query sees it.
+A prompt may be padded at its end, because a position is written before a query sees it.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jdp.models.transformer import Attention, Layer
 
 
 class KeyValues(NamedTuple):
-    """Keys, turned by their positions, and values of a layer: [batch, capacity, kv_heads, D]; stacked: of all."""
+    """Rotated keys and values of a layer: [batch, capacity, kv_heads, D], or stacked over layers."""
 
     key: jax.Array
     value: jax.Array
@@ -34,7 +34,7 @@ class KeyValues(NamedTuple):
 Cache = KeyValues | list[KeyValues]
 """One stack for a scanned model, else a list with an entry for each layer."""
 Block = Callable[[Layer, jax.Array, KeyValues | None], tuple[jax.Array, KeyValues]]
-"""A layer's part: layer, activations, its cache -> activations, its cache."""
+"""The computation of a layer: layer, activations, its cache -> activations, its cache."""
 
 
 def prefill(model: GPT, tokens: jax.Array, last: jax.Array, capacity: int) -> tuple[jax.Array, Cache]:
@@ -65,7 +65,7 @@ def step(model: GPT, tokens: jax.Array, at: jax.Array, cache: Cache) -> tuple[ja
         model: a GPT.
         tokens: [batch] integers.
         at: [] integer, their position.
-        cache: of all positions before.
+        cache: cache of all earlier positions.
     """
     position = jnp.broadcast_to(at, (tokens.shape[0], 1))
 
@@ -85,7 +85,7 @@ def step(model: GPT, tokens: jax.Array, at: jax.Array, cache: Cache) -> tuple[ja
 def _attend_to_cache(
     attention: Attention, query: jax.Array, key: jax.Array, value: jax.Array, at: jax.Array
 ) -> jax.Array:
-    """Return attention of one query a row to the keys up to its position, those of the window: [batch, 1, width]."""
+    """Return attention of one query in each row to the keys up to its position, in the window: [batch, 1, width]."""
     index, window = jnp.arange(key.shape[1], dtype=jnp.int32), attention.config.window
     seen = index <= at
     if window is not None:
@@ -95,7 +95,7 @@ def _attend_to_cache(
 
 
 def _through_layers(block: Block, model: GPT, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
-    """Run a block through the layers, each with its part of the cache; return the parts that they return."""
+    """Run a block through the layers, each with its part of the cache; return activations and the new cache."""
     layers = model.layers
     if isinstance(layers, nnx.List):
         assert not isinstance(cache, KeyValues)
@@ -137,10 +137,10 @@ def stream(
     Args:
         model: a GPT.
         prompt: [prompt] integers, at least one.
-        length: tokens to add; `context` holds them and the prompt.
-        draw: how.
+        length: tokens to add; with the prompt, at most `context`.
+        draw: sampling options.
         rng: typed key.
-        longest: tokens of the longest prompt, where several share the compiled programs; None: this one.
+        longest: tokens of the longest prompt, if several share the compiled programs; None: this prompt.
 
     Raises:
         ValueError: an empty prompt, or more tokens than the context holds.
@@ -160,15 +160,15 @@ def stream(
 
 
 def continued(model: GPT, tokens: jax.Array, last: jax.Array, rng: jax.Array, *, length: int, draw: Draw) -> jax.Array:
-    """Return the tokens after each prompt, [batch, length] int32: those of `stream`, inside of `jax.jit`.
+    """Return the tokens after each prompt, [batch, length] int32, as `stream` does, but inside `jax.jit`.
 
     Args:
-        model: a GPT, sharded in any way; its `context` holds prompt and text.
+        model: a GPT, sharded in any way; prompt and text fit into its `context`.
         tokens: [batch, prompt] integers, padded at the end with any tokens.
         last: [] integer, the position of a prompt's last token.
         rng: typed key.
         length: tokens to add, at least 1.
-        draw: how.
+        draw: sampling options.
     """
     logits, cache = prefill(model, tokens, last, tokens.shape[1] + length)
 

@@ -1,15 +1,15 @@
 """A decoder-only transformer; GPT-2 and Llama differ in fields of its configuration.
 
-Embedding, then per layer attention and feed-forward, each normalised before and added to the residual stream after,
-then a last norm and the logits. The configuration is in `jdp.models.configs.gpt`, the layers themselves are in
-`jdp.models.transformer`, the loss in `jdp.models.losses`.
+An embedding; in each layer attention and feed-forward, with a norm before each and a residual addition after; a last
+norm and the logits. The configuration is in `jdp.models.configs.gpt`, the layers are in `jdp.models.transformer`, the
+loss in `jdp.models.losses`.
 
 Dtypes: the embedding table's dtype is the dtype of the activations and of the matrix products. Softmax, norms, rotary
 angles and logits are float32, as is the sum of a token's gradients over its occurrences.
 
 Initial values (Radford et al. 2019, section 2.3, and openai/gpt-2 `src/model.py`): normal with standard deviation 0.02,
 `position_std` for learned positions. The two projections that write to the residual stream are divided by
-sqrt(2 * layers), the number of such writes. So its variance does not grow with depth.
+sqrt(2 * layers), because there are 2 * layers such writes; its variance does not grow with depth.
 """
 
 import math
@@ -66,12 +66,12 @@ class GPT(nnx.Module):
             tokens: [batch, length] integers; length at most `context`.
             rng: typed key for dropout; None: no dropout.
             segments: [batch, length] integers, the document of each token of a packed row: constant inside a document,
-                different in its neighbour; 0 for padding. Attention stays inside a document, and positions restart in
-                each, so its logits are those of the document alone. None: a row is one document.
+                different in its neighbour; 0 for padding. Attention stays inside a document, and positions restart, so
+                the logits equal those of the document alone. None: a row is one document.
 
         Raises:
             ValueError: tokens or segments of another rank or dtype, or longer than the context; "cudnn" attention
-                that cuDNN does not have.
+                that cuDNN does not support.
         """
         return self.logits(self.features(tokens, rng=rng, segments=segments))
 
@@ -111,11 +111,11 @@ class GPT(nnx.Module):
         rng: jax.Array | None = None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Return `next_token_loss` of the logits, which are computed in chunks where they are large.
+        """Return `next_token_loss` of the logits; large logits are computed in chunks.
 
         Args:
             tokens: [batch, length] integers; length at most `context`.
-            targets: [batch, length] integers. Those of weight zero may be any integer.
+            targets: [batch, length] integers; arbitrary at weight zero.
             weights: [batch, length]; 0 for padding.
             rng: typed key for dropout; None: no dropout.
             segments: as for a call of the model.
@@ -183,8 +183,8 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: jax.Array, position: jax.Array | None = None) -> jax.Array:
         """Embed [batch, length] integers as [batch, length, width] in the table's dtype; None: positions 0, 1, ..."""
         table = self.tokens[...]
-        # Looked up as float32 so that the transpose, a scatter-add over a token's occurrences, sums in float32: in
-        # bfloat16 it would add one term at a time and stop at 256. XLA fuses the cast into the lookup: no copy is made.
+        # A float32 lookup makes its transpose, a scatter-add over a token's occurrences, sum in float32: in bfloat16 it
+        # would add one term at a time and stop at 256. XLA fuses the cast into the lookup, without a copy.
         x = table.astype(jnp.float32)[tokens]
         if self.positions is not None:
             first = tokens.shape[1] if position is None else None

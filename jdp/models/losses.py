@@ -1,4 +1,4 @@
-"""Cross-entropies as sums for `jdp.Loss`: a total, and the weight to divide it by; ranks of labels, for accuracies."""
+"""Cross-entropies as sums for `jdp.Loss` (a total and its weight), and ranks of labels for accuracies."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from jdp.models.checks import require
 from jdp.models.modules import product
 
 CHUNK_BYTES = 2**29
-"""Of float32 logits on a device: products of this size are as fast as whole ones, and no model's state is as small."""
+"""Bytes of float32 logits on a device: products of this size are as fast as whole products, and the memory is small."""
 
 
 def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -47,10 +47,10 @@ def linear_next_token_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the cross-entropies of next tokens, weighted, from features: like `next_token_loss(features @ head, ...)`.
 
-    Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time.
-    Their gradients are computed with them, so they are neither held nor computed again (as in Liger Kernel,
-    arXiv:2410.10989, section 3.2). Products are in the features' dtype; logits, softmax and the sum of the head's
-    gradient are float32. In chunks it has gradients, but no forward-mode derivative: `jax.jvp` raises TypeError.
+    Logits that would take more than `chunk_bytes` on a device are computed for some positions at a time. Their
+    gradients are computed with them, so logits are neither kept nor recomputed (as in Liger Kernel, arXiv:2410.10989,
+    section 3.2). Products are in the features' dtype; logits, softmax and the sum of the head's gradient are float32.
+    In chunks it has no forward-mode derivative: `jax.jvp` raises TypeError.
 
     Args:
         features: [batch, length, width].
@@ -64,7 +64,7 @@ def linear_next_token_loss(
         The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.
 
     Raises:
-        ValueError: shapes that do not fit each other, or no positive `chunk_bytes`.
+        ValueError: shapes that do not fit each other, or `chunk_bytes` below 1.
 
     >>> import jax, numpy as np
     >>> features, head = np.ones((2, 3, 4), np.float32), np.zeros((4, 10), np.float32)
@@ -97,7 +97,7 @@ def linear_next_token_loss(
 
 
 def chunks(batch: int, length: int, vocabulary: int, chunk_bytes: int) -> tuple[int, int]:
-    """Return the chunks of a row, and the positions of one, whose float32 logits fit `chunk_bytes` on a device."""
+    """Return the number of chunks of a row, and the positions of a chunk, so that its logits fit `chunk_bytes`."""
     rows = max(1, -(-batch // math.gcd(traced_shards(), batch)))
     logits = 4 * rows * length * -(-vocabulary // math.prod(traced_model_axes().values()))
     fewest = min(length, -(-logits // chunk_bytes))
@@ -124,8 +124,8 @@ def classification_loss(
 
     Returns:
         Three float32 scalars: the weighted sum of cross-entropies in nats; the sum of the weights; the sum of the
-        weights of examples whose largest logit is their label's. The first and the third divided by the second are the
-        mean loss and the accuracy.
+        weights of correct examples, whose largest logit is the label's. The first and the third divided by the second
+        are the mean loss and the accuracy.
 
     >>> import jax, numpy as np
     >>> total, weight, correct = jax.jit(classification_loss)(np.eye(2), np.array([0, 0]), np.ones(2))
@@ -144,7 +144,7 @@ _TO_HEAD = {True: "stv,std->svd", False: "stv,std->sdv"}
 
 
 class _Slopes(NamedTuple):
-    """What the gradient of a chunked total is made of: nats and the total's slopes, chunked as the operands are."""
+    """Residuals for the gradient of a chunked total: nats and the total's slopes, chunked like the operands."""
 
     nats: jax.Array
     features: jax.Array
@@ -153,9 +153,9 @@ class _Slopes(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(tied: bool, features: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the total over chunks: features [chunks, shards, rows, positions, width], the others alike.
+    """Return the total over chunks: features [chunks, shards, rows, positions, width], the others similar.
 
-    The head's gradient is summed over chunks for each shard of the batch by itself, so that devices sum it once.
+    The head's gradient is summed over chunks separately for each shard of the batch, so devices sum it once.
     """
     table, vocabulary = _padded(head, tied)
 
@@ -196,20 +196,20 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _summed_in_float32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return an einsum whose derivative is written out here, in the dtype of x.
+    """Return an einsum with an explicit derivative, in the dtype of x.
 
-    No algorithm of products is named: XLA:GPU would write a copy of both operands first (3 ms of 75, on an H200).
+    It names no product algorithm, because XLA:GPU would first copy both operands (3 ms of 75, on an H200).
     """
     return jnp.einsum(equation, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def _by_shard(x: jax.Array) -> jax.Array:
-    """[shards, rows, positions, features] -> [shards, tokens, features]: contracted over one dim, which is faster."""
+    """[shards, rows, positions, features] -> [shards, tokens, features]: contracting one dim is faster."""
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def _of_chunk(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the cross-entropies of logits [..., classes], and their derivatives by the logits, both float32."""
+    """Return the cross-entropies of logits [..., classes], and their derivatives, both float32."""
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]  # as in `nats`
     if traced_device().platform == "gpu" and not traced_model_axes():
         normaliser, target_logits = _in_one_pass(logits, jnp.where(is_target, logits, 0.0))
@@ -222,7 +222,8 @@ def _of_chunk(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Arr
 def _in_one_pass(logits: jax.Array, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return logsumexp(logits) and the sum of `terms` over the last dim, in one reduction.
 
-    A maximum and a sum scaled by it are updated together (arXiv:1805.02867, algorithm 3): logits are read once less.
+    A maximum and a sum scaled by it are updated together (arXiv:1805.02867, algorithm 3), which saves a read of the
+    logits.
     """
 
     def combine(first: tuple[jax.Array, ...], second: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -237,16 +238,16 @@ def _in_one_pass(logits: jax.Array, terms: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _padded(head: jax.Array, tied: bool) -> tuple[jax.Array, int]:
-    """Return the head with zeros up to whole tiles of a GPU's matrix units, and the vocabulary without them."""
+    """Return the head, padded with zeros to whole tiles of a GPU's matrix units, and the true vocabulary size."""
     vocabulary = head.shape[0 if tied else 1]
-    if traced_device().platform == "cpu" or traced_model_axes():  # padded, a sharded dim would be sharded anew
+    if traced_device().platform == "cpu" or traced_model_axes():  # padding would reshard a sharded dim
         return head, vocabulary
     unused = ((0, -vocabulary % _TILE), (0, 0))
     return jnp.pad(head, unused if tied else unused[::-1]), vocabulary
 
 
 def _within(logits: jax.Array, vocabulary: int) -> jax.Array:
-    """Return logits whose columns beyond the vocabulary are too low to count: they are no tokens."""
+    """Return logits with the columns beyond the vocabulary too low to count."""
     if logits.shape[-1] == vocabulary:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < vocabulary, logits, jnp.finfo(jnp.float32).min)
@@ -255,19 +256,19 @@ def _within(logits: jax.Array, vocabulary: int) -> jax.Array:
 def nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return -log softmax(logits)[target]: [..., classes] and [...] -> [...] float32."""
     logits = logits.astype(jnp.float32)
-    # Selected by comparison rather than by index: the transpose then fuses into that of the softmax and overwrites the
-    # logits, where a scatter takes a second array of their size (8192 x 50304 logits compiled for an H100: 1.5 GiB
-    # against 3.1), and it stays local when the vocabulary is sharded.
+    # Selected by comparison, not by index: the transpose then fuses into that of the softmax and overwrites the logits,
+    # while a scatter takes a second array of their size (8192 x 50304 logits compiled for an H100: 1.5 GiB against
+    # 3.1), and it stays local if the vocabulary is sharded.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     target_logits = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - target_logits
 
 
 def ranks(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return how many classes come before each label: [..., classes] and [...] -> [...] int32, 0 for the likeliest.
+    """Return the number of classes before each label: [..., classes] and [...] -> [...] int32, 0 for the likeliest.
 
-    Of equal logits the lower class comes first, as in `argmax` and `top_k`. A logit that is not a number comes before
-    all others, and is the last itself.
+    Among equal logits the lower class comes first, as in `argmax` and `top_k`. A NaN comes before all other labels, but
+    a label whose own logit is NaN comes last.
 
     >>> import jax.numpy as jnp
     >>> ranks(jnp.array([[1.0, 3.0, 2.0]] * 3), jnp.array([0, 1, 2])).tolist()

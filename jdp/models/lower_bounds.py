@@ -1,8 +1,8 @@
 """A lower bound of a model's size from its configuration alone, before anything is traced.
 
-Tracing a model takes a tenth of a second if layers are scanned, and hours if ten million blocks are not. The shapes of
-one with 10**18 layers end the process in XLA. So a model that is too large is refused by this bound first. It counts
-the large matrices only: 80 to 100 % of `jdp.models.parameter_count`.
+Tracing a model takes a tenth of a second with scanned layers, but hours with ten million unscanned blocks, and XLA
+crashes on 10**18 layers. So this bound first refuses a model that is too large. It counts only the large matrices: 80
+to 100 % of `jdp.models.parameter_count`.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from jdp.models.configs.vit import ViTConfig
 
 
 def parameter_lower_bound(config: ModelConfig) -> int:
-    """Return a number of parameters that the model has at least, without tracing it."""
+    """Return a lower bound of the number of parameters, without tracing the model."""
     match config:
         case GPTConfig():
             width, heads = config.width, (config.heads + config.key_value_heads) * config.head_width
@@ -35,7 +35,7 @@ def parameter_lower_bound(config: ModelConfig) -> int:
 
 
 def traced_layers(config: ModelConfig) -> int:
-    """Return the number of layers that are traced and compiled one by one; scanned ones count as one."""
+    """Return the number of layers to trace and compile; scanned layers count as one."""
     match config:
         case MLPConfig():
             return len(config.hidden) + 1
@@ -46,7 +46,7 @@ def traced_layers(config: ModelConfig) -> int:
 
 
 def _resnet(config: ResNetConfig) -> int:
-    """Count the convolutions and the head; the inputs of a stage's first block, which are fewer, are left out."""
+    """Count the convolutions and the head, without the first block's fewer inputs."""
     total = 0
     for stage, count in enumerate(config.blocks):
         square = (config.width * 2 ** min(stage, 64)) ** 2  # beyond that it is too many anyway

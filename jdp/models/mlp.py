@@ -22,8 +22,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class MLP(nnx.Module):
     """[batch, features_in] -> [batch, features_out] float32, through `layers/0`, `layers/1`, ...
 
-    Kernels start normal with variance 2 / features_in (He et al. 2015, arXiv:1502.01852, eq. 10), the last one with 1 /
-    features_in because no rectifier follows; biases at zero.
+    Kernels start normal with variance 2 / features_in (He et al. 2015, arXiv:1502.01852, eq. 10), the last with 1 /
+    features_in because no rectifier follows. Biases start at zero.
 
     Args:
         config: shape and choices.

@@ -1,8 +1,8 @@
-"""The modules that models are made of: a linear map, a norm, dropout, logits.
+"""Building blocks of the models: a linear map, a norm, dropout, logits.
 
-Parameters are created in float32. A training step may pass copies in another dtype. Every module computes in the dtype
-of the activations it gets, and keeps its long sums in float32. These are the statistics of a norm, and the gradient of
-a bias over every token of the batch. A bfloat16 holds eight significant bits: a running sum of ones stops at 256.
+Parameters are created in float32; a training step may pass copies in another dtype. Every module computes in the dtype
+of its activations, but keeps long sums in float32: the statistics of a norm, and the gradient of a bias over all tokens
+of the batch. A bfloat16 has eight significant bits, so a running sum of ones stops at 256.
 """
 
 import math
@@ -23,7 +23,7 @@ from jdp.core.sharding.traced_mesh import traced_device, traced_model_axes, trac
 class LoRA:
     """A low-rank update of a kernel: kernel + alpha / rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1).
 
-    Of the kernels that a layer has, those that `targets` names have one; None: all.
+    `targets` names the kernels of a layer with an update; None: all.
     """
 
     rank: int
@@ -41,11 +41,11 @@ class Linear(nnx.Module):
 
     Args:
         features_in, features_out: sizes of the last dim before and after.
-        std: standard deviation of the normal from which the kernel is drawn; biases start at zero. None: that of Glorot
-            and Bengio 2010, eq. 16, sqrt(2 / (features_in + features_out)).
-        bias: whether there is one.
+        std: standard deviation of the kernel's normal initial values; biases start at zero. None: that of Glorot and
+            Bengio 2010, eq. 16, sqrt(2 / (features_in + features_out)).
+        bias: whether to add a bias.
         lora: adds the matrices of a low-rank update, `lora_a` [features_in, rank] and `lora_b` [rank, features_out], as
-            `nnx.LoRAParam`. The second starts at zero, so the map is what it was; the kernel has the same bits.
+            `nnx.LoRAParam`. `lora_b` starts at zero, so the map does not change; the kernel has the same bits.
         rngs: the `params` stream is used.
     """
 
@@ -64,8 +64,8 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(std * jax.random.normal(key, (features_in, features_out)))
         self.bias = nnx.Param(jnp.zeros(features_out)) if bias else None
         self.lora = lora
-        # Gaussian as in the paper, with the variance that its code (microsoft/LoRA) draws uniformly. The key is folded
-        # from the kernel's: one more draw from the stream would move every kernel that comes after.
+        # Gaussian as in the paper, with the variance of its code's uniform draw (microsoft/LoRA). The key is folded
+        # from the kernel's, because one more draw from the stream would change every later kernel.
         self.lora_a = (
             nnx.LoRAParam(
                 jax.random.normal(jax.random.fold_in(key, 1), (features_in, lora.rank)) / math.sqrt(3 * features_in)
@@ -91,10 +91,10 @@ class Linear(nnx.Module):
 
 
 def mapped(x: jax.Array, *maps: Linear) -> list[jax.Array]:
-    """Return what several linear maps make of x; each is called that is not exactly a `Linear`, as after a swap.
+    """Return the results of several linear maps of x; a map that is not exactly a `Linear`, as after a swap, is called.
 
-    On a CPU by one product, for sequences so long that copying the kernels costs nothing: a step of the quickstart
-    takes 0.955 of the time. On GPUs XLA does so where that pays.
+    On a CPU long sequences use one product, because copying the kernels then costs little: a step of the quickstart
+    takes 0.955 of the time. On GPUs XLA decides.
     """
     is_long = traced_device().platform == "cpu" and math.prod(x.shape[1:-1]) >= 64  # however many rows there are
     is_plain = all(type(each) is Linear and each.lora is None for each in maps)
@@ -146,13 +146,12 @@ class Norm(nnx.Module):
 
 
 def _kept(statistic: jax.Array) -> jax.Array:
-    """Keep a layer norm's statistic for the backward pass; the one of an RMS norm is made again where it is read."""
+    """Keep a layer norm's statistic for the backward pass; an RMS norm's is recomputed."""
     return checkpoint_name(statistic, STATISTICS)
 
 
 def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:
-    """Return the product of x [..., d] and a table cast to x's dtype, summed and returned in float32; it computes
-    logits.
+    """Return the logits: the product of x [..., d] and a table cast to x's dtype, summed and returned in float32.
 
     The equation is an einsum's: "...d,dv->...v" or "...d,vd->...v"; x enters it as a matrix.
     """
@@ -161,7 +160,7 @@ def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def summed_in_float32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the float32 einsum of two arrays of one dtype, in which the products are made, as are its gradients."""
+    """Return the float32 einsum of two arrays of one dtype; products, also of its gradients, are in that dtype."""
     # Naming the algorithm keeps the two transposed products in x's dtype as well. Without it they would mix the float32
     # cotangent with a 16-bit operand and run in float32: jax-ml/jax issue 24047.
     algorithms = {
@@ -174,8 +173,8 @@ def summed_in_float32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def _rows(x: jax.Array) -> jax.Array:
     """Return [..., features] as [rows, features].
 
-    The gradient of a kernel is then a sum over one dimension. Where it goes over two, batch and length, XLA:CPU writes
-    transposed copies of both operands first: a fifth of a small GPT's step.
+    The gradient of a kernel is then a sum over one dimension. For a sum over two, batch and length, XLA:CPU first
+    writes transposed copies of both operands: a fifth of a small GPT's step.
     """
     return x.reshape(-1, x.shape[-1])
 
@@ -183,9 +182,9 @@ def _rows(x: jax.Array) -> jax.Array:
 def plus_to_each(x: jax.Array, y: jax.Array) -> jax.Array:
     """Add y [...] to each row of x [batch, ...].
 
-    The gradient of y is a sum over the batch. Where that has 32 rows or more on a device, XLA:GPU lays out all
-    activations with the batch as their innermost dimension, and transposes them at each product: 5 % of GPT-2's step.
-    So a GPU adds it to fewer rows at a time, and sums the gradients of these.
+    The gradient of y is a sum over the batch. With 32 rows or more on a device, XLA:GPU lays out all activations with
+    the batch as their innermost dimension, and transposes them at each product: 5 % of GPT-2's step. So a GPU adds y to
+    fewer rows at a time, and sums their gradients.
     """
     shards = math.gcd(traced_shards(), len(x))
     rows = len(x) // shards
@@ -200,9 +199,8 @@ def plus_to_each(x: jax.Array, y: jax.Array) -> jax.Array:
 def dropout(x: jax.Array, rate: float, key: jax.Array | None, *, site: int) -> jax.Array:
     """Zero each element with probability `rate` and scale the others by 1 / (1 - rate) (Srivastava et al. 2014).
 
-    The mask is drawn in x's shape, batch first, so that a key that stands for some rows of the batch yields exactly
-    their rows of the mask. No state is kept: the same key and `site`, a number among calls that share the key, give the
-    same mask.
+    The mask is drawn in x's shape, batch first, so a key for some rows of the batch yields exactly their rows of the
+    mask. There is no state: the same key and `site`, a number among calls that share the key, give the same mask.
     """
     if key is None or rate == 0.0:
         return x

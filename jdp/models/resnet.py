@@ -1,18 +1,18 @@
 """Residual networks (He et al. 2015, arXiv:1512.03385), which classify images.
 
-In the order of the file: the network (stem, four stages or fewer of residual blocks, the mean over positions, logits);
-the blocks. The configuration is in `jdp.models.configs.resnet`. Parameters and statistics are named `stem/conv/kernel`,
+The file has the network (stem, at most four stages of residual blocks, the mean over positions, logits), then the
+blocks. The configuration is in `jdp.models.configs.resnet`. Parameters and statistics are named `stem/conv/kernel`,
 `stem/norm/mean`, `stages/0/blocks/0/conv1/kernel`, `stages/1/blocks/0/shortcut/norm/scale`, `head/bias`.
 
-The 3 x 3 convolution of a bottleneck carries the stride, not the 1 x 1 before it ("v1.5": Goyal et al. 2017,
-arXiv:1706.02677, section 5.1, and torchvision); paddings are symmetric, as torchvision has them.
+The 3 x 3 convolution of a bottleneck has the stride, not the 1 x 1 before it ("v1.5": Goyal et al. 2017,
+arXiv:1706.02677, section 5.1, and torchvision); paddings are symmetric, as in torchvision.
 
 Dtypes: the kernels' dtype is that of activations and products. Batch statistics, their running averages, the mean over
 positions and the logits are float32.
 
 Initial values: kernels normal with variance 2 / (k^2 * channels out) (He et al. 2015, arXiv:1502.01852, eq. 14); the
-head normal with standard deviation 0.01, and the scale of a block's last norm zero, so that a block begins as its
-shortcut (Goyal et al. 2017, section 5.1).
+head normal with standard deviation 0.01; the scale of a block's last norm zero, so a block starts as its shortcut
+(Goyal et al. 2017, section 5.1).
 """
 
 import jax
@@ -25,7 +25,7 @@ from jdp.models.modules import Classifier
 
 
 class BatchNorm(nnx.BatchNorm):
-    """nnx.BatchNorm (arXiv:1502.03167) of [batch, height, width, channels], in x's dtype; all inside is float32.
+    """nnx.BatchNorm (arXiv:1502.03167) of [batch, height, width, channels] in x's dtype, computed in float32.
 
     Variances are biased, in the running average too, as in Flax (PyTorch's running average is unbiased).
     """
@@ -33,11 +33,10 @@ class BatchNorm(nnx.BatchNorm):
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
     ) -> jax.Array:
-        """Normalise x [batch, ..., channels] by the batch's statistics, which update the running averages, or by those
-        averages.
+        """Normalise x [batch, ..., channels] by the batch's statistics, which update the running averages, or by these.
 
-        `use_running_average` of None is as `train()` or `eval()` set it last. Where `mask`, which broadcasts to x, is
-        False, values are left out of the statistics; if nothing is left, the averages stay as they are.
+        `use_running_average` None follows the last `train()` or `eval()`. `mask`, which broadcasts to x, excludes
+        values from the statistics if False; if no values remain, the averages do not change.
         """
         frozen = self.use_running_average if use_running_average is None else use_running_average
         y = x.astype(jnp.float32)
@@ -56,7 +55,7 @@ class BatchNorm(nnx.BatchNorm):
         return y.astype(x.dtype)
 
     def _statistics(self, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return mean and variance [channels], and the number of elements they are of, over all devices."""
+        """Return mean and variance [channels], and the number of their elements, over all devices."""
         dims = tuple(range(x.ndim - 1))
         counted = jnp.broadcast_to(True if mask is None else mask, (*x.shape[:-1], 1))
         sums = [jnp.sum(z, axis=dims, where=counted) for z in (x, jnp.square(x))]
@@ -72,7 +71,7 @@ HEAD_STD = 0.01
 
 
 class ResNet(nnx.Module):
-    """Images to logits. Running averages of batch statistics are `nnx.BatchStat`; all else are parameters.
+    """Images to logits. Running averages of batch statistics are `nnx.BatchStat`; all other leaves are parameters.
 
     Args:
         config: shape and choices.
@@ -102,12 +101,12 @@ class ResNet(nnx.Module):
         """Return logits [batch, classes] float32.
 
         After `train()` (the initial mode) each norm uses the batch's statistics and updates its running averages; after
-        `eval()` it uses those averages.
+        `eval()` it uses the averages.
 
         Args:
             images: [batch, height, width, channels] floats, already normalised.
-            rng: not used, as nothing is random; every model takes one.
-            weights: [batch]; rows of weight 0 (padding) do not enter the statistics. None: every row does.
+            rng: unused, because nothing is random; all models take it.
+            weights: [batch]; rows of weight 0 (padding) do not count in the statistics. None: all rows count.
 
         Raises:
             ValueError: images or weights of another shape, or not floats.
@@ -180,7 +179,7 @@ class Basic(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """A 1 x 1 convolution to fewer channels, a 3 x 3 among those, a 1 x 1 to four times as many; and a shortcut."""
+    """A 1 x 1 convolution to fewer channels, a 3 x 3, a 1 x 1 to four times as many; and a shortcut."""
 
     def __init__(self, config: ResNetConfig, channels: int, width: int, stride: int, *, rngs: nnx.Rngs) -> None:
         self.channels = EXPANSION * width

@@ -1,9 +1,9 @@
 """Generate text, one token at a time, in arrays of constant shape.
 
 The sequence so far is at the start of a [batch, prompt + length] array. Each step reads a window of at most `context`
-tokens that ends with the newest one, takes its logits, draws a token and writes it after that. At first the window
-also covers positions not yet written: the model is causal, so they do not matter. There is no cache of keys and values:
-a step costs a whole forward pass, as the window moves. `decode` has the cache, for text that the context holds.
+tokens that ends with the newest, computes its logits, draws a token and appends it. At first the window also covers
+unwritten positions, which do not matter because the model is causal. There is no cache of keys and values, because the
+window moves: a step costs a whole forward pass. `decode` has the cache, for text that fits into the context.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Draw:
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw among the k likeliest tokens; None: among all.
-        top_p: of these, draw among the likeliest that together have this probability (arXiv:1904.09751, section 3.1);
-            None: among all.
+        top_p: draw among the likeliest of these with this total probability (arXiv:1904.09751, section 3.1); None:
+            among all.
     """
 
     temperature: float = 1.0
@@ -74,7 +74,7 @@ def generate(
     Works inside `jax.jit` as well; `length`, `temperature` and `top_k` must then be static.
 
     Args:
-        model: a GPT; of a longer sequence it reads the last `context` tokens.
+        model: a GPT; it reads the last `context` tokens of a longer sequence.
         prompt: [batch, prompt] integers, at least one token.
         length: tokens to add.
         temperature: divides the logits before drawing; 0 takes the likeliest token.

@@ -1,6 +1,6 @@
 """Models from their configurations, and their numbers of parameters.
 
-Counts are read off the abstract model (shapes without arrays), so there is no formula beside the model to go stale.
+Counts come from the abstract model (shapes without arrays), so no separate formula can go stale.
 """
 
 import functools
@@ -56,9 +56,9 @@ def build(config: ModelConfig, *, rngs: nnx.Rngs) -> GPT | MLP | ResNet | ViT:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Return the number of parameters, LoRA's among them, without allocating them.
+    """Return the number of parameters, with LoRA's, without allocating them.
 
-    A tied table counts once; batch statistics are no parameters.
+    A tied table counts once; batch statistics are not parameters.
 
     Args:
         config: shape and choices of the model.

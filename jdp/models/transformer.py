@@ -1,8 +1,8 @@
-"""The transformer layers that GPT and ViT are made of, and the loop over them.
+"""The transformer layers of GPT and ViT, and the loop over them.
 
-The layers are alike, so a scanned model stacks them: `layers/attention/query/kernel` is [layers, width, width] and one
-compiled block serves all. An unrolled model (`scan=False`) holds `layers/0/...`, `layers/1/...`; for the same seed
-these are the slices of the stack, bit for bit.
+The layers have equal shapes, so a scanned model stacks them: `layers/attention/query/kernel` is [layers, width, width],
+and one compiled block serves all. An unrolled model (`scan=False`) has `layers/0/...`, `layers/1/...`; for the same
+seed these are the slices of the stack, bit for bit.
 """
 
 import math
@@ -25,10 +25,10 @@ from jdp.models.modules import Linear, LoRA, Norm, dropout, mapped
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary frequencies for a longer context, as Llama 3.1 has them (meta-llama/llama-models, `apply_scaling`).
+    """Rotary frequencies for a longer context, as in Llama 3.1 (meta-llama/llama-models, `apply_scaling`).
 
-    A frequency that turns less often than `low_freq_factor` in `original_context` tokens is divided by `factor`. One
-    that turns more often than `high_freq_factor` is kept; between the two, linearly more of it is kept.
+    A frequency with fewer than `low_freq_factor` rotations in `original_context` tokens is divided by `factor`. With
+    more than `high_freq_factor` rotations it stays; in between, the two are interpolated linearly.
     """
 
     factor: float
@@ -62,8 +62,8 @@ class LayerConfig:
     dropout: float
     attention: Attend
     causal: bool
-    rope_theta: float | None = None  # None: queries and keys are not turned
-    rope_scaling: RopeScaling | None = None  # None: the frequencies stay
+    rope_theta: float | None = None  # None: no rotation of queries and keys
+    rope_scaling: RopeScaling | None = None  # None: no scaling
     qkv_bias: bool = False
     qk_norm: bool = False
     window: int | None = None
@@ -72,12 +72,12 @@ class LayerConfig:
     lora: LoRA | None = None
 
     def make_norm(self, width: int | None = None) -> Norm:
-        """Return a new norm of the residual stream; with a width, an RMS norm of heads."""
+        """Return a new norm of the residual stream, or with a width an RMS norm of heads."""
         centered = self.norm == "layer" and width is None
         return Norm(width or self.width, center=centered, bias=self.bias and centered, eps=self.norm_eps)
 
     def linear(self, name: str, features_in: int, features_out: int, *, bias: bool = False, rngs: nnx.Rngs) -> Linear:
-        """Return a new linear map, by its name in the layer: "output" and "down" write to the residual stream."""
+        """Return a new linear map; by name, "output" and "down" write to the residual stream."""
         std = self.residual_std if name in ("output", "down") else self.std
         lora = self.lora
         lora = lora if lora is None or lora.targets is None or name in lora.targets else None
@@ -114,8 +114,8 @@ class Layer(nnx.Module):
         return self.after_attention(x, self.attention(self.attention_norm(x), segments), key)
 
     def after_attention(self, x: jax.Array, y: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Return the layer's output from its input x and what attention made of it."""
-        x = checkpoint_name(x + dropout(y, self.dropout, key, site=0), ATTENTION)  # in place of the product
+        """Return the layer's output from its input x and the result of attention, y."""
+        x = checkpoint_name(x + dropout(y, self.dropout, key, site=0), ATTENTION)  # saved instead of the product
         return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, key, site=1)
 
 
@@ -137,7 +137,7 @@ class Attention(nnx.Module):
         return self.mix(query, key, value, None if segments is None else segments.run)
 
     def heads(self, x: jax.Array, position: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values [batch, length, heads, D], turned by their positions; None: 0, 1, ..."""
+        """Return queries, keys and values [batch, length, heads, D], rotated by position; None: 0, 1, ..."""
         query, key, value = (
             checkpoint_name(y, ATTENTION).reshape(*x.shape[:-1], -1, self.config.head_width)
             for y in mapped(x, self.query, self.key, self.value)
@@ -146,12 +146,12 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if (theta := self.config.rope_theta) is not None:
             query, key = (rotate(x, theta, position, self.config.rope_scaling) for x in (query, key))
-        if self.query_norm is None:  # whose backward pass reads what was projected, which then is kept
+        if self.query_norm is None:  # the backward pass of a norm reads the projections, which are then kept
             query, key, value = (checkpoint_name(x, ATTENTION) for x in (query, key, value))
         return query, key, value
 
     def mix(self, query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array | None) -> jax.Array:
-        """Return attention of these heads, mapped to [batch, length, width]; `run` as `attend` has it."""
+        """Return attention of these heads, mapped to [batch, length, width]; `run` as for `attend`."""
         config = self.config
         mixed = attend(query, key, value, causal=config.causal, window=config.window, run=run, by=config.attention)
         return checkpoint_name(self.output(mixed.reshape(*mixed.shape[:2], -1)), ATTENTION)
@@ -160,7 +160,7 @@ class Attention(nnx.Module):
 class FeedForward(nnx.Module):
     """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu, on [batch, length, width].
 
-    gelu is the tanh form, as GPT-2 has it, or with `gelu_exact` that with the error function (arXiv:1606.08415).
+    gelu is GPT-2's tanh form; `gelu_exact` uses the error function (arXiv:1606.08415).
     """
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
@@ -179,9 +179,9 @@ class FeedForward(nnx.Module):
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    """Return the tanh form of gelu (arXiv:1606.08415), written by a sigmoid: (1 + tanh(u)) / 2 = sigmoid(2 u).
+    """Return the tanh form of gelu (arXiv:1606.08415) as a sigmoid: (1 + tanh(u)) / 2 = sigmoid(2 u).
 
-    For a tanh of 16 bits XLA makes a kernel of its own in the backward pass, which reads and writes all of x.
+    In the backward pass of a 16-bit tanh, XLA makes an extra kernel, which reads and writes all of x.
     """
     return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
 
@@ -191,8 +191,8 @@ def rotate(
 ) -> jax.Array:
     """Rotate each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) radians (arXiv:2104.09864, eq. 34).
 
-    The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout. Meta's files pair neighbours instead: the
-    same model with permuted columns of the query and key kernels.
+    The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout. Meta's files pair neighbours instead, with
+    permuted columns of the query and key kernels.
 
     x is [batch, length, heads, D], D even; angles and products are float32, the result has x's dtype. `position` is
     [batch, length] integers; None: 0, 1, 2, ... in every row.
@@ -201,7 +201,7 @@ def rotate(
     frequencies = theta ** (-np.arange(0, size, 2) / size)
     frequencies = np.float32(frequencies if scaling is None else scaling.scaled(frequencies))
     if position is None and traced_device().platform == "cpu":
-        # constants: XLA:CPU computes the cosine and sine of an angle for every row and head that it turns
+        # constants: XLA:CPU would compute cosine and sine for every row and head
         angles = np.arange(x.shape[1], dtype=np.float32)[:, None, None] * frequencies
         cos, sin = np.cos(angles), np.sin(angles)
     else:
@@ -213,7 +213,7 @@ def rotate(
 
 
 def make_layers(config: LayerConfig, count: int, key: jax.Array, *, scan: bool) -> Layer | nnx.List[Layer]:
-    """Return all layers, stacked or as a list. Layer i's values depend on (key, i) only, so both have equal values."""
+    """Return all layers, stacked or as a list, with equal values: layer i's depend on (key, i) only."""
 
     def make(key: jax.Array) -> Layer:
         return Layer(config, rngs=nnx.Rngs(key))
@@ -233,12 +233,12 @@ def run_layers(
     scan: Scan,
     segments: Segments | None = None,
 ) -> jax.Array:
-    """Apply all layers, as `make_layers` returns them, to x [batch, length, width].
+    """Apply the layers of `make_layers` to x [batch, length, width].
 
     `keys` [layers] are for dropout (None: no dropout), and `segments` the documents of packed rows.
     """
-    # The parameters are passed as the module's own arrays: a sharding plan recognises them by identity, and gathers a
-    # layer's when the loop reaches it. `looped` unrolls a list, and scans a tuple as one tree.
+    # The parameters are passed as the module's own arrays, because a sharding plan recognises them by identity, and
+    # gathers a layer when the loop reaches it. `looped` unrolls a list, and scans a tuple as one tree.
     if isinstance(layers, nnx.List):
         stacked = [(layer, None if keys is None else keys[i]) for i, layer in enumerate(layers)]
     else:
@@ -252,5 +252,5 @@ def run_layers(
 
 
 def fold_range(key: jax.Array, count: int) -> jax.Array:
-    """Return `fold_in(key, i)` for i in range(count): unlike with `split`, key i does not depend on `count`."""
+    """Return `fold_in(key, i)` for i in range(count); unlike `split`, key i does not depend on `count`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))

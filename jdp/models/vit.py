@@ -1,14 +1,14 @@
-"""Vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): classifies images that are cut into patches.
+"""Vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): classifies images cut into patches.
 
-In the order of the file: the model (patches, positions, layers, a last norm, one vector for the image, logits); the
-embedding. The configuration is in `jdp.models.configs.vit`; layers are those of the GPT, without the causal mask and
-rotary positions.
+The file has the model (patches, positions, layers, a last norm, one vector for the image, logits), then the embedding.
+The configuration is in `jdp.models.configs.vit`; layers are those of the GPT, without the causal mask and rotary
+positions.
 
 Dtypes: the patch kernel's dtype is that of activations and products. Softmax, norms and logits are float32.
 
 Initial values follow the authors' code (google-research/vision_transformer, `models_vit.py`) in variance: kernels
 Glorot (normal here, uniform there), patches 1 / inputs (LeCun). Positions have standard deviation 0.02. The class
-token, the head and the biases are zero (the feed-forward's there 1e-6).
+token, the head and the biases are zero (there, the feed-forward's biases have 1e-6).
 """
 
 import math
@@ -55,7 +55,7 @@ class ViT(nnx.Module):
         Args:
             images: [batch, image_size, image_size, channels] floats, already normalised.
             rng: typed key for dropout; None: no dropout.
-            weights: not used, as an image's logits do not depend on others; every model of images takes them.
+            weights: unused, because an image's logits do not depend on others; all image models take them.
 
         Raises:
             ValueError: images of another shape, or not floats.
@@ -111,7 +111,7 @@ class PatchEmbedding(nnx.Module):
         size, count = self.patch, side // self.patch
         cut = images.reshape(batch, count, size, count, size, channels).swapaxes(2, 3)
         x = self.patches(cut.reshape(batch, count * count, -1).astype(self.patches.kernel.dtype))
-        dtype, x = x.dtype, x.astype(jnp.float32)  # so that the gradients of what every image shares sum in float32
+        dtype, x = x.dtype, x.astype(jnp.float32)  # gradients of token and positions are then summed in float32
         if self.token is not None:
             token = jnp.broadcast_to(self.token[...].astype(jnp.float32), (batch, 1, x.shape[-1]))
             x = jnp.concatenate([token, x], axis=1)

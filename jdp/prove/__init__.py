@@ -1,6 +1,6 @@
 """Equivalence with one device.
 
-Does a step learn the same on one device and on many, whatever is sharded and how?
+`prove` tests that a step learns the same on one device and on many, under every strategy.
 """
 
 from jdp.prove.equivalence import prove

@@ -8,9 +8,9 @@ weights w (before the loss) and gradients g (before clipping) are moved at every
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-This is several times what was measured in correct runs. Over all elements of a small GPT, a gradient's error was at
-most 3 u in bf16 and 13 u in fp32 (n = 1024) of that size. It must be more: an error that changes a sign does not grow
-with the noise, so the shadows have to change all the signs that a run may change. Signs of the noise are random by
+This is several times the error of correct runs. Over all elements of a small GPT, a gradient's error was at most 3 u
+in bf16 and 13 u in fp32 (n = 1024) of that size. The noise must be larger because an error that changes a sign does
+not grow with it: the shadows have to change every sign that a run may change. The signs of the noise are random by
 element and constant over the steps, and shadows come in pairs of opposite signs. So an element's deviation is its own
 sensitivity times a known error, not a random number that happens to be small. If the error changes a sign, one of the
 two shows it.
@@ -41,18 +41,18 @@ from jdp.core.state import TrainState
 from jdp.core.types import Batch, Metrics
 
 FACTOR = {"fp32": 128.0, "bf16": 16.0}
-"""Least noise of the shadows in units of u. fp32: 2√n for n = 4096; where a batch has more elements it is more. bf16:
-products are summed in fp32, and bf16 is what goes from one operation to the next: so many roundings in a row."""
+"""Least noise of the shadows in units of u. fp32: 2√n for n = 4096; a larger batch has more. bf16: products are summed
+in fp32 and rounded to bf16 between operations, so this is a number of roundings in a row."""
 MARGIN = 4.0
-"""Bound over the shadows' largest deviation: after ten chaotic steps a run is one more random draw beside four."""
+"""Bound over the shadows' largest deviation: after ten chaotic steps a run is a fifth random draw beside the four."""
 ULPS = 8.0
-"""Roundings of the update itself, which the shadows share with the reference and so do not show."""
+"""Roundings of the update itself. The shadows share them with the reference, so they do not show them."""
 PAIRS = 2
 """Pairs of shadows."""
 METRICS = ("weight", "loss", "grad_norm")
 """The metrics of a step that are compared."""
 BEFORE_GRADIENTS = ("weight", "loss")
-"""Metrics that precede any gradient: if one of them differs, it is the one reported, whatever differs after it."""
+"""Metrics that precede any gradient: if one of them differs, it is reported, whatever differs after it."""
 
 Array = NDArray[Any]
 
@@ -63,10 +63,10 @@ class Closest:
 
     step: int = 0  # optimizer steps done; 0 is the state before the first
     leaf: str = ""  # "loss", "weight", "grad_norm", or the path of a leaf of the state, such as "params/embed/tokens"
-    difference: float = 0.0  # of the element from the reference, absolute
-    bound: float = 0.0  # of that difference
+    difference: float = 0.0  # |element - reference|
+    bound: float = 0.0  # the most that rounding explains
     ratio: float = 0.0  # difference / bound; 0 if both are 0
-    beyond: int = 0  # how many leaves are beyond their bounds at this step
+    beyond: int = 0  # number of leaves beyond their bounds at this step
 
 
 def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Array]:
@@ -79,14 +79,14 @@ def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Arr
 
 
 def noise_amplitude(precision: Precision, batch: Batch) -> float:
-    """Return the shadows' relative noise a = FACTOR · u, u being that of the coarsest dtype of computation or sums."""
+    """Return the shadows' relative noise a = FACTOR · u, with u of the coarsest dtype of computation or sums."""
     if "bf16" in (precision.compute, precision.reduce):
         return max(FACTOR["bf16"] * 2.0**-9, sum_noise(batch))
     return sum_noise(batch)
 
 
 def sum_noise(batch: Batch) -> float:
-    """Return the relative noise a = FACTOR · u of fp32, for values that are summed over the batch in fp32."""
+    """Return the relative noise a = FACTOR · u of values summed over the batch in fp32."""
     terms = max(np.size(leaf) for leaf in jax.tree.leaves(batch))
     return max(FACTOR["fp32"], 2 * math.sqrt(terms)) * 2.0**-24
 
@@ -133,16 +133,16 @@ class Record:
         return Closest(step, worst.leaf, worst.difference, worst.bound, worst.ratio, beyond)
 
     def notes(self) -> tuple[str, ...]:
-        """Return sentences about what a proof by this record cannot show."""
+        """Return a sentence for each thing that this record cannot prove."""
         notes: list[str] = []
         losses = [float(values["loss"]) for values in self.values[1:]]
         if bad := [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
-            notes.append(f"the reference's own loss is not finite at step {bad[0]}: it proves little from there")
+            notes.append(f"the reference's own loss is not finite at step {bad[0]}: later steps prove little")
         infinite = [
             step for step, bounds in enumerate(self.widest) if not all(np.isfinite(x).all() for x in bounds.values())
         ]
         if infinite and not bad:
-            notes.append(f"from step {infinite[0]} on rounding alone makes values that are not finite: any would pass")
+            notes.append(f"from step {infinite[0]} on, rounding alone makes values infinite or NaN: any value passes")
         weak = list[str]()  # parameters whose bound is large against what they have moved, at every step
         names = [name for name in self.values[0] if name.startswith("params/")]
         for name in names:
@@ -152,8 +152,8 @@ class Record:
                 weak.append(name)
         if weak:
             notes.append(
-                f"in {len(weak)} of {len(names)} parameters the bound is more than a tenth of what these steps learnt, "
-                f"such as {weak[0]}: an error of that size would pass; --precision fp32 makes the bound sharp"
+                f"in {len(weak)} of {len(names)} parameters, such as {weak[0]}, the bound is more than a tenth of the "
+                "change in these steps: an error of that size would pass; --precision fp32 tightens the bound"
             )
         return tuple(notes)
 
@@ -171,7 +171,7 @@ class Record:
 
 
 def _difference(a: Array, b: Array) -> Array:
-    """Return |a - b| elementwise in float32: 0 where both are NaN or the same infinity, infinite where only one is."""
+    """Return |a - b| elementwise in float32: 0 if both are NaN or the same infinity, infinite if only one is."""
     assert a.shape == b.shape, (a.shape, b.shape)
     if not _is_float(a):
         return (a != b).astype(np.float32)

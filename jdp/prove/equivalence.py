@@ -1,12 +1,12 @@
-"""Equivalence with one device: does a training learn the same on many devices, whatever is sharded and how?
+"""Equivalence with one device: tests that a training learns the same on many devices, under every strategy.
 
 1. `reference.py`: the training as a plain loop on one device, recorded at every step.
-2. `bounds.py`: shadows of it, which show how far rounding alone may move each element.
+2. `bounds.py`: shadows of the reference, which measure how far rounding alone moves each element.
 3. `runs.py`: the settings, and each run, compared with the record until the end or the first element beyond its bound.
-4. `proof.py`: the table, or where the simplest differing run first differs: step, leaf, size.
+4. `proof.py`: the table, or the step, leaf and size of the first difference in the simplest differing run.
 
-Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own. `guard/memory_check.py` refuses
-what does not fit into memory, and what cannot be run unchanged is listed with the reason.
+Nothing is made smaller: model, batches, dtypes and optimizer are the user's own. `guard/memory_check.py` refuses a
+proof that does not fit into memory. Runs that would need another computation are listed with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jdp.prove.reference import Reference, record_reference
 from jdp.prove.runs import Batches, Setting, Trials, choose_trials, steps_of
 
 OnProgress = Callable[[int, int, str], None]
-"""`progress(done, total, name)`: `done` of `total` runs, shadows included, are done; `name` is next, "" at the end."""
+"""`progress(done, total, name)`: `done` of `total` runs (with shadows) are done; `name` is next, "" at the end."""
 
 
 @public()
@@ -52,7 +52,7 @@ def prove(
     only: str | Sequence[str] = (),
     progress: OnProgress | None = None,
 ) -> Proof:
-    """Compare a training on one device with itself under every strategy, on one device and on all of its plan's.
+    """Compare a training on one device with the same training under every strategy, on one and on all devices.
 
         >>> plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]), "zero3")
         >>> train_step = jdp.make_train_step(loss_fn, plan)
@@ -61,27 +61,27 @@ def prove(
         >>> proof.equal, [run.name for run in proof.runs]
         (True, ['resume after step 1: zero3 2 devices K=1, onto zero2 2 devices K=2'])
 
-    Every run takes a few real optimizer steps. After each, its loss and every leaf of its state are compared with those
-    of a plain loop on one device. They are equal if rounding, as measured on this training, explains the difference.
+    Every run takes a few real optimizer steps. After each, its loss and every leaf of its state are compared with a
+    plain loop on one device. They are equal if rounding, as measured on this training, explains the difference.
 
     Args:
         init: returns the model from a key, as for `jdp.init_state`.
         tx: the optimizer.
-        train_step: the step, of `jdp.make_train_step`. Strategy, devices and microbatches are changed; the rest of its
-            plan and its settings stay.
+        train_step: the step, of `jdp.make_train_step`. Runs change its strategy, devices and microbatches, and keep
+            the rest of its plan and settings.
         batches: `batches(index)` returns the global batch of the step after `index` consumed batches, as NumPy arrays:
-            always the same for the same index, and of equal shapes for all.
+            the same batch for the same index, and the same shapes for all.
         steps: optimizer steps of each run; the resumed run is saved after half of them.
-        wrt: which parameters are trained, as for `jdp.init_state`; None: all.
+        wrt: the parameters to train, as for `jdp.init_state`; None: all.
         rng: key of the initial weights and of every step; None: `jax.random.key(0)`.
-        accumulate: numbers of microbatches a step to run with; 1 is added.
-        quick: make the resumed run only, for a check in minutes, with LLVM's optimisations off.
-        only: keep the runs whose names have this text, or one of these, such as "zero3" or "8 devices". Give it to
+        accumulate: numbers of microbatches a step to run with; 1 is always among them.
+        quick: make only the resumed run, with LLVM's optimisations off: a check in minutes.
+        only: make only the runs whose names contain this text, or one of these, such as "zero3" or "8 devices": to
             repeat a run that differs.
-        progress: called before each run, and at the end, with the number of runs done, of all, and the next one's name.
+        progress: called before each run and at the end (`OnProgress`).
 
     Returns:
-        Whether all runs are equal to the reference, each run, and the first difference; `str()` is a table.
+        A `Proof`: `.equal`, `.runs` and `.first_difference`; `str()` is a table.
 
     Raises:
         ValueError: a plan on one device; not enough memory; an argument out of range; nothing to run; several
@@ -115,29 +115,31 @@ def prove(
 
 def _check(train_step: Any, steps: int, accumulate: Sequence[int]) -> None:
     if not isinstance(train_step, Step) or not train_step.settings.train:
-        raise UserError(f"A proof is of a step of jdp.make_train_step; given {described(train_step)}. Make one.")
+        raise UserError(
+            f"jdp.prove takes a training step; given {described(train_step)}. Make one with jdp.make_train_step."
+        )
     if steps < 1:
-        raise UserError(f"steps is how many optimizer steps each run takes, at least 1; given {steps}. Take 10.")
+        raise UserError(f"steps, the optimizer steps of each run, must be at least 1; given {steps}. Use 10.")
     if min(accumulate, default=1) < 1:
         raise UserError(f"accumulate lists numbers of microbatches, 1 or more; given {[*accumulate]}. Give [1, 2].")
     if jax.process_count() > 1:
-        raise UserError("A proof runs in one process, on its own devices; run it without jdp launch or Slurm.")
+        raise UserError("A proof runs in a single process; run it without jdp launch or Slurm.")
     if (count := train_step.plan.mesh.size) < 2:
         raise UserError(
-            f"A proof compares one device with several, so the plan has at least 2; given {count}. Ask for virtual CPU "
-            'devices before anything is computed: --devices 8, or in Python jax.config.update("jax_platforms", "cpu") '
+            f"A proof compares one device with several, so the plan needs at least 2; given {count}. Request virtual "
+            'CPU devices before any computation: --devices 8, or in Python jax.config.update("jax_platforms", "cpu") '
             'and jax.config.update("jax_num_cpu_devices", 8).'
         )
 
 
 def _no_microbatches(reference: Reference, state: TrainState, batch: Batch) -> str | None:
-    """Return why a batch may not be computed in microbatches; None: it may."""
+    """Return the reason why a batch cannot be split into microbatches, if there is one."""
     value, _ = jax.eval_shape(reference.loss, state.params, state, batch, state.rng)
     if not isinstance(value, Loss):
-        return "the loss returns a mean, and several means are not one: return jdp.Loss(total, weight)"
+        return "the loss returns a mean, and means of microbatches do not add up: return jdp.Loss(total, weight)"
     if state.static.adapter is not None and state.static.adapter.has_statistics:
         return (
-            "the model keeps statistics of its batch (BatchNorm), which are of each microbatch then: another "
-            "computation, not another order"
+            "the model keeps statistics of its batch (BatchNorm); microbatches have other statistics, so the "
+            "computation differs, not only its order"
         )
     return None

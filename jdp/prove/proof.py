@@ -1,4 +1,4 @@
-"""The result of a proof: a table, the first difference in words, the object for `--json`."""
+"""The result of a proof: a table, the first difference in words, and JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Run:
 
     Attributes:
         name: such as "zero3 8 devices K=2".
-        at: the element closest to its bound; of a run that differs, the one farthest beyond, at the first such step.
-        words: how the run differs, in a sentence, and what that points to; "" if it is equal.
+        at: the element closest to its bound; if the run differs, the element farthest beyond it at the first such step.
+        words: how the run differs and the likely cause; "" if it is equal.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Proof:
     """The result of `prove`; `str()` is a table.
 
     Attributes:
-        runs: in the order they were made; if a resumed one differs, the settings it consists of are among them.
-        first_difference: the differing run with the fewest changes from one device, resumed ones last
+        runs: in the order they were made; if a resumed run differs, both of its settings are among them.
+        first_difference: the differing run with the fewest changes from one device, resumed runs last
             (`Trial.causal_order`); None if all are equal.
-        skipped: what was not run, by a part of its name, and why.
+        skipped: part of a run's name -> why it was skipped.
         steps: optimizer steps of each run.
-        notes: sentences about what the proof cannot show.
+        notes: a sentence for each thing that the proof cannot show.
     """
 
     runs: tuple[Run, ...]
@@ -58,10 +58,10 @@ class Proof:
         runs = {trial: _run(trial, at, len(record.values[at.step])) for trial, at in results.items()}
         first = runs[differing[0]] if differing else None
         if first is not None and len(differing) > 1:
-            words = f"{first.words} {len(differing)} of {len(runs)} runs differ; this one changes least."
+            words = f"{first.words} {len(differing)} of {len(runs)} runs differ; this run has the fewest changes."
             first = replace(first, words=words)
         notes = [*record.notes()]
-        notes += ["--quick: compiled with LLVM's optimisations off, which jdp train has on"] * quick
+        notes += ["--quick turns LLVM's optimisations off; jdp train has them on"] * quick
         return cls(tuple(runs.values()), first, skipped, len(record.values) - 1, tuple(notes))
 
     @property
@@ -72,13 +72,19 @@ class Proof:
     def __str__(self) -> str:
         rows = align_columns([_HEADINGS, *map(_cells, self.runs)])
         rows += [f"not run: {name}: {reason}" for name, reason in self.skipped.items()]
-        count = f"{len(self.runs)} run{'s' * (len(self.runs) > 1)} of {self.steps} steps"
-        first = self.first_difference
-        verdict = f"equal: {count} agree with one device, within rounding" if first is None else first.words
-        return "\n".join([*rows, *self.notes, verdict])
+        return "\n".join([*rows, *self.notes, self._verdict()])
+
+    def _verdict(self) -> str:
+        if self.first_difference is not None:
+            return self.first_difference.words
+        runs, verb = (f"{len(self.runs)} runs", "match") if len(self.runs) > 1 else ("one run", "matches")
+        closest = max((run.at for run in self.runs), key=lambda at: at.ratio)
+        largest, bound = (f"{number:.0e}".replace("e-0", "e-") for number in (closest.difference, closest.bound))
+        explained = f" (largest difference {largest}, bound {bound})" if closest.ratio else ", bit for bit"
+        return f"equal: {runs} of {self.steps} step{'s' * (self.steps > 1)} {verb} one device{explained}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return one JSON object; a number that is not finite is null."""
+        """Return the object that `jdp prove --json` prints; infinities and NaN are null."""
         first = self.first_difference
         return {
             "equal": self.equal,
@@ -96,7 +102,7 @@ def _numbers(run: Run, difference: str) -> dict[str, Any]:
 
 
 def _run(trial: Trial, at: Closest, leaves: int) -> Run:
-    """Describe a run, and if it differs, where, and which kinds of fault show there first."""
+    """Describe a run; if it differs, name the place and the likely faults."""
     words = ""
     if at.ratio > 1:
         when = f"at step {at.step}" if at.step else "before the first step"
@@ -104,29 +110,29 @@ def _run(trial: Trial, at: Closest, leaves: int) -> Run:
         times = f" ({at.ratio:,.0f} times)" if math.isfinite(at.ratio) else ""
         hint = HINTS.get(at.leaf, LEAVES if at.step else START)
         if trial.at and at.step == trial.at:
-            hint = "that is the state as it was restored: what was saved or read back is not what it was"
+            hint = "this is the restored state, so saving or restoring changed it"
         elif trial.at and at.step == trial.at + 1:
-            hint = f"that is the first step after resuming: the data did not continue where it stopped, or {hint}"
+            hint = f"this is the first step after resuming: the data did not continue where it stopped, or {hint}"
         words = (
-            f"not equal: {trial} differs from one device {when} {what} by {at.difference:.1e}, of which rounding "
-            f"explains {at.bound:.1e}{times}; {at.beyond} of {leaves} compared values are beyond their bounds there. "
-            f"Look at this first: {hint}."
+            f"not equal: {trial} differs from one device {when} {what} by {at.difference:.1e}; rounding explains at "
+            f"most {at.bound:.1e}{times}; {at.beyond} of {leaves} compared values exceed their bounds there. "
+            f"Check first: {hint}."
         )
     return Run(str(trial), at, words)
 
 
 HINTS = {
-    "weight": "Loss.weight is no sum over the examples (a constant, a mean), or the batch is another: rows missing, or "
-    "of another step",
-    "loss": "the weights and the examples' weight agree, so it is in the forward pass or the sum: rows, random masks, "
-    "or means that are averaged where sums should be added",
-    "grad_norm": "loss and leaves agree, so it is in how the norm is summed",
+    "weight": "Loss.weight is not a sum over the examples (but a constant or a mean), or the batch differs: rows are "
+    "missing or belong to another step",
+    "loss": "the parameters and the examples' weight agree, so the fault is in the forward pass or the sum: rows, "
+    "random masks, or means that are averaged instead of sums that are added",
+    "grad_norm": "loss and leaves agree, so the fault is in how the norm is summed",
 }
 LEAVES = (
-    "the loss agrees, so it is in this leaf's gradient (a sum over devices or microbatches that is missing or done "
-    "twice) or in what the optimizer does with it"
+    "the loss agrees, so the fault is in this leaf's gradient (a sum over devices or microbatches is missing or done "
+    "twice) or in the optimizer's update"
 )
-START = "that is the initial state: `init` draws or computes it differently on this mesh"
+START = "this is the initial state: `init` draws or computes it differently on this mesh"
 
 
 _HEADINGS = ("run", "equal", "difference", "bound", "of bound", "closest to its bound at")

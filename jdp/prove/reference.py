@@ -1,13 +1,13 @@
 """The reference that runs are compared with: a plain training loop on one device, without a mesh or a strategy.
 
-It shares almost no code with the steps that are proven. Shared are how a module is split and how a `Loss` is read.
+It shares almost no code with the steps that it tests: only how a module is split and how a `Loss` is read.
 The weights are drawn from `fold_in(rng, 0)`, and each step has the key
 `fold_in(fold_in(rng, 1), batches consumed)`. The gradient of Σtotal is divided by Σweight and clipped, then the
-optimizer is applied; a step whose gradient is not finite changes nothing. So a fault that all strategies have in
-common, such as a key that is the same at every step, is found too.
+optimizer is applied; a step whose gradient is not finite changes nothing. So the proof also detects a fault that all
+strategies share, such as a key that is the same at every step.
 
-The same program with `Noise` makes the shadows that rounding is measured by (`jdp.prove.bounds`); with amplitude 0 it
-is the reference itself.
+The same program with `Noise` makes the shadows, which measure rounding (`jdp.prove.bounds`); with amplitude 0 it is
+the reference itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ELSEWHERE = 1 / 16
 
 
 QUICK: dict[str, CompilerValue] = {"xla_backend_optimization_level": 0}
-"""Compiles in half of the time on CPU. What is proven is the same: XLA partitions the program before that."""
+"""Halves the time of compilation on CPU. The proof is the same: XLA partitions the program before LLVM runs."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ class Noise:
     """Exaggerated rounding: random signs, constant over the steps, times a relative amplitude."""
 
     seed: Any  # uint32 scalar, of the signs
-    amplitude: Any  # float32 scalar; a negative one reverses all signs, 0 is no noise
+    amplitude: Any  # float32 scalar; negative reverses all signs, 0 is no noise
 
 
 SILENT = Noise(np.uint32(0), np.float32(0))
@@ -61,12 +61,12 @@ SILENT = Noise(np.uint32(0), np.float32(0))
 
 @dataclass(frozen=True)
 class Reference:
-    """What is trained and how, as a plain loop on the first device of the user's plan.
+    """The training as a plain loop on the first device of the user's plan.
 
     Attributes:
         init, tx, wrt: as for `jdp.init_state`.
-        step: the step under the user's own setting, of which loss, precision and clipping are taken.
-        rng: the typed key from which all random numbers derive.
+        step: the user's step, which gives loss, precision and clipping.
+        rng: the typed key of all random numbers.
         quick: LLVM's optimisations are off.
     """
 
@@ -136,10 +136,10 @@ class Reference:
 def _with_noise(tree: PyTree, noise: Noise, *, stream: int, absolute: bool = False) -> PyTree:
     """Add ± amplitude · |x| to each element x, or with `absolute` ± amplitude · (|x| + size of its terms).
 
-    A gradient is a sum in which terms cancel: its error is relative to the terms, not to their sum. Their size is the
-    root mean square of the row (of one token or one input) or of the leaf, whichever is larger. A fraction of that of
-    all leaves is added, for a leaf that cancels as a whole: the bias of the attention's keys, on which the softmax
-    does not depend. An exact zero has no terms (the row of a token that did not occur) and stays zero.
+    A gradient is a sum whose terms cancel: its error is relative to the terms, not to their sum. Their size is the root
+    mean square of the row (one token or one input) or of the leaf, whichever is larger. A fraction of the root mean
+    square over all leaves is added for a leaf that cancels as a whole: the bias of the attention's keys, which does
+    not change the softmax. An exact zero has no terms (the row of a token that did not occur) and stays zero.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floats = [leaf.astype(jnp.float32) for leaf in leaves]
@@ -192,5 +192,5 @@ def record_reference(
                 record.add(values)
     record.close()
     if not math.isfinite(loss := float(record.values[1]["loss"])):
-        raise UserError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
+        raise UserError(f"The loss on one device is {loss} at the first step: there is nothing to compare with.")
     return record

@@ -1,7 +1,7 @@
-"""The runs of a proof: which are made, what prevents one, and how one is compared with the record of the reference.
+"""The runs of a proof: which to make, why some are skipped, and how each is compared with the reference's record.
 
-Every strategy runs on one device and on all of them, with one microbatch a step and with several. One run more is
-saved in the middle, and resumed under another setting.
+Every strategy runs on one device and on all of them, with one microbatch a step and with several. One more run is
+saved in the middle and resumed under another setting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Batches = Callable[[int], Batch]
 
 @dataclass(frozen=True)
 class Setting:
-    """How one run is done; none of these choices may change what is learnt.
+    """How to make one run. No setting may change the result.
 
         >>> print(jdp.prove.Setting("zero3", devices=8, accumulate=2))
         zero3 8 devices K=2
@@ -50,13 +50,13 @@ class Setting:
 
 
 def changes(setting: Setting, other: Setting) -> int:
-    """Return how many of the three choices differ."""
+    """Return the number of fields that differ."""
     return sum(a != b for a, b in zip(astuple(setting), astuple(other), strict=True))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: a setting, from the first step to the last; or saved after step `at`, and resumed under another one."""
+    """One run: under one setting; or saved after step `at` and resumed under another, `onto`."""
 
     setting: Setting
     at: int = 0
@@ -68,21 +68,21 @@ class Trial:
 
     @property
     def causal_order(self) -> tuple[int, ...]:
-        """Sorts differing runs by possible cause.
+        """Sort key of differing runs: the likeliest cause first.
 
-        A setting may have the faults of those with fewer changes from one device, a resumed run those of its settings.
+        A setting shares the faults of settings with fewer changes from one device, a resumed run those of its settings.
         """
         plain = self.setting
         return self.at, changes(plain, Setting()), plain.devices, plain.accumulate
 
 
-# Which runs are made.
+# Which runs to make.
 
 
 def steps_of(
     reference: Reference, accumulates: Sequence[int], rows: int, no_microbatches: str | None
 ) -> tuple[dict[Setting, Step], dict[str, str]]:
-    """Return the step of each setting that can run batches of `rows`; and part of others' names -> why they cannot."""
+    """Return the step of each setting that can run batches of `rows`, and for the others part of a name -> reason."""
     steps, skipped = dict[Setting, Step](), dict[str, str]()
     for devices, name, k in itertools.product((reference.step.plan.mesh.size, 1), STRATEGIES, accumulates):
         try:
@@ -103,7 +103,7 @@ def choose_trials(
 ) -> list[Trial]:
     """Return the runs of a proof: every setting, then the user's own resumed under another; or some of these.
 
-    It is resumed under the setting on several devices that differs most, of several the highest stage.
+    That other setting has several devices and the most changes; a tie goes to the highest stage.
     """
     several, stages = [setting for setting in settings if setting.devices > 1], list(STRATEGIES)
     if not several:
@@ -113,15 +113,15 @@ def choose_trials(
     trials = [*map(Trial, settings), *([Trial(first, steps // 2, other)] if steps > 1 else [])]
     if unknown := [text for text in only if not any(text in str(trial) for trial in trials)]:
         raise UserError(
-            f"`only` keeps runs by a part of their names; given {', '.join(unknown)}, in none of: "
-            f"{'; '.join(map(str, trials))}. Name a part of one of these."
+            f"`only` selects runs by a part of their names; given {', '.join(unknown)}, which is in no name. "
+            f"Use a part of: {'; '.join(map(str, trials))}."
         )
     if quick:
         return trials[-1:]
     return [trial for trial in trials if not only or any(text in str(trial) for text in only)]
 
 
-# How one run is compared.
+# How to compare a run.
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ class Trials:
 
     reference: Reference
     steps: Mapping[Setting, Step]
-    batches: Batches  # the data
+    batches: Batches
     record: Record  # of the reference
 
     def run_all(self, trials: Sequence[Trial], begin: Callable[[str], None]) -> dict[Trial, Closest]:
-        """Return the result of each run, and of the settings of a resumed one that differs: the fault may be theirs."""
+        """Return the result of each run. If a resumed run differs, its settings run too: the fault may be theirs."""
         results = dict[Trial, Closest]()
         for trial in trials:
             begin(str(trial))
@@ -146,7 +146,7 @@ class Trials:
         return results
 
     def _run(self, trial: Trial) -> Closest:
-        """Run until the end or the first step beyond a bound; return the element closest to its bound or beyond it."""
+        """Run to the end or the first step beyond a bound; return the element with the largest share of its bound."""
         closest = Closest()
         for element in self._compared(trial):
             closest = max(closest, element, key=lambda compared: compared.ratio)
@@ -172,7 +172,7 @@ class Trials:
     def _steps(self, step: Step, holder: list[TrainState], numbers: range, position: int) -> Iterator[Closest]:
         """Run and compare steps with the batches from `position` on.
 
-        `holder` is a list of one state, which is replaced by the last one: no other reference keeps its memory.
+        `holder` is a list with one state, replaced after each step: no other reference keeps its memory.
         """
         loader = (self.batches(index) for index in range(position, len(self.record.values) - 1))
         with shard_batches(loader, step.plan, prefetch=1) as feed:

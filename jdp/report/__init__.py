@@ -1,4 +1,1 @@
-"""Self-contained pages.
-
-They are, with their pictures, for people who decide what to launch and for those who look at what ran.
-"""
+"""Self-contained HTML pages: plans before a launch, and reports of runs."""

@@ -1,8 +1,8 @@
-"""The look of every picture: those inside a page, and those that a program writes to a file of its own.
+"""The style of every picture, inside a page or in its own file.
 
-`chart` makes a matplotlib figure in that look. `inline` turns a figure into markup for a page, where text stays text,
-and ink and paper are the page's own, light or dark. `write` makes a file of it, which follows the reader's setting too.
-The same figure gives the same text, with nothing in it that refers to anything outside.
+`chart` makes a matplotlib figure in that style. `inline` turns a figure into markup for a page: text stays text, and
+colours follow the page, light or dark. `write` makes a file that does the same. The same figure gives the same text,
+without references to anything outside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from matplotlib.ticker import Formatter, LogFormatter
 
 from jdp.report.page import COLOURS, visible
 
-# Stand-ins that matplotlib knows as colours, for what only the page knows.
+# Colours for matplotlib that stand in for the page's variables.
 INK, FAINT, PAPER = "#010203", "#040506", "#070809"
 _PAGE_COLOURS = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)"}
 _FILE_STYLE = (
@@ -36,7 +36,7 @@ SERIES = tuple(COLOURS[name] for name in ("blue", "vermilion", "green", "orange"
 
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, copied and read aloud
-    "svg.hashsalt": "jdp",  # the same ids every time
+    "svg.hashsalt": "jdp",  # reproducible ids
     "text.parse_math": False,  # names may hold dollar signs
     "text.usetex": False,
     "font.family": "sans-serif",
@@ -59,7 +59,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 def chart(columns: int = 1, rows: int = 1, *, height: float = 3.6, width: float = 10.5) -> tuple[Figure, list[Axes]]:
-    """Make a figure in the look of jdp's pages."""
+    """Make a figure in the style of jdp's pages."""
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(width, rows * height), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False)
@@ -67,7 +67,7 @@ def chart(columns: int = 1, rows: int = 1, *, height: float = 3.6, width: float 
 
 
 class _PlainLog(Formatter):
-    """Label the ticks that a logarithmic formatter would label, with numbers in place of its mathematical markup."""
+    """Labels the ticks of a logarithmic formatter, with numbers in place of mathematical markup."""
 
     def __init__(self, marked: LogFormatter) -> None:
         self._marked = marked
@@ -80,7 +80,7 @@ class _PlainLog(Formatter):
 
 
 def _label_logs_plainly(figure: Figure) -> None:
-    """Replace matplotlib's labels of logarithmic axes: `SETTINGS` turn markup off, and they would show it as text."""
+    """Replace matplotlib's labels of logarithmic axes: `SETTINGS` turn off markup, which would appear as text."""
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         if isinstance(major := axis.get_major_formatter(), LogFormatter):
             axis.set_major_formatter(_PlainLog(major))
@@ -91,9 +91,9 @@ def _label_logs_plainly(figure: Figure) -> None:
 def inline(figure: Figure, described: str) -> Markup:
     """Return a figure as an `<svg>` element for a page.
 
-    What matplotlib writes around it is taken off: the XML head, ids of groups, a style sheet that would hold for the
-    whole page, and its list of fonts. The other ids get a suffix of the picture. Of several elements with one id a
-    browser uses the first of the page, and none where that one is in a closed part.
+    matplotlib's XML head, ids of groups, style sheet (which would apply to the whole page) and list of fonts are
+    removed. The other ids get a suffix of the picture: a browser uses the first element with an id, and none if that
+    element is in a closed part.
     """
     _label_logs_plainly(figure)
     buffer = io.StringIO()
@@ -117,7 +117,7 @@ def inline(figure: Figure, described: str) -> Markup:
 
 
 def write(figure: Figure, path: Path, described: str) -> None:
-    """Write a figure as an SVG file, which needs nothing beside it."""
+    """Write a figure as a self-contained SVG file."""
     text = str(inline(figure, described)).replace("</title>", f"</title><style>{_FILE_STYLE}</style>", 1)
     text = text.replace("xlink:href", "href")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The charts of runs: which metrics are drawn together, thinned without losing what stands out, smoothed.
+"""The charts of runs: metrics drawn together, thinned without losing outliers, smoothed.
 
-A chart is small, and its font is not: side by side on a wide window, one below the other on a phone, readable on both.
-Metrics that this file does not know get a chart of their own.
+A chart is small with a large font: side by side on a wide window, stacked on a phone, readable on both. Unknown
+metrics get their own chart.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jdp.report.run import Run
 MOST_POINTS = 2000
 """Of one curve."""
 _FEWEST_TO_SMOOTH = 30
-_MOST_SMOOTHED = 100.0  # rows: a longer mean would lag behind a loss that falls
-_LOG = 100.0  # times the smallest: a curve that spans more is drawn on a logarithmic axis
-_DENSE = 500  # values of a chart's width: more are a band
+_MOST_SMOOTHED = 100.0  # rows: a longer mean would lag behind a falling loss
+_LOG = 100.0  # times the smallest: curves that span more get a logarithmic axis
+_DENSE = 500  # values in a chart's width: more become a band
 _DASHES = ((), (5.0, 2.0), (1.5, 1.5))
-_ELSEWHERE = {  # metrics that other charts and tables show, or that nobody looks at
+_ELSEWHERE = {  # metrics that other charts and tables show, or that need no chart
     *("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "mfu", "tokens_per_second"),
     *("examples_per_second", "step_seconds", "data_wait_seconds", "step", "time", "weight", "skipped"),
     "eval_bits_per_token",
@@ -44,23 +44,23 @@ class Curve:
 
     run: int  # number of the run, which has a colour
     steps: Sequence[float]  # in order
-    values: Sequence[float]  # as many; those that are not finite leave gaps
+    values: Sequence[float]  # as many; NaN and infinities leave gaps
     kind: str = "line"  # "line"; "smoothed", a pale line under its running mean; "points", joined by a thin line
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn in one picture."""
+    """One picture."""
 
     title: str  # above it
     curves: Sequence[Curve]  # one or more
     unit: str = ""  # "", "percent" or "per second"
-    from_zero: bool = False  # whether the axis begins at 0
-    may_be_log: bool = True  # whether the axis is logarithmic where the curves span orders of magnitude
+    from_zero: bool = False  # the axis begins at 0
+    may_be_log: bool = True  # the axis is logarithmic if the curves span orders of magnitude
     per_step: tuple[float, str] | None = None  # units a step for a second axis, such as (16384, "tokens")
     x_label: str = "step"  # of the axis
     moments: Sequence[tuple[int, float]] = ()  # (run, step) of vertical lines
-    large: bool = False  # twice as wide and high as the others, where there is room
+    large: bool = False  # twice as wide and high as the others, if there is room
     note: str = ""  # text below it
 
     @property
@@ -119,14 +119,14 @@ def speed(runs: Sequence[Run]) -> list[Chart]:
 
 
 def others(runs: Sequence[Run]) -> list[Chart]:
-    """Return a chart for each metric that the other sections do not have."""
+    """Return a chart for each metric that the other sections do not show."""
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
     named = [name for name in names if name not in _ELSEWHERE][:_MOST_OTHERS]
     return [_chart(runs, name, (name, "points" if name.startswith("eval_") else "smoothed")) for name in named]
 
 
 def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str = "", **options: Any) -> Chart:
-    """Return a chart of metrics, each with its kind of curve; `per`: of their ratio to this metric."""
+    """Return a chart of metrics, each with its kind of curve; `per`: draw their ratio to this metric."""
     curves = list[Curve]()
     for number, run in enumerate(runs):
         for name, kind in metrics:
@@ -137,7 +137,7 @@ def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str 
 
 
 def _units_per_step(run: Run) -> tuple[float, str] | None:
-    """Return the tokens, or examples, of a step, and which; None where no speed was logged."""
+    """Return (tokens or examples of a step, the unit); None if no speed was logged."""
     if run.speed is None:
         return None
     rows = [row for row in run.rows if run.speed in row and "step_seconds" in row]
@@ -147,7 +147,7 @@ def _units_per_step(run: Run) -> tuple[float, str] | None:
 
 
 def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
-    """Return the losses over tokens or examples, for runs whose steps do not have as many."""
+    """Return the losses over tokens or examples, for runs with different numbers a step."""
     moved = [
         replace(curve, steps=[step * count[0] for step in curve.steps])
         for curve in loss.curves
@@ -174,7 +174,7 @@ def _about_loss(runs: Sequence[Run]) -> str:
 
 
 def legend(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return each run's entry in a legend: its name, its colour, and its dashes from the eighth run on."""
+    """Return each run's legend entry: name, colour, and dashes from the eighth run on."""
     dashes = (" ".join(f"{3 * length:g}" for length in _dashes(run)) for run in range(len(names)))
     return [(name, _colour(run), pattern) for run, (name, pattern) in enumerate(zip(names, dashes, strict=True))]
 
@@ -190,7 +190,7 @@ def _dashes(run: int) -> tuple[float, ...]:
 def thinned(
     steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray, most: int = MOST_POINTS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return about `most` points of a curve: its ends, and the least and greatest of every stretch; gaps stay."""
+    """Return about `most` points of a curve: its ends, and the extremes of every stretch; gaps stay."""
     x, y = np.asarray(steps, float), np.asarray(values, float)
     if len(x) <= most:
         return x, y
@@ -203,7 +203,7 @@ def thinned(
 
 
 def _smoothed(values: Sequence[float], over: float) -> np.ndarray:
-    """Return the exponentially weighted mean of the values so far, without bias at the beginning."""
+    """Return the exponentially weighted running mean, without bias at the beginning."""
     keep, total, weight = 1 - 1 / max(over, 1.0), 0.0, 0.0
     means = np.full(len(values), np.nan)
     for i, value in enumerate(values):
@@ -214,7 +214,7 @@ def _smoothed(values: Sequence[float], over: float) -> np.ndarray:
 
 
 def _smoothing(rows: int) -> float:
-    """Return over how many rows of a run its loss is smoothed; 1: as it is."""
+    """Return the number of rows over which a run's loss is smoothed; 1: no smoothing."""
     return min(rows / 40, _MOST_SMOOTHED) if rows >= _FEWEST_TO_SMOOTH else 1.0
 
 

@@ -1,4 +1,4 @@
-"""What a device holds under each candidate: bars by class against its memory, and a table of the same numbers."""
+"""The memory of a device under each candidate: bars by class against its capacity, and a table of the numbers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HUES = ("blue", "green", "purple", "grey", "orange", "pale")
 _COLOURS = {name: COLOURS[hue] for name, hue in zip(CLASSES, _HUES, strict=True)}
 _FITS = {True: ", fits", False: ", does not fit", None: ""}
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-_FAR = 3.0  # times the longest bar: a limit beyond that is not drawn, so that bars can be seen
-_ROOM = 1.18  # for words, behind the longest bar
+_FAR = 3.0  # times the longest bar: limits beyond it are not drawn, to keep bars visible
+_ROOM = 1.18  # for words after the longest bar
 
 
 def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] | None:
-    """Return the values of the template's macro `memory`; None where no candidate compiled."""
+    """Return the values of the template's macro `memory`; None if no candidate compiled."""
     held = [(name, each, each.memory) for name, each in estimates if each.memory and each.memory.total]
     if not held:
         return None
@@ -37,14 +37,14 @@ def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] 
         *((CLASSES[name], [memory.by_class()[name] for _, _, memory in held], "") for name in classes),
         ("total", [memory.total for _, _, memory in held], "total"),
         ("at rest beside it", [memory.outside for _, _, memory in held], ""),
-        ("what a device has for it", [each.available_bytes for _, each, _ in held], ""),
+        ("memory for a step", [each.available_bytes for _, each, _ in held], ""),
     ]
     counts = [(words, row, kind) for words, row, kind in counts if any(row)]
     rooms = [(name, each.headroom) for name, each, _ in held if each.headroom is not None]
     return {
         "picture": _bars(held, longest),
         "legend": [(CLASSES[name], _COLOURS[name]) for name in classes],
-        "limit": "" if limit is None else f"{line}what a device has for it, {format_bytes(limit)}",
+        "limit": "" if limit is None else f"{line}the memory for a step, {format_bytes(limit)}",
         "tight": [f"{name} {room.words}." for name, room in rooms if room.fraction or not room.fits],
         "names": [name for name, _, _ in held],
         "rows": [
@@ -56,7 +56,7 @@ def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] 
 
 
 def _bars(held: Held, longest: int) -> Markup:
-    """Draw a bar for each candidate, from the top down, with its limit as a line."""
+    """Draw a bar for each candidate, top down, with its limit as a line."""
     unit, unit_name = next((each for each in _UNITS if longest >= each[0]), _UNITS[-1])
     limits = {row: each.available_bytes for row, (_, each, _) in enumerate(held) if each.available_bytes is not None}
     near = {row: limit / unit for row, limit in limits.items() if limit <= _FAR * longest}

@@ -1,10 +1,10 @@
-"""Pages from Jinja2 templates: `page.html` is the skeleton, `parts.html` has the tables and the sections they share.
+"""Pages from Jinja2 templates: `page.html` is the skeleton, `parts.html` has tables and shared sections.
 
-A page loads nothing: the style, the script and the pictures are in it, and its content security policy has the browser
-refuse anything else. It follows the reader's light or dark setting, and can be read without scripts.
+A page loads nothing: it contains its style, script and pictures, and its content security policy makes the browser
+refuse anything else. It follows the reader's light or dark setting, and works without scripts.
 
-Text is escaped; only what is `Markup` already is not. Control characters, and those that turn the direction of the text
-around, are shown as `\\x1b` and `\\u202e`: a name cannot pass for another one.
+Text is escaped, except `Markup`. Control characters, and characters that reverse the direction of text, are shown as
+`\\x1b` and `\\u202e`, so a name cannot pass for another.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def page(template: str, *, title: str, **values: Any) -> str:
     Args:
         template: name of a template that extends `page.html` and has `sections`, with a block for each.
         title: of the page.
-        values: what the blocks need.
+        values: variables of the blocks.
     """
     return templates().get_template(template).render(title=title, **values)
 
 
 @functools.cache
 def templates() -> Environment:
-    """Return the templates of this package, with the formats of numbers as filters."""
+    """Return the templates of this package, with number formats as filters."""
     environment = Environment(
         loader=PackageLoader("jdp.report", ""),
         autoescape=True,
@@ -76,24 +76,24 @@ def templates() -> Environment:
 
 
 def format_number(value: float | None) -> str:
-    """Return a metric in four digits; "–" where there is none."""
+    """Return a metric with four digits; "–" for None."""
     return "–" if value is None else f"{value:.4g}"
 
 
 def visible(value: Any) -> Any:
-    """Return text with its unseen characters as Python writes them, and anything else as it is."""
+    """Return text with invisible characters escaped as in Python; any other value unchanged."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], value)
 
 
 def without_roots(text: str) -> str:
-    """Return text in which paths of Python files begin at their package: "flax/nnx/nn/linear.py:7"."""
+    """Return text with paths of Python files cut to begin at their package: "flax/nnx/nn/linear.py:7"."""
     return _roots(tuple(sys.path)).sub("", text)
 
 
 @functools.cache
 def _roots(path: tuple[str, ...]) -> re.Pattern[str]:
-    """Match the folders that Python imports from, where a path begins; the longest first."""
+    """Match the folders of Python's import path at the start of a path, longest first."""
     folders = sorted((f"{Path(folder).absolute()}/" for folder in path), key=len, reverse=True)
     return re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, folders))})(?=[\w.])")

@@ -1,7 +1,7 @@
-"""The report of `jdp plan` as one self-contained page, for those who decide what to launch; `plan.html` lays it out.
+"""The report of `jdp plan` as one self-contained page; `plan.html` is its template.
 
-Large numbers come first, then the answer with its reasons; then the candidates in a table, and what each of them holds
-(`memory.py`), waits for (`timeline.py`) and sends. Every picture has its numbers beside it as text.
+Large numbers come first, then the answer with its reasons; then a table of the candidates, with the memory
+(`memory.py`), timeline (`timeline.py`) and traffic of each. Every picture has its numbers beside it as text.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jdp.report.page import page, without_roots
 from jdp.report.timeline import times_section
 
 MOST_ROWS = 600
-"""Rows of collectives on a page; of a candidate with more than its share, those that send most."""
+"""Rows of collectives on a page; a candidate with more than its share shows the largest."""
 
 _KEPT, _BROKEN = Markup('<span class="tag good">kept</span>'), Markup('<span class="tag bad">broken</span>')
 
 
 def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
-    """Return the page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
+    """Return the page as self-contained HTML text, without network, fonts or other files.
 
-    The same forecast gives the same text. It stays below 1.5 MB: neighbours in long timelines are drawn together, and
-    of many collectives those that send most are listed.
+    The same forecast gives the same text, below 1.5 MB: long timelines merge neighbours, and only the largest
+    collectives are listed.
     """
     estimates = [(estimate.name, estimate) for estimate in forecast.estimates]
     choice = None if forecast.choice is None else forecast.choice.name
@@ -74,7 +74,7 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
 
 
 def _candidates(forecast: PlanReport, table: Sequence[Sequence[str]], bad: Sequence[object]) -> dict[str, Any]:
-    """Return a table with a row for each candidate, in which the one to take and those that are bad are marked."""
+    """Return a table with a row for each candidate; the choice and bad candidates are marked."""
     headers, *rows = table
     chosen = [estimate is forecast.choice for estimate in forecast.estimates]
     tagged = Markup('{} <span class="tag good">chosen</span>')
@@ -86,11 +86,11 @@ def _candidates(forecast: PlanReport, table: Sequence[Sequence[str]], bad: Seque
     }
 
 
-# What a device sends.
+# The traffic of a device.
 
 
 def _verdicts(report: Report) -> Iterable[tuple[Row, str]]:
-    """Yield each kind with the verdict on it. One kind may send more than promised where others send less."""
+    """Yield each kind with its verdict. A kind may send more than promised if others send less."""
     for row in report.rows:
         if report.kept is None:
             yield row, "not judged"
@@ -102,7 +102,7 @@ def _verdicts(report: Report) -> Iterable[tuple[Row, str]]:
 
 
 def _collective_rows(collectives: Sequence[MeshCollective], most: int) -> list[list[str]]:
-    """Return a row for collectives that are equal in everything shown, those that send most first."""
+    """Return a row for each group of collectives with equal cells, largest first."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for each in collectives:
         c = each.collective

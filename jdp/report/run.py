@@ -1,4 +1,4 @@
-"""One run as its page takes it, and what happened to it in words: visits, their ends, skipped steps, bad losses.
+"""One run for its page, and its events in words: visits, their ends, skipped steps, bad losses.
 
 A page takes plain values; `jdp report` reads them from the folders of runs, and compiles the step again for memory and
 timeline.
@@ -28,7 +28,7 @@ _SPEEDS = ("tokens_per_second", "examples_per_second")
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What was read off a run's step, compiled again: for which target, the estimate, leaves at rest, and notes."""
+    """A run's step, compiled again: its target, the estimate, leaves at rest, and notes."""
 
     target: str
     estimate: Estimate
@@ -38,21 +38,21 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class Run:
-    """One run as the page takes it."""
+    """One run on a page."""
 
-    name: str  # of the run, different from the others'
+    name: str  # unique among the runs
     rows: Sequence[Row]  # of metrics, each with "step", "time" and numbers; NaN and infinities restored
     history: History = ()  # the events of its visits
-    summary: Mapping[str, Any] | None = None  # of its last visit that came to the end
+    summary: Mapping[str, Any] | None = None  # of its last visit that finished
     toml: str = ""  # the experiment as run
-    # its dotted keys, and their values as TOML; empty where it cannot be parsed
+    # its dotted keys, and their values as TOML; empty if it cannot be parsed
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
-    checkpoints: Sequence[int] = ()  # steps of those that are there
-    notes: Sequence[str] = ()  # what was damaged or missing, a sentence each
+    checkpoints: Sequence[int] = ()  # steps with a checkpoint
+    notes: Sequence[str] = ()  # damaged or missing files, a sentence each
     step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
-    no_step: str = "The step was not compiled."  # why there is none, as a sentence
+    no_step: str = "The step was not compiled."  # why `step` is None
     samples: Sequence[Mapping[str, Any]] = ()  # rows with "step", "prompt" and "text"
-    goodput: str | None = None  # the useful share of its time, and where the rest went; None without a flight recorder
+    goodput: str | None = None  # the useful share of its time, and the losses; None without a flight recorder
 
     def values(self, metric: str) -> list[float]:
         return [row[metric] for row in self.rows if metric in row]
@@ -66,18 +66,18 @@ class Run:
 
     @property
     def speed(self) -> str | None:
-        """The metric that has the speed, such as "tokens_per_second"; None where none was logged."""
+        """The metric of speed, such as "tokens_per_second"; None if none was logged."""
         return next((name for name in _SPEEDS if any(name in row for row in self.rows)), None)
 
     @property
     def slow_step(self) -> float | None:
-        """The 95th percentile of seconds a step; None where none were logged."""
+        """The 95th percentile of seconds a step; None if none were logged."""
         seconds = sorted(self.values("step_seconds"))
         return seconds[min(len(seconds) - 1, len(seconds) * 95 // 100)] if seconds else None
 
     @property
     def waiting(self) -> float | None:
-        """The share of a median step that waits for data; a row with compilation in it hardly moves a median."""
+        """The share of a median step that waits for data; a row with compilation hardly moves a median."""
         waited, step = self.median("data_wait_seconds"), self.median("step_seconds")
         return waited / step if waited is not None and step else None
 
@@ -88,12 +88,12 @@ class Run:
 
     @property
     def resumes(self) -> list[float]:
-        """The steps after which it was resumed."""
+        """The steps after which the run resumed."""
         return [float(event["step"]) for event in self.history if event["event"] == "resumed"]
 
     @property
     def devices(self) -> str:
-        """The devices of its last visit."""
+        """The devices of the last visit."""
         known = [event for event in self.history if "devices" in event]
         if known:
             return f"{known[-1]['devices']} × {known[-1].get('device', '?')}"
@@ -101,7 +101,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How it ended, or that it goes on, in words."""
+        """Its end in words, or that it goes on."""
         if not self.history and self.summary is None:
             return "not known"
         last = self.history[-1] if self.history else {"event": "finished", **(self.summary or {})}
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def why_no_step(self) -> str | None:
-        """Why there is no compiled step, as a sentence; None where there is one."""
+        """A sentence: why there is no compiled step; None if there is one."""
         if self.step is None:
             return self.no_step
         error = self.step.estimate.error
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def happened(self) -> list[Happened]:
-        """What happened, in order of time; of very many skips, the first ones."""
+        """Events in order of time; of very many skips, the first."""
         incidents = [*_skips(self.rows), *_not_finite(self.rows)]
         if left := incidents[_MOST:]:
             incidents[_MOST:] = [Happened(left[0].time, left[0].step, f"and {len(left):,} more like these", "bad")]
@@ -131,7 +131,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Happened:
-    """One line of what happened: Unix seconds (None: not known), batches consumed, what it was."""
+    """One event: Unix seconds (None: unknown), batches consumed, words."""
 
     time: float | None
     step: float
@@ -140,10 +140,10 @@ class Happened:
 
     @property
     def cells(self) -> list[str]:
-        """The cells of a table: the time as "2026-11-22 06:42:26", in UTC, the step, and what it was."""
+        """The cells of a table: the time in UTC, as "2026-11-22 06:42:26", the step, and the words."""
         try:
             clock = "–" if self.time is None else f"{datetime.datetime.fromtimestamp(self.time, datetime.UTC):%F %T}"
-        except (ValueError, OverflowError, OSError):  # of a year that there is not
+        except (ValueError, OverflowError, OSError):  # an impossible year
             clock = "–"
         return [clock, f"{self.step:,.0f}", self.words]
 
@@ -155,7 +155,9 @@ def _visits(history: History) -> Iterator[Happened]:
         at, step = event.get("time"), event["step"]
         at = at if isinstance(at, int | float) else None
         if what in _BEGINS and before in _BEGINS:
-            yield Happened(at, step, "the visit before left no end: it was killed, or its machine was lost", "bad")
+            yield Happened(
+                at, step, "the previous visit recorded no end: it was killed, or its machine was lost", "bad"
+            )
         words: dict[str, str] = {
             **{begin: f"{begin} on {_devices(event)}" for begin in _BEGINS},
             "failed": f"failed: {event.get('error', '')}",
@@ -175,7 +177,7 @@ def _devices(event: Mapping[str, Any]) -> str:
 
 
 def _skips(rows: Sequence[Row]) -> Iterator[Happened]:
-    """Yield the skipped steps; rows in a row that have some are one."""
+    """Yield the skipped steps; consecutive rows with skips are one event."""
     counted: list[Row] = [{"step": 0, "skipped": 0}, *(row for row in rows if "skipped" in row)]
     pairs = itertools.pairwise(counted)
     for skips, streak in itertools.groupby(pairs, lambda pair: pair[1]["skipped"] > pair[0]["skipped"]):
@@ -190,7 +192,7 @@ def _skips(rows: Sequence[Row]) -> Iterator[Happened]:
 
 
 def _not_finite(rows: Sequence[Row]) -> Iterator[Happened]:
-    """Yield losses that were not finite; rows in a row of the same one are one."""
+    """Yield losses that were not finite; consecutive rows of a loss are one event."""
     for name in dict.fromkeys(name for row in rows for name in row if name.endswith("loss")):
         logged = [(math.isfinite(row[name]), row) for row in rows if name in row]
         for is_finite, streak in itertools.groupby(logged, operator.itemgetter(0)):

@@ -1,7 +1,4 @@
-"""The page of one or several runs: learning, speed, memory, timeline, what happened; `run.html` lays it out.
-
-What is not known is reported as such.
-"""
+"""The page of one or several runs: learning, speed, memory, timeline, events; `run.html` is its template."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _METRIC = re.compile(r"loss|perplexity|bits_per_token|bits_per_byte|(?:top\d+_)?
 
 
 def run_page(runs: Sequence[Run], *, title: str = "") -> str:
-    """Return the page as HTML text, the same for the same runs; it needs no network, no fonts and no other files."""
+    """Return the page as self-contained HTML text, the same for the same runs."""
     several = len(runs) > 1
     sets = [(run.name if several else "", *table) for run in runs if (table := _data_sets(run.rows))]
     compiled = [(tail(run.name, _LONGEST_NAME), run, run.step) for run in runs if run.step is not None]
@@ -49,14 +46,14 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
 
 
 def _differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a row for each key that has not the same value in every experiment."""
+    """Return a row for each key whose value differs between experiments."""
     keys = sorted({key for run in runs for key in run.settings if key != "name"})
     rows = [[key, *(run.settings.get(key, "–") for run in runs)] for key in keys]
     return [row for row in rows if len({*row[1:]}) > 1]
 
 
 def _numbers(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of all metrics, and rows of them at some steps: about as many as one reads."""
+    """Return the names of all metrics, and a readable number of their rows."""
     by_step: dict[float, dict[str, float]] = {}
     for row in rows:
         by_step.setdefault(row["step"], {}).update(row)
@@ -69,7 +66,7 @@ def _numbers(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def _data_sets(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]] | None:
-    """Return names and rows of the newest metrics of each data set; None if there is one with its loss alone."""
+    """Return names and rows of the newest metrics of each data set; None for a single data set with only a loss."""
     newest: dict[str, dict[str, float]] = {}
     for row in rows:
         named = [match[1] for metric in row if (match := _SET.fullmatch(metric))]

@@ -1,10 +1,9 @@
-"""Where a step's time goes: seconds, timelines as two lanes of rectangles, the longest operations.
+"""The time of a step: seconds, timelines as two lanes of rectangles, the longest operations.
 
-1. `_blocks` makes the events of a step into blocks, few enough for a page. Neighbours too short to be distinguished
-   become one; rounds of a loop that one event represents stay one.
-2. `waits` finds when the compute lane is idle: in the model of `timing.timeline`, what is not computing there
-   is exposed communication.
-3. `_drawing` makes rectangles and words of them, which the template draws.
+1. `_blocks` turns the events of a step into blocks, few enough for a page. Neighbours too short to distinguish are
+   merged; rounds of a loop in one event stay one block.
+2. `waits` finds when the compute lane is idle. In the model of `timing.timeline`, idle time is exposed communication.
+3. `_drawing` turns blocks into rectangles and words for the template.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timelin
 from jdp.report.page import without_roots
 
 MOST_RECTANGLES = 2400
-"""Of all timelines together: what keeps the page small, however long the programs are."""
+"""Rectangles of all timelines together, to keep the page small for long programs."""
 
-_LISTED = 12  # stretches of a timeline
+_LISTED = 12  # operations of a timeline
 _DRAWN_KINDS = ("all-gather", "reduce-scatter", "all-reduce")  # of collectives; the others share "other"
 _WIDTH = 10_000  # units of the drawing across the axis, as in the template
-_FINEST = 4000  # stretches of the axis that are distinguished where there are rectangles enough
+_FINEST = 4000  # distinct stretches of the axis, if there are enough rectangles
 _TOP = {COMPUTE: 2, COMMUNICATION: 28}
 _HEIGHT = 22
 _LABELLED = 0.03  # share of the axis from which a block has room for "× n"
@@ -40,11 +39,11 @@ class Block:
 
     lane: str
     start: float
-    seconds: float  # how wide it is drawn
+    seconds: float  # its width
     kind: str  # CSS class
-    title: str  # what the reader sees who points at it
+    title: str  # its tooltip
     times: int = 1  # rounds of a loop that it represents
-    busy: float = 1.0  # the share of `seconds` in which the lane is busy: how high it is filled
+    busy: float = 1.0  # the share of `seconds` in which the lane is busy: the height of its filling
 
     @property
     def end(self) -> float:
@@ -52,7 +51,7 @@ class Block:
 
 
 def times_section(estimates: Sequence[tuple[str, Estimate]], choice: str | None = None) -> dict[str, Any] | None:
-    """Return the values of the template's macro `times`; None where no step's time is known."""
+    """Return the values of the template's macro `times`; None if no step's time is known."""
     timed = [(name, each, each.timeline) for name, each in estimates if each.timeline is not None]
     if not timed:
         return None
@@ -75,7 +74,7 @@ def times_section(estimates: Sequence[tuple[str, Estimate]], choice: str | None 
 
 
 def _stretches(timeline: Timeline) -> list[tuple[tuple[str, str, str], list[float]]]:
-    """Return the longest events, those of one operation, lane and source together: their seconds."""
+    """Return the longest operations: (operation, lane, source), and the seconds of each event."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     for event in timeline.events:
         groups.setdefault((event.what, event.lane, event.source or "–"), []).append(event.seconds)
@@ -86,7 +85,7 @@ def _stretches(timeline: Timeline) -> list[tuple[tuple[str, str, str], list[floa
 
 
 def _blocks(timeline: Timeline, axis_seconds: float, most: int) -> list[Block]:
-    """Return the blocks of both lanes, coarser until there are at most `most` (or a few of each lane)."""
+    """Return the blocks of both lanes, merged until there are at most `most` (or a few in each lane)."""
     ordered = sorted(timeline.events, key=lambda event: (event.lane != COMPUTE, event.start))
     stretches: list[list[Event]] = []
     for halvings in range(9):
@@ -103,7 +102,7 @@ def _blocks(timeline: Timeline, axis_seconds: float, most: int) -> list[Block]:
 
 
 def _stretches_of(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
-    """Return the events in order; neighbours below `finest` seconds that begin in the same `finest` are together."""
+    """Return the events in order, grouping short neighbours that begin in the same `finest` seconds."""
     numbers = itertools.count()
 
     def cell(event: Event) -> tuple[str, int | None, int]:
@@ -114,14 +113,14 @@ def _stretches_of(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
 
 
 def _merged(events: Sequence[Event]) -> Block:
-    """Return one event as a block, or short ones, from the first's start to the last's end."""
+    """Return one event, or a group of short events from first start to last end, as a block."""
     first, longest = events[0], max(events, key=lambda event: event.seconds)
     kinds = {_kind(event) for event in events}
     kind = kinds.pop() if len(kinds) == 1 else "other"
     if len(events) == 1:
         return Block(first.lane, first.start, first.seconds, kind, _title(first), first.times)
     end, busy = max(event.start + event.seconds for event in events), sum(event.seconds for event in events)
-    title = f"{len(events)} short ones, {format_seconds(busy)} in all; the longest: {_title(longest)}"
+    title = f"{len(events)} short operations, {format_seconds(busy)} in all; the longest: {_title(longest)}"
     return Block(first.lane, first.start, end - first.start, f"{kind} merged", title)
 
 
@@ -145,14 +144,14 @@ def _kind(event: Event) -> str:
 
 
 def tail(text: str, most: int) -> str:
-    """Return the end of a long name: paths differ there."""
+    """Return the end of a long name, where paths differ."""
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
 def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float, float]]) -> Block:
-    """Widen a loop's communication to its rounds, and fill it as high as the part in which it is busy.
+    """Widen a loop's communication to its rounds, and fill it to the share of time in which it is busy.
 
-    `foresight.timeline` gives the rounds it does not show as one event a lane, as long as that lane is busy.
+    `timing.timeline` gives the remaining rounds as one event in each lane, as long as that lane is busy.
     """
     if block.lane == COMPUTE or block.times == 1:
         return block
@@ -166,10 +165,10 @@ def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float
 
 
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
-    """(from, to) of each stretch in which the compute lane waits, in order.
+    """Return (start, end) of each wait of the compute lane, in order.
 
-    The longest gaps of the lane, until they add up to what the step waits for other devices and for the host. Of a long
-    program only the longest events are kept, and the gaps that the others leave are no waiting.
+    These are the longest gaps of the lane, until they add up to the step's waiting for other devices and the host. A
+    long program keeps only its longest events, and the gaps that the others leave are not waits.
     """
     computing = sorted((e.start, e.start + e.seconds) for e in timeline.events if e.lane == COMPUTE)
     gaps, free = list[tuple[float, float]](), 0.0
@@ -204,7 +203,7 @@ def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, An
 
 
 def _rectangles(block: Block, scale: float) -> list[tuple[str, int, int, int, int, str]]:
-    """Return a block's rectangle, (kind, x, y, width, height, title); one that is filled in part has another below."""
+    """Return a block's rectangles (kind, x, y, width, height, title): two if it is partly filled."""
     left, filled, top = round(block.start * scale), max(round(block.busy * _HEIGHT), 1), _TOP[block.lane]
     width = max(round(block.end * scale) - left, 1)
     rest = [("rest", left, top, width, _HEIGHT, block.title)] if filled < _HEIGHT else []
@@ -212,7 +211,7 @@ def _rectangles(block: Block, scale: float) -> list[tuple[str, int, int, int, in
 
 
 def _ticks(axis_seconds: float) -> list[tuple[str, float, str]]:
-    """Return (kind, place, time) of ticks below the lanes: finer ones for those who zoom in, fewer ones on a phone."""
+    """Return (kind, place, time) of ticks below the lanes: finer for a zoom, fewer on a phone."""
     unit, name = next((each for each in _UNITS if axis_seconds >= each[0]), _UNITS[-1])
     step, finer = _round_step(axis_seconds), _round_step(axis_seconds / 8)
     kinds = {round(number * finer, 12): "fine tick" for number in _within(axis_seconds / finer)}
@@ -221,11 +220,11 @@ def _ticks(axis_seconds: float) -> list[tuple[str, float, str]]:
 
 
 def _within(steps: float) -> range:
-    """Return the numbers of the steps that begin before the axis ends: a time at its very end would be cut off."""
+    """Return the numbers of the steps that begin before the axis ends, where a label would be cut off."""
     return range(math.ceil(steps * (1 - 1e-9)))
 
 
 def _round_step(span: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, five to twelve of which make up `span`."""
+    """Return 1, 2 or 5 times a power of ten that divides `span` into five to twelve parts."""
     power = 10.0 ** math.floor(math.log10(span / 5))
     return max(power * factor for factor in (1, 2, 5) if power * factor <= span / 5 * (1 + 1e-9))

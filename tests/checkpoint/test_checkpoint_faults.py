@@ -65,7 +65,7 @@ def test_a_disk_that_fills_is_said_at_the_next_wait_and_the_run_may_go_on(tmp_pa
             checkpoints.save(at(state, 2), {"n": 2})  # in the background
             message = (
                 rf"Checkpoint 2 was not saved in {re.escape(str(tmp_path))}: File too large "
-                r"\(those saved before are whole: 1\)\. Free space there, keep fewer"
+                r"\(earlier checkpoints are whole: 1\)\. Free space there, keep fewer"
             )
             with pytest.raises(jdp.CheckpointError, match=message):
                 checkpoints.wait()
@@ -126,7 +126,7 @@ def test_a_save_is_committed_though_older_ones_cannot_be_deleted(tmp_path, state
         checkpoints.save(at(state, 2))
         checkpoints.wait()
         assert checkpoints.steps == [1, 2]
-        assert "older checkpoints stay, because they cannot be deleted: " in capsys.readouterr().err
+        assert "older checkpoints cannot be deleted and stay: " in capsys.readouterr().err
         monkeypatch.undo()
         checkpoints.save(at(state, 3))
         checkpoints.wait()
@@ -223,7 +223,7 @@ def test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given(tmp_path, 
         (path / "7").mkdir()
         (path / "7" / "notes.txt").write_text("mine")
     why = "does not exist" if kind == "gone" else "is not a checkpoint and holds none"
-    with pytest.raises(jdp.CheckpointError, match=rf"{kind} {why}\. Pass what jdp\.save wrote, "):
+    with pytest.raises(jdp.CheckpointError, match=rf"{kind} {why}\. Pass a checkpoint of jdp\.save, "):
         jdp.restore(path, target())
 
 
@@ -248,5 +248,5 @@ def test_another_versions_checkpoint_is_refused_by_its_format(two, tmp_path):
     directory = shutil.copytree(two, tmp_path / "copy")
     (directory / "2" / "checkpoint.json").write_text(json.dumps({"format": 99, "leaves": {}, "record": {}}))
     vouch(directory / "2")
-    with pytest.raises(jdp.CheckpointError, match=r"another version of jdp, in format 99; this one reads format 1"):
+    with pytest.raises(jdp.CheckpointError, match=r"another version of jdp, in format 99; this version reads format 1"):
         jdp.restore(directory, target())

@@ -67,7 +67,7 @@ def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(t
         saved = jdp.Checkpoints(tmp_path, keep=None)
     state, _ = saved.restore(target(), 2)
     assert float(state.params["w"][0]) == 2 and saved.steps == [1, 2, 3, 4], "who only reads changes nothing"
-    with pytest.raises(jdp.CheckpointError, match=r"never replaced.* has 3, 4, and 3 is to be saved.*go_back\(2\)"):
+    with pytest.raises(jdp.CheckpointError, match=r"never replaced.* has 3, 4, and the new step is 3.*go_back\(2\)"):
         saved.save(at(base, 3, 33.0))
     saved.go_back(2)
     saved.save(at(base, 3, 33.0))
@@ -112,7 +112,7 @@ def test_another_state_under_the_step_at_hand_is_reported_as_not_saved(tmp_path,
         saved.save(state)
         assert capsys.readouterr().err == ""
         saved.save(at(base, int(state.step), 7.0))
-        said = f"has checkpoint {state.step} already, of other arrays; these are not saved"
+        said = f"has checkpoint {state.step} already, with other arrays, so these are not saved"
         assert said in capsys.readouterr().err
         assert float(saved.restore(target())[0].params["w"][0]) == int(state.step)
 
@@ -161,7 +161,7 @@ def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, bas
         (tmp_path / "saved" / "0").symlink_to(tmp_path / "elsewhere" / "0")
         for step in (2, 3):
             saved.save(at(base, step))
-        with pytest.raises(jdp.CheckpointError, match="has 2024, and 2024 is to be saved"):
+        with pytest.raises(jdp.CheckpointError, match="has 2024, and the new step is 2024"):
             saved.save(at(base, 2024))
         saved.go_back(2023)
         saved.save(at(base, 2024))
@@ -184,12 +184,12 @@ def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path, base, 
         saved.save(at(base, 6))
     assert names(tmp_path) == [".saving-4", ".saving-it", "1", "2", "5", "6", "mine"], "none is a step's but two"
     assert (tmp_path / "mine" / "2024" / "notes.txt").exists()
-    assert "2 has no checksums.json, and does not count" in capsys.readouterr().err
+    assert "2 has no checksums.json and is ignored" in capsys.readouterr().err
 
 
 def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
     user_folder(tmp_path / ".one.saving")
-    with pytest.raises(jdp.CheckpointError, match=r"\.one\.saving .* is not jdp's"):
+    with pytest.raises(jdp.CheckpointError, match=r"\.one\.saving .* jdp did not write it"):
         jdp.save(tmp_path / "one", at(base, 1))
     user_folder(tmp_path / ".two.old")
     with pytest.raises(jdp.CheckpointError, match=r"\.two\.old .*Move it away"):
@@ -250,7 +250,7 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
         assert saved.restore(target())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
         for bad, message in (
             ({"deep": [np.zeros(2)]}, r"record\['deep'\]\[0\] must be JSON.*it is ndarray"),
-            ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is none"),
+            ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is not"),
         ):
             with pytest.raises(jdp.CheckpointError, match=message):
                 saved.save(at(base, 2), bad)

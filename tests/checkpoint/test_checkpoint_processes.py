@@ -85,6 +85,6 @@ def test_two_processes_save_restore_export_and_import(tmp_path, capfd):
     assert there == {"one", "many", "back", "flipped", "exported", "plain.safetensors"}
     assert [found.status for found in check(tmp_path / "flipped")] == ["whole", "whole"]
     assert sorted(path.name for path in (tmp_path / "flipped").glob("[!.]*")) == ["1", "2", "damaged-2", "damaged-3"]
-    assert (out + err).count("set aside as damaged-3; 1 is read in its place") == 1, out + err
+    assert (out + err).count("set aside as damaged-3; 1 is read instead") == 1, out + err
     assert sorted(path.name for path in (tmp_path / "back" / "abandoned-1").iterdir()) == ["2", "3"]
     assert not (tmp_path / "exported" / "model.safetensors").exists()

@@ -135,7 +135,7 @@ def test_the_damaged_newest_is_set_aside_and_the_run_goes_on(own, base, capsys):
             state, record = checkpoints.restore(target())
             assert (int(state.step), record, checkpoints.steps, checkpoints.best) == (1, {"n": 1}, [1], 1)
             said = capsys.readouterr().err
-            assert "checkpoint 2 is damaged (state/" in said and f"set aside as {aside}; 1 is read in its place" in said
+            assert "checkpoint 2 is damaged (state/" in said and f"set aside as {aside}; 1 is read instead" in said
             checkpoints.save(at(state, 2), {"n": 2}, {"loss": 0.5})
             assert checkpoints.restore(target())[1] == {"n": 2}
         assert capsys.readouterr().err == "", "the step is saved again without a word"

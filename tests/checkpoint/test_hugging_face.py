@@ -181,12 +181,12 @@ def test_what_a_file_leaves_out_has_transformers_defaults(tmp_path):
 
 UNKNOWN = {
 "a model": (LLAMA | {"model_type": "bert"}, 'model_type must be gpt2 or llama or .* for a model .*given "b'),
-"experts": (LLAMA | {"model_type": "mixtral"}, 'model_type "mixtral" is no model that jdp .*experts. Take one of'),
+"experts": (LLAMA | {"model_type": "mixtral"}, 'jdp does not build model_type "mixtral": .*experts. Use one of'),
 "layers that alternate": (
         QWEN_WINDOWS | {"layer_types": ["full_attention", "sliding_attention"]},
         r"layer_types must be one kind for all 2 layers.*given \[.full_attention",
     ),
-"an option": (QWEN3 | {"attention_sinks": 4}, "attention_sinks = 4 is no option of Qwen3 that jdp knows. If the m"),
+"an option": (QWEN3 | {"attention_sinks": 4}, "attention_sinks = 4 is not a known option of Qwen3. If the m"),
 "an activation": (GPT2 | {"activation_function": "relu"}, "activation_function must be gelu_new or .*given .relu"),
 "biases": (LLAMA | {"attention_bias": True}, "attention_bias must be false or null"),
 "yarn": (
@@ -197,7 +197,7 @@ UNKNOWN = {
 "text": (LLAMA | {"hidden_size": "32"}, 'hidden_size must be a whole number .*given "32"'),
 "heads": (LLAMA | {"num_attention_heads": 5, "head_dim": None}, "heads must divide width"),
 "not JSON": ("{", "is damaged: it is not JSON"),
-"another's": ({"learning_rate": 1}, "has no config.json of .*, as it says no model_type"),
+"another's": ({"learning_rate": 1}, "has no config.json of .*, because it has no model_type"),
 }  # fmt: skip
 
 

@@ -62,15 +62,15 @@ def test_merged_it_is_a_plain_model_with_the_same_logits(scan, tmp_path):
 def test_what_cannot_be_merged_is_one_clear_error(tmp_path):
     state, config = tuned(True)
     params, plain = merge_lora(state, config)
-    with pytest.raises(ValueError, match=r"given lora_rank=None\. Export it as it is"):
+    with pytest.raises(ValueError, match=r"given lora_rank=None\. Export the model unmerged"):
         merge_lora(params, plain)
-    with pytest.raises(ValueError, match=r"given parameters without any\. Give those"):
+    with pytest.raises(ValueError, match=r"given parameters without updates\. Pass"):
         merge_lora(params, config)
     with pytest.raises(ValueError, match=r"as nested dicts; given a GPT"):
         merge_lora(state.model, config)
     with pytest.raises(CheckpointError, match=r"abstract|no values"):
         merge_lora(jax.eval_shape(lambda: state), config)
-    with pytest.raises(CheckpointError, match=r"updates added to the kernels; given lora_rank=4\. Add them first"):
+    with pytest.raises(CheckpointError, match=r"without LoRA updates; given lora_rank=4\. Add them to"):
         export_hf(tmp_path, state, config)
     for wrong in (("query", "embed"), ()):
         with pytest.raises(ValueError, match="lora_targets are kernels of a layer; given"):

@@ -79,7 +79,7 @@ def test_a_fresh_machine_goes_on_from_the_newest_copy(address, base, tmp_path, c
     assert train(tmp_path / "one", address, base, (1, 2, 3, 4), keep=2) is None
     assert copies(address) == whole(3, 4), "what is deleted here is deleted there"
     assert train(tmp_path / "two", address, base, (5,), keep=2) == 4
-    assert f"mirror {address}: checkpoint 4 is fetched" in capsys.readouterr().err
+    assert f"mirror {address}: fetched checkpoint 4" in capsys.readouterr().err
     assert copies(address) == whole(4, 5)
     assert sorted(path.name for path in (tmp_path / "two").glob("[!.]*")) == ["4", "5"]
     assert [each.status for each in jdp.checkpoint.check(tmp_path / "two")] == ["whole", "whole"]
@@ -197,7 +197,7 @@ def test_an_outage_is_reported_once_and_made_up(bucket, base, tmp_path, outage, 
             saved.wait()
         comes()
     assert copies(bucket) == whole(3, 4)
-    assert capsys.readouterr().err.count("no route to host; it is tried again for") == 1
+    assert capsys.readouterr().err.count("no route to host; retrying for") == 1
 
 
 def test_storage_that_stays_away_ends_no_run_and_starts_none_without_checkpoints(
@@ -210,8 +210,8 @@ def test_storage_that_stays_away_ends_no_run_and_starts_none_without_checkpoints
     monkeypatch.setattr(retrying, "PATIENCE_SECONDS", 0.2)
     assert train(tmp_path / "one", bucket, base, (5,)) == 4, "what is here is taken"
     said = capsys.readouterr().err
-    assert said.count("it cannot be read (ConnectionError('no route to host')); the checkpoints in") == 1
-    assert said.count(f"mirror {bucket}: the last checkpoints are not there, but in {tmp_path / 'one'}") == 1
+    assert said.count("it cannot be read (ConnectionError('no route to host')); using the checkpoints in") == 1
+    assert said.count(f"mirror {bucket}: the last checkpoints were not uploaded; they are in {tmp_path / 'one'}") == 1
     with pytest.raises(jdp.CheckpointError, match=rf"a mirror must be readable; {bucket} is not: .*no route"):
         jdp.Checkpoints(tmp_path / "two", mirror=bucket)
     comes()

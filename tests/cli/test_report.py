@@ -66,7 +66,7 @@ def test_a_run_becomes_a_page(runs, capsys):
         "Compiled again for cpu:8, not run",
         "parameters (master weights, at rest)",
         "params/",  # leaves at rest
-        "The rates of these devices are not known.",  # CPUs
+        "The rates of these devices are unknown.",  # CPUs
         "started on 8 × cpu (jax",
         "checkpoint_every = 0",
     ):

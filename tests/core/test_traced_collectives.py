@@ -148,7 +148,7 @@ def test_a_zero3_that_is_a_zero2_is_reported():
     assert first == report.like_zero2 == report.to_json()["like_zero2"]
     assert "holds its weights like zero2: 133 KiB of 261 KiB gathered weights a device (51 %)" in first
     assert "(layers/v, head, layers/b)" in first
-    assert "only what goes through jdp.scan_layers as it stands" in first
+    assert "only parameters that reach jdp.scan_layers unchanged" in first
     gathers = {each["parameter"]: each for each in report.to_json()["gathers"]}
     assert gathers["layers/v"] == {
         "parameter": "layers/v",

@@ -103,7 +103,7 @@ def test_tokens_in_one_dimension_are_cut_into_samples(tmp_path, notices):
     assert all(np.array_equal(sample["tokens"] + 1, sample["targets"]) for sample in samples)
     assert data.vocab_size == 1001 and data.shape == (10,)
     assert np.shares_memory(data.train.arrays["tokens"][3], data.train.arrays["tokens"][4])
-    with pytest.raises(ValueError, match=r"length \+ 1 of them; given 1003 with length 1003 in"):
+    with pytest.raises(ValueError, match=r"length \+ 1 tokens; given 1003 with length 1003 in"):
         array_data({"tokens": line}, length=1003)
 
 
@@ -123,7 +123,7 @@ def test_a_token_beyond_the_vocabulary_is_found():
         ({"tokens": TOKENS[0]}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
         ({"tokens": TOKENS.astype(float)}, r"given float64 \[50, 9\]"),
         ({"tokens": TOKENS.astype(int) - 50}, r"tokens must count from 0; given -\d+ in tokens of sample 0"),
-        ({"tokens": TOKENS, "segments": TOKENS}, "packed tokens, with segments, must come with targets"),
+        ({"tokens": TOKENS, "segments": TOKENS}, "packed tokens, with segments, require targets"),
     ],
 )
 def test_tokens_that_cannot_be(wrong, message):
@@ -146,7 +146,7 @@ def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, notices):
     np.save(tmp_path / "labels.npy", LABELS)
     (tmp_path / "notes.txt").write_text("mine")
     data = array_data(tmp_path)
-    assert "reading 2 .npy files, passing over 1 others" in notices.text
+    assert "reading 2 .npy files, ignoring 1 others" in notices.text
     assert sorted(data.train[0]) == ["features", "labels", "weights"]
     assert isinstance(data.train.arrays["features"].base, np.memmap)
     assert isinstance(data.train[0]["features"].base.base, np.memmap)  # not even a row is copied
@@ -159,7 +159,7 @@ def test_a_path_must_lead_to_arrays(tmp_path):
         array_data(tmp_path / "none.npz")
     with pytest.raises(ValueError, match=r"in .npz or .npy files, .* given .*data.csv"):
         array_data(tmp_path / "data.csv")
-    with pytest.raises(ValueError, match=r"must hold .npy files; given .* with 0 others"):
+    with pytest.raises(ValueError, match=r"must hold .npy files; given .* with 0 other files"):
         array_data(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_a_path_must_lead_to_arrays(tmp_path):
         ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*; given nan in x of sample 17 of"),
         ({"x": np.array([1.0, 1e39])}, "finite numbers of 32 bits; given 1e[+]39 in x of sample 1"),
         ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
-        ({"x": np.ones((5, 2))}, "two different samples, .* given 5 alike"),
+        ({"x": np.ones((5, 2))}, "two different samples, .* given 5 equal"),
         ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* given float64 \[200\]"),
         ({"x": FEATURES, "labels": LABELS - 1}, "a class number must count from 0 .*; given -1 for sample"),
     ],
@@ -192,8 +192,8 @@ def test_arrays_that_cannot_be(arrays, message):
             {"features": "z"},
             'features = "z" must name one of the arrays; given no array "z" in .*, which has x, labels',
         ),
-        ({"labels": "x"}, 'labels = "x" must .*; given "labels" as well'),
-        ({"heldout": {"x": FEATURES}}, "names and shapes of those to train on"),
+        ({"labels": "x"}, 'labels = "x" must .*; given "labels" too'),
+        ({"heldout": {"x": FEATURES}}, "names and shapes of the training arrays"),
         ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
     ],
 )

@@ -172,7 +172,7 @@ REFUSED = {
     ),
     "share": ({"resized_crop": 1}, "resized_crop must be 0, or a share of the area below 1; given 1"),
     "both": ({"resized_crop": 0.5, "crop_padding": 1}, "resized_crop and crop_padding both crop; given 0.5 and 1"),
-    "arrays": ({"resized_crop": 0.5}, "resized_crop is of pictures that image_data opens; given Pictures"),
+    "arrays": ({"resized_crop": 0.5}, "resized_crop requires pictures from image_data; given Pictures"),
 }
 
 

@@ -199,9 +199,7 @@ def test_nothing_to_read_is_an_error_in_words():
     with pytest.raises(ValueError, match=r"A feed is read once; .* jdp\.shard_batches\(loader, plan\)"):
         iter(feed)
     for loader in ([], generator):
-        with pytest.raises(
-            ValueError, match=r"yielded none\. It has no data, or it is a generator that was read before"
-        ):
+        with pytest.raises(ValueError, match=r"yielded none\. It has no data, or is a generator that was read before"):
             list(jdp.shard_batches(loader, plan_of()))
 
 

@@ -32,13 +32,13 @@ def test_an_npz_of_images(tmp_path):
     assert image_data(tmp_path / "x.npz", channels=3).train[0]["images"].shape == (6, 5, 3)
     np.savez(tmp_path / "rgb.npz", images=PIXELS, labels=np.arange(30) % 3)
     assert image_data(tmp_path / "rgb.npz", size=4).shape == (4, 4, 3)
-    with pytest.raises(ValueError, match="its 3 channels cannot become 1: give channels = 3"):
+    with pytest.raises(ValueError, match="its 3 channels cannot become 1: set channels = 3"):
         image_data(tmp_path / "rgb.npz", channels=1)
     np.savez(tmp_path / "x.npz", images=PIXELS / 255, labels=np.arange(30))
     with pytest.raises(ValueError, match=r"images must be uint8 .* given float64 \[30, 6, 5, 3\]"):
         image_data(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", x=PIXELS)
-    with pytest.raises(ValueError, match=r"must have images and labels; given x in .*: name the arrays so"):
+    with pytest.raises(ValueError, match=r"must have images and labels; given x in .*: rename the arrays"):
         image_data(tmp_path / "x.npz")
 
 

@@ -133,7 +133,7 @@ def test_texts_are_mixed(tmp_path):
     ("weights", "seed", "message"),
     [
         ([], 0, "at least one data set; given none"),
-        ([1, 0], 0, "weights must be positive numbers of like size; given 1.0, 0.0"),
+        ([1, 0], 0, "weights must be positive numbers of similar size; given 1.0, 0.0"),
         ([1, -2], 0, "given 1.0, -2.0"),
         ([1, float("nan")], 0, "given 1.0, nan"),
         ([1, float("inf")], 0, "given 1.0, inf"),
@@ -149,6 +149,6 @@ def test_what_is_wrong_with_a_mixture_is_reported(weights, seed, message):
 def test_parts_must_be_alike(tmp_path):
     (tmp_path / "a.txt").write_text("some text to read " * 10)
     long, short = (text_data(tmp_path / "a.txt", length=length) for length in (8, 9))
-    said = r"the same kind of samples; given .*'int32\[8\]'.* and .*'int32\[9\]'.*: give them the same"
+    said = r"the same kind of samples; given .*'int32\[8\]'.* and .*'int32\[9\]'.*: open them with the same"
     with pytest.raises(ValueError, match=said):
         mixture([(long, 1), (short, 1)])

@@ -122,19 +122,19 @@ def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path,
     (tmp_path / ".draft.txt").write_text("not seen")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert read_corpus(tmp_path).documents == (b"text",)
-    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 1 others" in notices.text
+    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), ignoring 1 others" in notices.text
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("missing.txt", r"exists; given missing.txt, looked for at /.*/missing.txt: fix the path"),
-        ("*.text", r"a glob must match at least one file; given \*.text"),
+        ("*.text", r"a glob must match at least one file; \*.text"),
         ("pictures", r"must hold .txt, .md, .rst, .py files; given pictures with 1 other files such as a.png: write"),
         ("empty.txt", r"text must not be empty; given empty.txt: 1 empty file"),
         (["empty.txt", "missing.txt"], r"given missing.txt"),
         ([], r"source must name some text; given an empty list"),
-        ("short.txt", r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): give a"),
+        ("short.txt", r"length 16 needs 17 tokens; given 10 \(of 12 in short.txt, the others held out\): use a"),
         ("one.txt", r"length 16 needs 17 tokens; given 0"),
     ],
 )

@@ -87,15 +87,15 @@ def test_several_splits_are_named_and_never_mixed(tmp_path, names, glob):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         parquet(tmp_path / name, rows)
     source = f"hf:parquet:{tmp_path}{glob}"
-    with pytest.raises(ValueError, match=r"is one split; given .* which has test, train: write one of") as said:
+    with pytest.raises(ValueError, match=r"is one split; .* has test, train: write one of") as said:
         read_corpus(source)
     assert f'"{source}:test", "{source}:train"' in str(said.value)
     assert read_corpus(f"{source}:train").documents == DOCUMENTS[:30]
     assert read_corpus(f"{source}:test[:5]").documents == DOCUMENTS[30:35]
-    with pytest.raises(ValueError, match="must name one of the splits that there are, test, train"):
+    with pytest.raises(ValueError, match="must name an existing split, one of test, train"):
         read_corpus(f"{source}:validation")
     parquet(tmp_path / "other.parquet", TABLE)
-    with pytest.raises(ValueError, match=r"belong to a split by their names, .*other.parquet beside test"):
+    with pytest.raises(ValueError, match=r"name a split, or none does.*other.parquet beside test"):
         read_corpus(f"{source}:train")
 
 
@@ -139,9 +139,9 @@ def test_data_sets_on_a_disk(hub, name, expected):
     ("name", "message"),
     [
         ("hf:{}/nothing", "must be readable by `datasets`; given hf:.*/nothing: Couldn't find any data file"),
-        ("hf:{}/splits", "a source is one split; given .* which has train, test: write one of .*splits:train"),
-        ("hf:{}/files", "a source is one split; given .* which has train, test"),
-        ("hf:{}/splits:dev", "must name one of the splits that there are, train, test"),
+        ("hf:{}/splits", "a source is one split; .* has train, test: write one of .*splits:train"),
+        ("hf:{}/files", "a source is one split; .* has train, test"),
+        ("hf:{}/splits:dev", "must name an existing split, one of train, test"),
         ("hf:{}/files:dev", 'Unknown split "dev"'),
         ("hf:{}/script", "Dataset scripts are no longer supported"),
         (
@@ -199,7 +199,7 @@ def test_a_directory_of_text_and_rows_is_ambiguous(tmp_path):
             'field = "text" must be a column; given .* with body, title: name one of these',
         ),
         ({"input_ids": [[1]]}, r'field = "text" .* write ids = "input_ids" for token ids'),
-        ({"messages": [["a"]]}, "make ids of chats, by experiments/prepare/chats_to_ids.py"),
+        ({"messages": [["a"]]}, "convert chats to ids with experiments/prepare/chats_to_ids.py"),
         ({"text": ["", ""]}, r"text must not be empty; given .*: 2 empty file\(s\) or row\(s\)"),
     ],
 )
@@ -212,7 +212,7 @@ def test_columns_that_are_not_text(tmp_path, column, message):
 def test_ids_beside_text_are_not_passed_over_in_silence(tmp_path, notices):
     parquet(tmp_path / "a.parquet", pyarrow.table({"text": ["a"], "input_ids": [[1]], "labels": [[1]]}))
     assert read_corpus(f"hf:parquet:{tmp_path}/a.parquet").documents == (b"a",)
-    assert 'input_ids, labels are not read; if meant, write ids = "input_ids", labels = "labels"' in notices.text
+    assert 'input_ids, labels are not read; to read, write ids = "input_ids", labels = "labels"' in notices.text
 
 
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):

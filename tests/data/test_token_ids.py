@@ -107,9 +107,9 @@ def test_rows_with_nothing_to_learn_are_left_out_and_counted(tmp_path, notices):
     parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": rows, "loss_mask": masks}))
     source = f"hf:parquet:{tmp_path}/a.parquet"
     data = text_data(source, length=2, ids="input_ids", weights="loss_mask", packing="documents", heldout_fraction=0.5)
-    assert data.documents == 2 and "3 of 5 rows are left out: no token of theirs counts as a target" in notices.text
+    assert data.documents == 2 and "3 of 5 rows are left out: none of their tokens counts as a target" in notices.text
     parquet(tmp_path / "b.parquet", pyarrow.table({"input_ids": rows, "loss_mask": [[0] * len(ids) for ids in rows]}))
-    with pytest.raises(ValueError, match=r"must be rows to learn; given .*, 5 rows: no token of theirs counts"):
+    with pytest.raises(ValueError, match=r"must have targets; given .*, 5 rows: none of their tokens counts"):
         text_data(f"hf:parquet:{tmp_path}/b.parquet", length=2, ids="input_ids", weights="loss_mask")
 
 
@@ -117,7 +117,7 @@ def test_columns_that_look_like_ids_or_weights_are_named(tmp_path, notices):
     masks = [[1] * len(ids) for ids in IDS]
     source = written(tmp_path, labels=IDS, attention_mask=masks, source=["a"] * ROWS)
     text_data(source, length=8, ids="input_ids")
-    said = 'labels, attention_mask are not read; if meant, write labels = "labels", attention_mask = "attention_mask"'
+    said = 'labels, attention_mask are not read; to read, write labels = "labels", attention_mask = "attention_mask"'
     assert notices.text.count(said) == 1 and "source" not in notices.text
     text_data(source, length=8, ids="input_ids", labels="labels", attention_mask="attention_mask")
     assert notices.text.count("not read") == 1
@@ -134,7 +134,7 @@ def test_columns_that_look_like_ids_or_weights_are_named(tmp_path, notices):
         ([[1.5]], "must be whole numbers .* given 1.5 as token 0"),
         (["text"], r'the column "input_ids" must have a list of numbers a row; given string'),
         ([[[1], [2, 3]]], "must have a list of numbers a row; given list"),
-        ([[1], None], r"must have a list a row; given nothing \(null\)"),
+        ([[1], None], r"must have a list in each row; given null"),
     ],
 )
 def test_ids_that_cannot_be_name_row_and_id(tmp_path, rows, message):
@@ -161,7 +161,7 @@ def test_ids_that_cannot_be_name_row_and_id(tmp_path, rows, message):
         ({"labels": [[6, 5], [7, 8]]}, {"labels": "labels"}, "must be the ids, or -100 .* given 6 as token 0"),
         ({"m": [[1, 2], [1, 1]]}, {"attention_mask": "m"}, "must be 0 or 1; given 2 as token 1"),
         ({"x": [1, 2]}, {"weights": "loss_mask"}, 'weights = "loss_mask" must be a column; given .* with input_ids, x'),
-        ({}, {"weights": "a", "labels": "b"}, "weights and labels both say what counts"),
+        ({}, {"weights": "a", "labels": "b"}, "weights and labels both set the weights"),
     ],
 )
 def test_weights_that_cannot_be_name_row_and_token(tmp_path, columns, named, message):
@@ -185,10 +185,10 @@ def test_files_that_are_not_rows_of_ids(tmp_path):
     np.savez(tmp_path / "a.npz", input_ids=np.zeros((2, 2, 2), int))
     with pytest.raises(ValueError, match=r"rows of ids are numbers \[n\] or \[rows, n\]; given int64 \[2, 2, 2\]"):
         text_data(tmp_path / "a.npz", length=1, ids="input_ids")
-    for name, fix in (("a.jsonl", 'write "hf:json:'), ("a.txt", "by experiments/prepare/text_to_ids.py")):
+    for name, fix in (("a.jsonl", 'write "hf:json:'), ("a.txt", "with experiments/prepare/text_to_ids.py")):
         with pytest.raises(ValueError, match=f"rows of ids are in .npz files, .* {fix}"):
             text_data(tmp_path / name, length=1, ids="input_ids")
     with pytest.raises(
-        ValueError, match=r'weights, labels and attention_mask are of rows of ids; .* ids = "input_ids"'
+        ValueError, match=r'weights, labels and attention_mask require rows of ids; .* ids = "input_ids"'
     ):
         text_data("stdlib", length=1, weights="loss_mask")

@@ -160,7 +160,7 @@ def test_a_mixture_has_one_tokenizer(file, texts):
     np.savez(file.parent / "ids.npz", input_ids=np.arange(200))
     ids = text_data(file.parent / "ids.npz", length=16, ids="input_ids")
     assert mixture([(ids, 1), (same[0], 1)]).tokenizer is same[0].tokenizer
-    with pytest.raises(ValueError, match="must have one tokenizer; given those of"):
+    with pytest.raises(ValueError, match="must share a tokenizer; given different ones for"):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 
 
@@ -209,7 +209,7 @@ def test_text_that_is_not_utf8_is_named(file, tmp_path):
 
 def test_a_tokenizer_must_fit_the_model(file, texts):
     with pytest.raises(
-        ValueError, match=r"given vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300 \(w"
+        ValueError, match=r"given vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300 \(importing"
     ):
         text_data(texts, length=4, tokenizer=str(file), vocab_size=299)
     assert text_data(texts, length=4, tokenizer=str(file), vocab_size=512).vocab_size == 300

@@ -105,7 +105,7 @@ def test_what_is_tensor_parallel_is_split_in_pairs():
 
 def test_a_model_of_hugging_faces_is_asked_for(tmp_path):
     """Its folder is not in the repository: without one the message says what to give."""
-    with pytest.raises(ExperimentError, match=r"Download the model first, and give its folder"):
+    with pytest.raises(ExperimentError, match=r"Download the model first, and pass its folder"):
         load(EXPERIMENTS / "finetune_hf_llama.toml")
     experiment = loaded("finetune_hf_llama", tmp_path)
     assert (experiment.model.config.width, experiment.train.init_from) == (4096, str(tmp_path))

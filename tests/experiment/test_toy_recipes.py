@@ -264,4 +264,4 @@ def test_a_model_of_1b_fits_one_host(capsys):
     assert main(["plan", "gpt_1b", "--target", "h100:1x8", "--strategy", "zero2", "--no-cache"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"they need: zero2 K=2 1\d(\.\d)? GiB; all fit", out), out
-    assert re.search(r"zero2 K=2 is the one to take: a step takes 2\d\d ms", out)
+    assert re.search(r"Take zero2 K=2: a step takes 2\d\d ms", out)

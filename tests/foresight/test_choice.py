@@ -57,7 +57,7 @@ def test_the_fastest_that_fits():
     choice, why = words(estimate("ddp", gib=96), estimate("zero1", gib=60), estimate("zero3", gib=31, step=0.109))
     assert choice.strategy == "zero1"
     assert "ddp 96 GiB, zero1 60 GiB, zero3 31 GiB; zero1, zero3 fit" in why
-    assert "zero1 is the one to take: a step takes 100 ms; zero3 takes 9.0 % longer." in why
+    assert "Take zero1: a step takes 100 ms; zero3 takes 9.0 % longer." in why
 
 
 def test_of_equally_fast_ones_the_one_that_holds_least():
@@ -71,7 +71,7 @@ def test_of_equally_fast_ones_the_one_that_holds_least():
 
 def test_where_nothing_fits_it_says_what_needs_least():
     choice, why = words(estimate("ddp", gib=96), estimate("zero3", gib=80))
-    assert choice is None and "none fits. zero3 needs least, 80 GiB." in why
+    assert choice is None and "none fits. zero3 needs the least, 80 GiB." in why
 
 
 def test_what_is_not_known_is_not_compared():
@@ -82,7 +82,7 @@ def test_what_is_not_known_is_not_compared():
     untimed = replace(untimed, report=replace(untimed.report, headroom=None, timeline=None))
     choice, why = words(untimed, failed)
     assert choice is untimed and why.startswith("A device holds: ddp 1 GiB. Its memory is not known here. ddp holds")
-    assert "how long a step takes is not known for this target" in why
+    assert "the time of a step is unknown for this target" in why
 
 
 def test_the_definitions():

@@ -150,9 +150,9 @@ def test_a_text_that_is_not_compiled_hlo_is_refused():
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("%g = f32[8]{0} all-reduce(%x), replica_groups=<new>, to_apply=%add", "no device groups in a notation known"),
+        ("%g = f32[8]{0} all-reduce(%x), replica_groups=<new>, to_apply=%add", "no device groups in a known notation"),
         (f"%g = q7[8]{{0}} all-reduce(%x), {EVERYONE}, to_apply=%add", "element type 'q7'"),
-        ("%c = f32[8]{0} call(%x), to_apply=%missing", "calls computation 'missing' and does not hold it"),
+        ("%c = f32[8]{0} call(%x), to_apply=%missing", "calls computation 'missing' but lacks it"),
     ],
 )
 def test_what_cannot_be_counted_is_not_counted_as_nothing(line, complaint):

@@ -83,7 +83,7 @@ def test_what_xla_refuses_is_a_users_error(monkeypatch):
         def compile(self):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
 
-    with pytest.raises(CompileError, match=r"ran out of device memory.*99 bytes\.\. Let a device hold less"):
+    with pytest.raises(CompileError, match=r"ran out of device memory.*99 bytes\.\. Reduce the memory of a device"):
         compile_step(Refused())
 
 

@@ -169,7 +169,7 @@ def test_auto_synchronises_in_the_loop():
     for breach, path, line in ((first, "w", at(plain, '@ params["w"]')), (second, "v", at(plain, '@ params["v"]'))):
         assert breach.startswith("reduce-scatter of ")
         assert f"4 times a step for {path} (by shape), at {line}" in breach
-        assert "sent for every microbatch, and promised once a step" in breach
+        assert "sent for every microbatch, but promised once a step" in breach
         assert "partitioning='manual'" in breach
     assert "320 KiB f32" in first
     assert "840 KiB a device too much" in first  # three of four rounds of 7/8 of 320 KiB
@@ -199,7 +199,7 @@ def test_a_loss_that_gathers_activations_is_named():
     assert not by_hand.kept
     assert any(breach.startswith("all-gather of 120 KiB f32, at ") for breach in by_hand.breaches)  # 96 x 320 x 4 bytes
     assert all(at(gathers_by_hand, "all_gather") in breach for breach in by_hand.breaches)
-    assert all("no parameter has this shape, so it is activations" in breach for breach in by_hand.breaches)
+    assert all("no parameter has this shape, so these are activations" in breach for breach in by_hand.breaches)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

@@ -136,7 +136,7 @@ def without_compiling(row):
 
 def test_people_get_tables_and_sentences(told):
     out, err = told
-    assert "Memory at the peak" in out and "is the one to take" in out
+    assert "Memory at the peak" in out and ": a step takes " in out
     assert "[1/4] compiling ddp" in err
     for name in STRATEGIES:
         rows = [line for line in out.splitlines() if line.startswith(f"{name} ") and line[-1] != "."]
@@ -233,7 +233,7 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
     assert [(o.strategy, o.accumulate, o.devices) for o in forecast.estimates] == [("zero3", 1, 16), ("zero3", 2, 16)]
     assert seen == [(0, 2, "zero3"), (1, 2, "zero3 K=2"), (2, 2, "")]
     assert [o.tokens for o in forecast.estimates] == [32 * 64] * 2, "the same batch for every candidate"
-    assert any("given 16: 32 are taken" in note for note in forecast.notes)
+    assert any("given 16: rounded up to 32" in note for note in forecast.notes)
     assert step.plan.strategy == "zero3" and step.partitioning is None, "the step itself is left alone"
     with pytest.raises(ValueError, match="training step"):
         jdp.foresee(jdp.make_eval_step(own_loss, plan, check_loss=False), state, batch, "h100:1x8")

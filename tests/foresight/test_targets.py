@@ -189,10 +189,10 @@ REFUSED = {
     "matmul_tflops = 5": r"matmul_tflops must be a table such as \{ bf16 = 990 \}; given 5",
     "memory_gib = 0": "memory_gib must be a positive number; given 0",
     "link_efficiency = 1.2": "link_efficiency must be a positive number of at most 1; given 1.2",
-    "name = ''": "name must be a line of text without quotes or backslashes; given ''",
+    "name = ''": "name must be one line without quotes or backslashes; given ''",
     "gpu_target_config = 'missing.pbtxt'": "gpu_target_config cannot be read: .*missing.pbtxt",
-    "cores =": "no TOML",
-    'like = "h10"': r"like must name the GPU it starts from, one of a100, .*; given 'h10'; did you mean h100\?",
+    "cores =": "not TOML",
+    'like = "h10"': r"like must name the GPU to start from, one of a100, .*; given 'h10'; did you mean h100\?",
 }
 
 

@@ -99,7 +99,9 @@ def test_one_device_sends_nothing():
 
 def test_an_evaluation_step_has_no_contract():
     step, state, batch = made()
-    with pytest.raises(ValueError, match=r"jdp\.verify takes a step of jdp\.make_train_step; given an evaluation step"):
+    with pytest.raises(
+        ValueError, match=r"jdp\.verify takes a training step \(jdp\.make_train_step\); given an evaluation step"
+    ):
         verify(jdp.make_eval_step(loss_fn, step.plan, check_loss=False), state, batch)
 
 

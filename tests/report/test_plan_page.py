@@ -176,7 +176,7 @@ def test_the_page_holds_the_answer_and_the_numbers():
         "gpt on h100:1x4",
         "GPT, 128 rows.",
         "Take zero1.",
-        "zero1 is the one to take: a step takes 200 µs.",
+        "Take zero1: a step takes 200 µs.",
         "a note on rows",
         "1.15 GiB",  # each class
         "9.2 GiB",
@@ -213,7 +213,7 @@ def test_paths_begin_at_their_package():
 )
 def test_the_axis_of_memory_is_in_the_unit_of_what_is_held(held, unit, limit):
     found = read(forecast_of(outlook_of(memory=Memory(parameters=held), headroom=ROOM)))
-    assert f" {unit} " in found.text and f"{limit}: what a device has for it, 72.4 GiB" in found.text
+    assert f" {unit} " in found.text and f"{limit}: the memory for a step, 72.4 GiB" in found.text
 
 
 def test_hostile_names_stay_text():
@@ -253,7 +253,7 @@ FAILED = Estimate("zero3", 1, error="RESOURCE_EXHAUSTED: no room")
     [
         ((outlook_of(), FAILED), "did not compile"),
         ((FAILED,), "No candidate compiled."),
-        ((outlook_of(timeline=None),), "Step times are not known"),
+        ((outlook_of(timeline=None),), "Step times are unknown"),
         ((outlook_of(headroom=None, theory=Theory(0, ())),), "What a device holds"),
         ((outlook_of(headroom=NO_ROOM),), "No candidate fits."),
         ((outlook_of(report=report_of(collectives=0)),), "Nothing is sent."),

@@ -126,7 +126,7 @@ def test_several_runs_are_compared():
     assert 'strategy "zero1" "ddp"' in found.text and "optimizer.lr – 0.1" in found.text
     assert "train.batch_size" not in found.text.partition("What differs")[2].partition("Loss and learning")[0]
     assert found.values("class").count("key run") == 4, "a legend of two at the losses and the speeds"
-    assert "apart from their names" in read(run_of(rows=[]), run_of("b", rows=[])).text
+    assert "differ only in their names" in read(run_of(rows=[]), run_of("b", rows=[])).text
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_several_runs_are_compared():
             run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])),
             "The step did not compile: RESOURCE_EXHAUSTED: no room",
         ),
-        (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are not known."),
+        (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are unknown."),
         (run_of(rows=[], settings={}, toml="[["), "[["),
         (run_of(rows=[], history=(), summary={"stopped_early": True}), "stopped early"),
         (run_of(rows=[{"step": 1, "loss": 1e99, "lr": 0.0, "grad_norm": -1.0}]), "1e+99"),

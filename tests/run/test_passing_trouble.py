@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_step(file, begins, capsys):
         code, folder = train(file)
         assert code == 0 and {2, 6} <= {*saved_steps(folder)} and list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6]
     said = capsys.readouterr().out
-    assert said.count("No space left on device") == said.count("; it is tried again for 240 s") > 0
+    assert said.count("No space left on device") == said.count("; retrying for 240 s") > 0
     assert re.search(r"it succeeded after \d+\.\d s, at try \d+\n", said)
 
 
@@ -131,4 +131,4 @@ def test_storage_that_is_away_costs_no_step_and_a_fresh_machine_resumes_from_it(
     code, folder = train(file, *mirrored, "--train.steps", "8")
     assert code == 0 and saved_steps(folder) == [6, 8]
     said = capsys.readouterr()
-    assert f"mirror {bucket}/points: checkpoint 6 is fetched" in said.err and "resumed after step 6" in said.out
+    assert f"mirror {bucket}/points: fetched checkpoint 6" in said.err and "resumed after step 6" in said.out

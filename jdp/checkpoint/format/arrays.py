@@ -1,7 +1,7 @@
 """How Orbax writes and reads the arrays of a checkpoint.
 
-Arrays are not compressed: zstandard makes trained float32 weights 7% smaller, and takes three times the processor time
-of all other work, for writing as for reading.
+Arrays are not compressed, because zstandard saves only 7% on trained float32 weights, and takes three times the
+processor time of all other work in both directions.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 FOLDER = "state"
-"""The folder of the arrays in that of a checkpoint."""
+"""The folder of the arrays in a checkpoint."""
 _LEAST_PART_BYTES = 2**20
-"""The least part that one device sends of an array that several devices hold."""
+"""Smallest part that one device sends of a replicated array."""
 _PATIENCE_SECONDS = 24 * 3600
-"""How long Orbax may take for a save, by the wall clock: a machine that sleeps in a save is not too late for it."""
+"""Orbax' limit for a save, by the wall clock: long enough for a machine that sleeps meanwhile."""
 
 
 def open_writer() -> ocp.AsyncCheckpointer:
-    """Return what writes arrays in the background, after `save` has copied them from the devices."""
+    """Return the writer of arrays in the background; `save` first copies them from the devices."""
     return ocp.AsyncCheckpointer(
         _handler(),
         async_options=ocp.AsyncOptions(timeout_secs=_PATIENCE_SECONDS, create_directories_asynchronously=False),
@@ -41,7 +41,7 @@ def read(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _multiprocessing_options() -> ocp.options.MultiprocessingOptions:
-    """Return the options by which processes wait in JAX's coordination service, and not on the devices."""
+    """Return options that make processes wait in JAX's coordination service, not on the devices."""
     count = jax.process_count()
     return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
 
@@ -49,8 +49,8 @@ def _multiprocessing_options() -> ocp.options.MultiprocessingOptions:
 def _handler() -> ocp.PyTreeCheckpointHandler:
     """Return Orbax' handler of the arrays.
 
-    Of a large array that all devices hold each sends a part. Smaller ones are not cut: that takes a program for each
-    shape and device, for which the first save would wait.
+    Each device sends a part of a large replicated array. Small arrays are not split, because that takes a program for
+    each shape and device, and the first save would wait for their compilation.
     """
     kinds = ocp.type_handlers
     arrays = kinds.ArrayHandler(min_slice_bytes_for_replica_parallel=_LEAST_PART_BYTES)

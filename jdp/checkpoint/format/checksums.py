@@ -1,9 +1,9 @@
-"""Checksums of every file of a checkpoint: changes on the disk since it was saved are found when it is read.
+"""Checksums of every file of a checkpoint, which detect changes on disk when the checkpoint is read.
 
-The folder of a checkpoint has `checksums.json`, with the size and the XXH3 hash (128 bits) of each other file, of the
-bytes just written. Its first line is the hash of that table. So a flipped bit, a zeroed page, and a file that is cut,
-missing or replaced are found. Files are checked and not arrays, so any mesh may read them. Errors in memory before the
-write are not found, nor intended changes of file and table: the hash is no signature.
+The folder of a checkpoint has `checksums.json`, with the size and the XXH3 hash (128 bits) of each other file, from the
+bytes just written. Its first line is the hash of that table. This detects a flipped bit, a zeroed page, and a file that
+is truncated, missing or replaced. Files are checked, not arrays, so any mesh may read them. Errors in memory before the
+write, and intended changes of file and table, are not detected: the hash is not a signature.
 
 With several processes each hashes the arrays that it wrote, and process 0 the rest; each checks a share of the files.
 """
@@ -22,17 +22,17 @@ from typing import Any
 import xxhash
 
 COMMITTED = "checksums.json"
-"""The file that is written last; a folder without it is no checkpoint."""
+"""The file that is written last; a folder without it is not a checkpoint."""
 _FORMAT = 1
 _THREADS = 4
 _READ = 1 << 20
 
 Files = dict[str, tuple[int, str]]
-"""Path in the folder, with "/" -> size in bytes, hash."""
+"""Path in the folder, with "/" -> (size in bytes, hash)."""
 
 
 def write(file: Path, content: bytes) -> None:
-    """Write a file; when this returns its bytes are on the disk."""
+    """Write a file, and return when its bytes are on disk."""
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -40,7 +40,7 @@ def write(file: Path, content: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Return when the names in a folder are on the disk, on file systems that can tell."""
+    """Return when the names in a folder are on disk, if the file system can tell."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,13 +60,13 @@ def write_table(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def parse_table(content: bytes) -> dict[str, Any] | None:
-    """Return the JSON object that `write_table` wrote; None if it has changed."""
+    """Return the JSON object from `write_table`; None if it has changed."""
     digest, _, text = content.partition(b"\n")
     return json.loads(text) if xxhash.xxh3_128_hexdigest(text).encode() == digest else None
 
 
 def hash_share(folder: Path, process: int, processes: int) -> Files:
-    """Return the checksums of the arrays that a process wrote; of process 0, those of all other files too."""
+    """Return the checksums of the arrays that a process wrote; for process 0, also of all other files."""
     written_by = [f"state/ocdbt.process_{number}/" for number in range(processes)]
     own, others = written_by.pop(process), tuple(written_by)
     files = {
@@ -83,7 +83,7 @@ def hash_share(folder: Path, process: int, processes: int) -> Files:
 
 
 def commit(folder: Path, files: Files) -> None:
-    """Write the table of all files; when this returns it is on the disk."""
+    """Write the table of all files, and return when it is on disk."""
     write_table(folder / COMMITTED, {"format": _FORMAT, "files": files})
     sync(folder)
 
@@ -91,7 +91,7 @@ def commit(folder: Path, files: Files) -> None:
 def verify(
     folder: Path, wanted: Callable[[str], bool] = lambda name: True, *, process: int = 0, processes: int = 1
 ) -> str:
-    """Compare the files of a checkpoint with their checksums; return the first fault, "" if there is none.
+    """Compare the files of a checkpoint with their checksums; return the first fault, or "".
 
     A fault names its file, such as "state/d/01 is missing".
     """
@@ -112,7 +112,7 @@ def verify(
 
 
 def _problem(folder: Path, name: str, size: int, digest: str) -> str:
-    """Return the fault of a file; "" if it has none."""
+    """Return the fault of a file, or ""."""
     file = folder / name
     try:
         if not file.resolve().is_relative_to(folder.resolve()):

@@ -6,9 +6,9 @@ A checkpoint is a folder:
 - `checkpoint.json` has the table of their shapes and dtypes, the versions that wrote them, the record and the metrics.
 - `checksums.json` has the size and the hash of each file.
 
-It holds nothing of meshes, strategies or processes, nor of the kinds of containers. Reading takes a target, whose
-leaves give the path, shape, dtype and sharding of each array; only those are read into memory. A `Source` reads: the
-folder of a checkpoint (`stored`), or the copies in the hosts' memory. Reading has three phases:
+It is independent of meshes, strategies, processes and container types. Reading takes a target, whose leaves give the
+path, shape, dtype and sharding of each array; only these are read into memory. A `Source` is the folder of a checkpoint
+(`stored`), or the copies in the hosts' memory. Reading has three phases:
 
 1. Compare the table with the target, leaf by leaf.
 2. Read the arrays.
@@ -51,7 +51,7 @@ class Source(Protocol):
     """A checkpoint to read. Every process calls each method.
 
     Attributes:
-        folder: where it is, for messages.
+        folder: its location, for messages.
     """
 
     @property
@@ -62,7 +62,7 @@ class Source(Protocol):
         ...
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON object that was saved beside the arrays."""
+        """Return the JSON object saved with the arrays."""
         ...
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Source(Protocol):
 
 
 def arrays_and_table(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of a state by path, as they are stored, and the table of its leaves."""
+    """Return the arrays of a state by path, in their stored form, and the table of its leaves."""
     leaves = Content.of(state).leaves
     own: str = importlib.import_module("jdp").__version__
     versions = {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
@@ -92,7 +92,7 @@ def read_state(source: Source, target: Any) -> Any:
 
 
 def _as_given(leaf: Any, array: jax.Array) -> Any:
-    """Return an array that was read, not committed to its devices if the target's is not."""
+    """Return an array from storage, uncommitted to its devices if the target's leaf is."""
     if isinstance(leaf, jax.Array) and not leaf.committed:
         if _is_key(leaf):
             words = jax.numpy.asarray(np.asarray(jax.random.key_data(array)))
@@ -102,7 +102,7 @@ def _as_given(leaf: Any, array: jax.Array) -> Any:
 
 
 def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()) -> PyTree:
-    """Read parameters and model state onto a train state, or parameters onto a tree of them, and nothing else."""
+    """Read only parameters and model state onto a train state, or only parameters onto a tree of them."""
     folder = source.folder
     is_state = isinstance(target, TrainState)
     fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
@@ -127,14 +127,14 @@ def _read_table(source: Source) -> dict[str, str]:
     table = source.table()
     if table.get("format") != FORMAT:
         raise CheckpointError(
-            f"{source.folder} was written by another version of jdp, in format {table.get('format')}; this one reads "
-            f"format {FORMAT}. Restore it with the version that wrote it."
+            f"{source.folder} was written by another version of jdp, in format {table.get('format')}; this version "
+            f"reads format {FORMAT}. Restore it with the version that wrote it."
         )
     return dict(table["leaves"])
 
 
 def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the arrays of these paths onto the shardings of these leaves; those without elements are not stored."""
+    """Read the arrays at these paths onto the leaves' shardings; arrays without elements are not stored."""
     shapes = {path: stored_form(leaf, path) for path, leaf in wanted.items()}
     arrays: dict[str, Any] = {
         path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
@@ -147,9 +147,9 @@ def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_form(leaf: Any, path: str) -> Any:
-    """Return the shape, dtype and sharding in which a leaf is stored; a typed key is stored as its uint32 words.
+    """Return the shape, dtype and sharding of a leaf in storage; a typed key is stored as its uint32 words.
 
-    Of an array of NumPy's an array of NumPy's: read as JAX', it would have 32 bits.
+    A NumPy array stays a NumPy array, because reading it as a JAX array would cut it to 32 bits.
     """
     if isinstance(leaf, np.ndarray | np.generic):
         return np.empty(leaf.shape, leaf.dtype)
@@ -164,17 +164,17 @@ def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:
-    """Raise CheckpointError where a train state was saved and a tree is wanted, or the other way round."""
+    """Raise CheckpointError if a train state was saved and a tree is wanted, or vice versa."""
     is_tree = {path.partition("/")[0] for path in saved} == {"tree"}
     if is_tree == ("tree" in fields):
         return
     if is_tree:
         raise CheckpointError(
-            f"A train state is read from a checkpoint of one, and so are its parameters; {folder} holds another tree. "
-            "Read it whole: jdp.restore(path, target), onto a tree like the one that was saved."
+            f"A train state and its parameters are read from a checkpoint of a train state; {folder} holds another "
+            "tree. Read it whole: jdp.restore(path, target), onto a tree like the saved one."
         )
     raise CheckpointError(
-        f"A checkpoint is restored onto what it holds; {folder} holds a train state, and a tree is wanted. Pass "
+        f"The target must be of the saved kind; {folder} holds a train state, and the target is another tree. Pass "
         "jdp.abstract_state(...), or read the parameters alone: jdp.restore_params(path, params)."
     )
 
@@ -184,7 +184,7 @@ def _check_match(
 ) -> None:
     """Raise CheckpointError for the first leaf that differs, parameters first.
 
-    With `params_only` the error also offers `ignore`, which `restore_params` takes.
+    With `params_only` the error also suggests `ignore` of `restore_params`.
     """
     differing = [path for path in saved.keys() | wanted.keys() if saved.get(path) != wanted.get(path)]
     if not differing:
@@ -193,13 +193,13 @@ def _check_match(
     has = f"{folder} has {path} as {saved.get(path, 'nothing')}, and {wanted.get(path, 'nothing')} is wanted"
     if all(path.startswith("opt_state/") for path in differing):
         raise CheckpointError(
-            f"A checkpoint is restored into the same optimizer; {has}. The model is the same: take the optimizer it "
-            "was saved with, or only the parameters (restore_params) and a fresh optimizer state."
+            f"A checkpoint is restored into the same optimizer; {has}. The model is the same: use the optimizer of the "
+            "save, or restore only the parameters (restore_params) and start a new optimizer state."
         )
-    unread = f", leave it unread (ignore=({_path_in_field(path)!r},))" if params_only and path not in wanted else ""
+    unread = f", skip the leaf (ignore=({_path_in_field(path)!r},))" if params_only and path not in wanted else ""
     raise CheckpointError(
         f"A checkpoint is restored into the same model and optimizer; {has}. Nothing is cast or reshaped: build the "
-        f"model as it was saved{unread}, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
+        f"saved model{unread}, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
     )
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint in a folder: Orbax reads it, after its files were compared with their checksums."""
+"""A checkpoint in a folder: files are compared with their checksums, then Orbax reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTION = "checkpoint.json"
 
 
 class Stored:
-    """A checkpoint in a folder, as a `content.Source`; `fix` says what to do if it is damaged."""
+    """A checkpoint in a folder, as a `content.Source`; `fix` is the fix if it is damaged."""
 
     def __init__(self, folder: Path, fix: str) -> None:
         self.folder, self._fix = folder, fix
@@ -38,7 +38,7 @@ class Stored:
         return description
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON object that was saved beside the arrays, which `table` has read."""
+        """Return the JSON object saved with the arrays; `table` has read it."""
         return self._description["record"]
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,12 +64,12 @@ def _is_description(name: str) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True if `folder` holds a checkpoint that was written to its end."""
+    """Return True if `folder` holds a complete checkpoint."""
     return (folder / checksums.COMMITTED).is_file() and (folder / arrays.FOLDER).is_dir()
 
 
 def read_metrics(folder: Path) -> dict[str, float | None] | None:
-    """Return the metrics that were saved beside the arrays; None if they cannot be read, for now or ever."""
+    """Return the metrics saved with the arrays; None if they cannot be read, now or ever."""
     with contextlib.suppress(OSError):  # it is being deleted
         if not checksums.verify(folder, _is_description):
             return json.loads((folder / DESCRIPTION).read_bytes())["metrics"]

@@ -1,4 +1,4 @@
-"""A train state or any other tree to save: its leaves by path, its number, and checks before writing or reading."""
+"""A train state or other tree to save: its leaves by path, its number, and checks before writing or reading."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped")
 class Content:
     """The leaves of a tree that a checkpoint holds.
 
-    A train state has fields of its own; any other tree is one field, `tree`, with dicts of arrays for its modules.
+    A train state has its own fields; any other tree is one field, `tree`, with dicts of arrays for its modules.
     """
 
     holder: Any  # has the fields as attributes
-    fields: Sequence[str]  # their names
-    back: Callable[[dict[str, PyTree]], Any]  # filled fields by name -> a tree like the given one
+    fields: Sequence[str]  # names of the fields
+    back: Callable[[dict[str, PyTree]], Any]  # new fields by name -> a tree like the given one
 
     @staticmethod
     def of(tree: Any) -> Content:
@@ -46,12 +46,12 @@ class Content:
         return Content(SimpleNamespace(tree=arrays), ("tree",), lambda filled: back(filled["tree"]))
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
-        """Return a tree like the given one with other leaves, by path."""
+        """Return a tree like the given one with new leaves, by path."""
         return self.back(fill(self.holder, self.fields, leaves))
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """The leaves by path; numbers of Python as arrays of NumPy."""
+        """The leaves by path; Python's numbers as NumPy arrays."""
         return {path: _as_array(path, leaf) for path, leaf in leaves_of(self.holder, self.fields).items()}
 
 
@@ -76,18 +76,18 @@ def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
         if (name := path_of(path)) in leaves:
-            raise UserError(f"Every leaf of a state needs a path of its own; two have {name}. Rename one.")
+            raise UserError(f"Every leaf of a state needs its own path; two have {name}. Rename one.")
         leaves[name] = leaf
     return leaves
 
 
 def text_of(dtype: Any, shape: Sequence[int]) -> str:
-    """Return the dtype and shape of a leaf as a checkpoint's table has them: "float32[4, 8]"."""
+    """Return the dtype and shape of a leaf in a checkpoint's table: "float32[4, 8]"."""
     return f"{dtype}{list(shape)}"
 
 
 def fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
-    """Return fields of a state by name, with their leaves replaced by those of the same paths."""
+    """Return fields of a state by name, with new leaves at the same paths."""
     trees = {name: getattr(state, name) for name in fields}
 
     def filled(path: Any, leaf: Any) -> Any:
@@ -104,14 +104,14 @@ def number_of(state: Any, step: Any) -> int:
         if step not in (None, own):
             raise UserError(
                 f"A train state is saved under the number of batches that it has consumed, {own}; given step={step!r}. "
-                "Leave step out."
+                "Leave out step."
             )
         return own
     if isinstance(state, tuple) and any(isinstance(entry, TrainState) for entry in state):
         check_state(state, "checkpoints.save(state)")
     if not is_integer(step) or step < 0:
         raise UserError(
-            f"A tree is saved under a number of its own, 0 or more; given step={step!r}. Write "
+            f"A tree is saved under a step number, 0 or more; given step={step!r}. Write "
             "checkpoints.save(tree, step=1000)."
         )
     return int(step)
@@ -121,12 +121,12 @@ def number_of(state: Any, step: Any) -> int:
 
 
 def to_json(value: Any, name: str) -> Any:
-    """Return `value` as JSON returns it: numbers of NumPy and JAX become Python's, tuples lists."""
+    """Return `value` after a round trip through JSON: numbers of NumPy and JAX become Python's, tuples lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
-            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is none. Write str(...).")
+            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is not. Write str(...).")
         return {key: to_json(inner, f"{name}[{key!r}]") for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
@@ -134,7 +134,7 @@ def to_json(value: Any, name: str) -> Any:
         return value.item()
     raise CheckpointError(
         f"{name} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
-        "Arrays belong into the state; of small ones take .tolist()."
+        "Put arrays into the state, or use .tolist() for small ones."
     )
 
 
@@ -144,52 +144,52 @@ def check_values(leaves: Mapping[str, Any]) -> None:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
                 f"Only arrays can be written; {path} is abstract, {text_of(leaf.dtype, leaf.shape)} without values. "
-                "Give the state that jdp.init_state, a train step or jdp.restore returned."
+                "Pass a state from jdp.init_state, a train step or jdp.restore."
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise CheckpointError(
-                f"Only arrays can be written; {path} has been given to a train step, which took its memory over "
-                "(donated it). Write the state that the step returned, or make the step with donate=False."
+                f"Only arrays can be written; {path} was donated to a train step, which reused its memory. "
+                "Write the state that the step returned, or make the step with donate=False."
             )
 
 
 def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], file: Path) -> set[str]:
-    """Return the arrays of a file that `ignore` matches, and report how many they are."""
+    """Return the arrays of a file that `ignore` matches, and report their number."""
     ignored: dict[str, None] = {}
     for pattern in (ignore,) if isinstance(ignore, str) else ignore:
         matched = [path for path, known in names.items() if any(matches(name, pattern) for name in known)]
         if not matched:
             some = ", ".join(known[-1] for known in list(names.values())[:5]) + ", …" * (len(names) > 5)
             raise CheckpointError(
-                f"Every pattern of `ignore` must match something in the file; {pattern!r} matches nothing of {file}, "
-                f"which has {some or 'nothing'}. Leave it out, or fix it."
+                f"Every pattern of `ignore` must match an array in the file; {pattern!r} matches none in {file}, "
+                f"which has {some or 'none'}. Fix or remove the pattern."
             )
         ignored.update(dict.fromkeys(matched))
     if ignored:
         first = next(iter(ignored))
-        warn(f"{file}: {len(ignored)} of {len(names)} arrays are left unread, as `ignore` asks; the first is {first}")
+        warn(f"{file}: `ignore` skips {len(ignored)} of {len(names)} arrays; the first is {first}")
     return set(ignored)
 
 
 def needed_but_ignored(path: str) -> CheckpointError:
-    """Return the error for an `ignore` that leaves out what the model needs."""
+    """Return the error for an `ignore` that skips an array that the model needs."""
     return CheckpointError(
-        f"What `ignore` leaves unread the model must not need; it has {path}. Leave that out of `ignore`, or put "
-        f"{path!r} into `missing` too, to keep the target's value."
+        f"`ignore` must not skip arrays that the model needs; the model has {path}. Remove it from `ignore`, or add "
+        f"{path!r} to `missing` to keep the target's value."
     )
 
 
 def check_kept(kept: Mapping[str, Any], file: Path) -> None:
-    """Check the leaves that keep the target's values, as `file` lacks them."""
+    """Check the leaves that keep the target's values because `file` lacks them."""
     for path, leaf in kept.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"{file} lacks {path}, which `missing` lets keep the target's value, but the target is abstract: "
-                "pass a real state (jdp.init_state)."
+                f"{file} lacks {path}; `missing` keeps the target's value, but the target is abstract: pass a real "
+                "state (jdp.init_state)."
             )
 
 
 def check_sharding(leaf: Any, path: str) -> None:
     """Check that a leaf of a target can be read onto."""
     if getattr(leaf, "sharding", None) is None:
-        raise UserError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
+        raise UserError(f"Every leaf of a target needs a sharding; {path} has none. Use jdp.abstract_state(...).")

@@ -1,14 +1,14 @@
-"""The copies of a run's state in its hosts' memory: two generations, of which one is always complete.
+"""The copies of a run's state in its hosts' memory: two generations, one of them always complete.
 
 Saving, every few steps:
 
-1. Wait until the generation before is committed on every process. From then on it is protected, and all older ones go.
-   If one process cannot copy, none does any more: a generation of some would count nowhere.
-2. Copy this process' parts into its free slot, and those that the next host sends.
+1. Wait until the previous generation is committed on every process. Then it is protected, and older ones are removed.
+   If one process cannot copy, all stop copying, because a partial generation is useless.
+2. Copy this process' parts, and the parts from the neighbouring host, into its free slot.
 3. In the background, hash them and write the index.
 
-The next start finds which generations are complete on all hosts together. Files of a killed visit stay until a new
-generation is complete. The folder is removed when the run comes to its end.
+The next start finds the generations that are complete over all hosts. Files of a killed visit stay until a new
+generation is complete. The end of the run removes the folder.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from jdp.core.sharding.host_memory import is_on_host, to_host
 
 _T = TypeVar("_T")
 _AT_ONCE = 2**30
-"""Bytes on their way through pinned memory, besides one part."""
+"""Bytes in transit through pinned memory, besides one part."""
 _PINNED_FOR = ("gpu", "cuda", "tpu")
 
 
 def check_every(steps: int) -> None:
-    """Raise ValueError if `keep_in_memory` is no number of steps."""
+    """Raise ValueError if `keep_in_memory` is not a number of steps."""
     if not is_integer(steps) or steps < 0:
         raise UserError(f"keep_in_memory is a number of steps, 0 or more; given {steps!r}. 0 keeps no copies.")
 
 
 class MemoryCopies:
-    """The copies in memory of the run whose checkpoints are in a directory. Every process makes one, together."""
+    """The copies in memory for the run of a directory of checkpoints. Every process creates one, together."""
 
     def __init__(self, directory: Path, every: int) -> None:
         self._directory, self._every = directory, every
         said = from_every_process("which processes share a host", _together("the hosts' memory", host.token))
-        self._hosts = [said.index(each) for each in said]  # for each process the first one of its host
+        self._hosts = [said.index(each) for each in said]  # for each process the first process of its host
         self._visit = from_first_process("the name of this visit", host.new_name())
         self._written: Key | None = None
         self._committing: Future[None] | None = None
@@ -80,16 +80,16 @@ class MemoryCopies:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that were complete in memory when the run was started, and were not gone back from."""
+        """The steps that were complete in memory at the start of the run, without abandoned ones."""
         return [step for step, _ in self._found]
 
     def due(self, step: int | None) -> bool:
-        """Return True if a state is to be copied: at this step, or (None) at this call."""
+        """Return True if the state at this step, or (None) at this call, must be copied."""
         self._calls += 1
         return (self._calls if step is None else step) % self._every == 0
 
     def read(self, stored: int, read: Callable[[Source], _T]) -> tuple[int, _T] | None:
-        """Read the newest complete generation; None if storage has a newer one, `stored`. Every process calls this."""
+        """Read the newest complete generation; None if `stored`, in storage, is newer. Every process calls this."""
         stored = from_first_process("the newest checkpoint in storage", stored)
         while self._found and max(self._found)[0] >= stored:
             key = max(self._found)
@@ -98,7 +98,7 @@ class MemoryCopies:
                 value = read(generation)
             except DamagedError as error:
                 del self._found[key]
-                warn(f"step {key[0]} in the hosts' memory is damaged ({error.problem}), and is left out")
+                warn(f"step {key[0]} in the hosts' memory is damaged ({error.problem}) and is skipped")
                 continue
             self._protected = key
             older = f"the newest checkpoint in storage is {stored}" if stored >= 0 else "storage has no checkpoint"
@@ -110,13 +110,13 @@ class MemoryCopies:
         return None
 
     def restored(self, step: int) -> None:
-        """Record that a step was read from storage: once the run saves again, it has gone back to that."""
+        """Record that a step was read from storage: the next save abandons later generations."""
         self._restored = step
 
     def save(self, step: int, arrays: Mapping[str, Any], table: Mapping[str, Any], record: Any) -> bool:
         """Copy a state into memory; its checksums are computed in the background. Every process calls this.
 
-        If a process cannot, none does from then on, and False is returned: what is complete stays.
+        If a process cannot copy, all stop copying, and False is returned; complete generations stay.
         """
         if self._failed:
             return False
@@ -124,7 +124,7 @@ class MemoryCopies:
         self._remove_stale()
         if not self._agreed(self._wait()):
             return False
-        if self._written is not None:  # it is complete now
+        if self._written is not None:  # complete now
             self._protected = self._written
         self.forget_after(step - 1)
         if self._folder is None:
@@ -153,7 +153,7 @@ class MemoryCopies:
         return True
 
     def _wait(self) -> str:
-        """Wait until the last copy is committed on this process; return what went wrong."""
+        """Wait until the last copy is committed on this process; return the problem, or ""."""
         committing, self._committing = self._committing, None
         try:
             if committing is not None:
@@ -163,15 +163,15 @@ class MemoryCopies:
         return ""
 
     def _agreed(self, problem: str) -> bool:
-        """Return True if no process has a problem; else none copies any more, which is reported once."""
+        """Return True if no process has a problem; else all stop copying, which is reported once."""
         problem = next(filter(None, from_every_process("a copy of the state in memory", problem)), "")
         if problem:
             self._failed = True
-            warn(f"{problem}. The run goes on without copies in memory: a restart reads what is complete, or storage")
+            warn(f"{problem}. The run goes on without copies in memory: a restart reads a complete copy, or storage")
         return not problem
 
     def forget_after(self, step: int) -> None:
-        """Remove generations after a step, or after an earlier one that was restored. Every process calls this."""
+        """Remove generations after a step, or after an earlier restored step. Every process calls this."""
         last, self._restored = min(step, self._restored), math.inf
         newer = {key for key in (*self._found, *self._keys.values()) if key[0] > last}
         if not newer:
@@ -187,7 +187,7 @@ class MemoryCopies:
             self._protected = max(self._found, default=None)
 
     def close(self, *, stored: int) -> None:
-        """Wait for the last copy, and release the folder; remove it if storage has that step, `stored`."""
+        """Wait for the last copy, and release the folder; remove it if its step is in storage, `stored`."""
         self._wait()
         self._worker.shutdown()
         newest = max((key for key in (self._written, *self._found) if key is not None), default=(-1, ""))[0]
@@ -200,8 +200,8 @@ class MemoryCopies:
         else:
             older = f"checkpoint {stored}" if stored >= 0 else "no checkpoint"
             warn(
-                f"step {newest} stays in {self._folder.path} for the next start, and storage has {older}; remove that "
-                "folder if the run is not started again"
+                f"step {newest} stays in {self._folder.path} for the next start, while storage has {older}; remove "
+                "that folder if you do not start the run again"
             )
 
     def _generation(self, key: Key) -> Generation:
@@ -220,10 +220,10 @@ class MemoryCopies:
         parts = {number: part for each in own for number, part in each.parts.items()}
         return Generation(index, parts, self._found[key], self._folder.path)
 
-    # Where the copies are.
+    # Location of the copies.
 
     def _name_run(self) -> str:
-        """Return, on process 0, the name of the run's folders in memory, after giving it one if it has none."""
+        """Return, on process 0, the name of the run's folders in memory; create it if missing."""
         name = host.folder_of(self._directory)
         if jax.process_index() or name:
             return name
@@ -231,13 +231,13 @@ class MemoryCopies:
         return host.folder_of(self._directory)
 
     def _open(self, name: str) -> None:
-        """Open the run's folder of this host."""
+        """Open the run's folder on this host."""
         me = jax.process_index()
         self._folder = _together("the run's folder in memory", lambda: RunFolder(name, str(self._directory), me))
         self._slots = [Slot(self._folder.path, me, number) for number in range(2)]
 
     def _survey(self) -> dict[Key, Mapping[int, np.ndarray]]:
-        """Return the complete generations: key -> process -> the parts on the host that it speaks for."""
+        """Return the complete generations: key -> process that represents its host -> the parts on that host."""
         me, here = jax.process_index(), dict[Key, tuple[int, set[int]]]()
         for index in self._here.values() if self._hosts[me] == me else ():
             here.setdefault(index.key, (index.total, set()))[1].update(index.parts)
@@ -252,7 +252,7 @@ class MemoryCopies:
     # Saving.
 
     def _remove_stale(self) -> None:
-        """Remove files of this host that are neither protected nor, once it has saved, of its own processes."""
+        """Remove this host's unprotected files, but after a save not those of its own processes."""
         if self._folder is None or self._hosts[jax.process_index()] != jax.process_index():
             return
         kept = {file.with_suffix("") for file, index in self._here.items() if index.key == self._protected}
@@ -262,15 +262,15 @@ class MemoryCopies:
                 Slot.remove(file)
 
     def _layout(self, arrays: Mapping[str, Any]) -> tuple[Layout, str]:
-        """Return the layout of these arrays, and what is missing for it on this host."""
+        """Return the layout of these arrays, and the problem with it on this host, or ""."""
         key = tuple((path, x.shape, str(x.dtype), getattr(x, "sharding", None)) for path, x in arrays.items())
         if key in self._layouts:
             return self._layouts[key], ""
         self._layouts = {key: (plan := layout(arrays, self._hosts, jax.process_index()))}
         if plan.alone:
             warn(
-                f"{plan.alone[0]} and {len(plan.alone) - 1} more arrays are in the memory of one host only: they are "
-                "on other devices than the rest, or hosts have different numbers of devices"
+                f"{plan.alone[0]} and {len(plan.alone) - 1} more arrays are in the memory of one host only, because "
+                "they are on other devices than the rest, or hosts have different numbers of devices"
             )
         assert self._folder is not None
         mine = [file for file in self._folder.path.glob("*.[01]") if file.name.partition(".")[0] in self._own_numbers]
@@ -287,7 +287,7 @@ class MemoryCopies:
         return {str(process) for process, first in enumerate(self._hosts) if first == mine}
 
     def _memory(self, slot: Slot, plan: Layout) -> tuple[list[np.ndarray], str]:
-        """Return memory for this process' parts, and why there is none."""
+        """Return memory for this process' parts, and the reason if there is none."""
         try:
             return slot.open([plan.grids[path].part_bytes for path, _, _ in (*plan.own, *plan.kept)]), ""
         except OSError as error:
@@ -310,9 +310,9 @@ def _together(what: str, action: Callable[[], _T]) -> _T:
 
 
 def _copy(wanted: Sequence[tuple[str, int, Any]], onto: Sequence[np.ndarray], arrays: Mapping[str, Any]) -> None:
-    """Copy parts of arrays from their devices into memory; nothing if there is none.
+    """Copy parts of arrays from their devices into memory, if there is any.
 
-    An accelerator writes to pinned memory first: an H100 copied straight into other memory a tenth as fast.
+    An accelerator writes to pinned memory first: an H100 was ten times slower into unpinned memory.
     """
     begun, held = deque[tuple[Any, np.ndarray]](), 0
     for (path, _, device), memory in zip(wanted, onto, strict=False):

@@ -1,7 +1,7 @@
-"""Reads a generation: parts of this host from its memory, others from the hosts that have them.
+"""Reads a generation: this host's parts from its memory, other parts from the hosts that have them.
 
-1. Each process verifies the parts of this host that it needs, and publishes the numbers of those that it lacks.
-2. For each part that anyone lacks, one process of a host that has it puts the bytes into its buffer.
+1. Each process verifies the parts that it needs from this host, and publishes the numbers of missing parts.
+2. For each missing part, one process of a host that has it puts the bytes into its buffer.
 3. The devices add up the buffers of all processes: at each byte all but one are zero.
 
 `read_parts` puts parts of any grid onto the shards of any sharding; `received` sends each device's parts to a device of
@@ -33,9 +33,9 @@ from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.traced_mesh import tracing_on
 
 _ALIGNED = 64
-"""Arrays that begin at a multiple of this many bytes are not copied by a CPU device."""
+"""A CPU device does not copy arrays that begin at a multiple of this number of bytes."""
 _Box = tuple[tuple[int, int], ...]
-"""Of each dimension the first index, and the one after the last."""
+"""Start and stop index of each dimension."""
 _Slices = tuple[slice, ...]
 
 
@@ -45,7 +45,7 @@ def part_numbers(grid: Grid, leaf: Any) -> set[int]:
 
 
 def assembled(grid: Grid, leaf: Any, parts: Mapping[int, np.ndarray]) -> Any:
-    """Return the array of these parts (number -> bytes) with the sharding of a leaf; for a NumPy array, one."""
+    """Return the array of these parts (number -> bytes) with a leaf's sharding; a NumPy array for a NumPy leaf."""
     shape, shards = tuple(leaf.shape), _memory(_boxes(leaf), np.dtype(leaf.dtype))
     for box, shard in shards.items():
         for number, inside, onto in _overlaps(grid, box):
@@ -58,7 +58,7 @@ def assembled(grid: Grid, leaf: Any, parts: Mapping[int, np.ndarray]) -> Any:
 
 
 def _memory(boxes: Sequence[_Box], dtype: np.dtype) -> dict[_Box, np.ndarray]:
-    """Return memory without values for each shard: together, as its pages may then be large; aligned, so not copied."""
+    """Return uninitialised memory for each shard: in one block, for large pages; aligned, to avoid copies."""
     shapes = [[stop - start for start, stop in box] for box in boxes]
     ends = list(itertools.accumulate(-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for shape in shapes))
     raw = np.empty(ends[-1] + _ALIGNED, np.uint8)
@@ -70,7 +70,7 @@ def _memory(boxes: Sequence[_Box], dtype: np.dtype) -> dict[_Box, np.ndarray]:
 
 
 def _boxes(leaf: Any) -> list[_Box]:
-    """Return the distinct shards of this process; of a NumPy array, all of it."""
+    """Return the distinct shards of this process; the whole array for a NumPy array."""
     shape = tuple(leaf.shape)
     if isinstance(leaf, np.ndarray):
         return [tuple((0, size) for size in shape)]
@@ -82,7 +82,7 @@ def _box(index: _Slices, shape: tuple[int, ...]) -> _Box:
 
 
 def _overlaps(grid: Grid, box: _Box) -> Iterator[tuple[int, _Slices, _Slices]]:
-    """Yield the parts that a box overlaps: their numbers, and where the overlap is in the part and in the box."""
+    """Yield each part that a box overlaps: its number, and the overlap in the part and in the box."""
     steps = [range(start // size, -(-stop // size)) for (start, stop), size in zip(box, grid.chunk, strict=True)]
     for place in itertools.product(*steps):
         begins = [i * size for i, size in zip(place, grid.chunk, strict=True)]
@@ -102,13 +102,13 @@ _THREADS = 4
 
 @dataclass
 class Generation:
-    """A generation that is complete on all hosts together, as a `content.Source`.
+    """A generation that is complete over all hosts, as a `content.Source`.
 
     Attributes:
-        index: the index of one process, for what all have alike.
+        index: the index of one process, for the entries that all share.
         parts: number -> part, of this host.
-        suppliers: for each process that speaks for its host, which parts are there: process -> bool [total].
-        folder: the one in memory.
+        suppliers: process that represents its host -> parts on that host, bool [total].
+        folder: the folder in memory.
     """
 
     index: Index
@@ -119,11 +119,11 @@ class Generation:
     from_others: int = 0  # bytes
 
     def table(self) -> dict[str, Any]:
-        """Return the table of leaves, as a checkpoint has it."""
+        """Return the table of leaves, as in a checkpoint."""
         return dict(self.index.table)
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON object that was saved beside the state."""
+        """Return the JSON object saved with the state."""
         return dict(self.index.record)
 
     def arrays(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Generation:
             return dict(zip(wanted, read, strict=True))
 
     def _fetch(self, needed: Sequence[int]) -> str:
-        """Fetch these parts; return "", or which part is damaged. Every process calls this."""
+        """Fetch these parts; return the damaged part, or "". Every process calls this."""
         problem = self._verify([number for number in needed if number in self.parts])
         lacking = [number for number in needed if number not in self.parts]
         for said in from_every_process(
@@ -150,7 +150,7 @@ class Generation:
         return self._exchange(lacking, {*needed} - self.parts.keys()) if lacking else ""
 
     def _verify(self, numbers: Sequence[int]) -> str:
-        """Map these parts of this host; return the first that has changed."""
+        """Map these parts of this host; return the first changed part, or ""."""
         with ThreadPoolExecutor(_THREADS) as pool:
             for number, content in zip(numbers, pool.map(lambda n: self.parts[n].content(), numbers), strict=True):
                 if content is None:
@@ -159,7 +159,7 @@ class Generation:
         return ""
 
     def _exchange(self, numbers: Sequence[int], mine: set[int]) -> str:
-        """Send these parts to all processes; keep `mine`. Returns which part is damaged, or ""."""
+        """Send these parts to all processes; keep `mine`. Return the damaged part, or ""."""
         me = jax.process_index()
         supplier = {
             number: min(process for process, has in self.suppliers.items() if has[number]) for number in numbers
@@ -193,7 +193,7 @@ def encoded(numbers: Iterable[int], total: int) -> str:
 
 
 def decoded(text: str, total: int) -> np.ndarray:
-    """Return which parts a text of `encoded` has: bool [total]."""
+    """Return the parts in a text of `encoded`: bool [total]."""
     bits = np.frombuffer(zlib.decompress(base64.b85decode(text)), np.uint8)
     return np.unpackbits(bits)[:total].astype(bool)
 
@@ -223,7 +223,7 @@ def _placed(window: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, 
 
 
 def _added(buffer: np.ndarray) -> np.ndarray:
-    """Return the sum of the buffers of all processes, of which all but one are zero at each byte."""
+    """Return the sum of the buffers of all processes; at each byte all but one are zero."""
     first = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([first[process] for process in sorted(first)]), ("process",))
     rows, whole = NamedSharding(mesh, PartitionSpec("process")), NamedSharding(mesh, PartitionSpec())
@@ -244,7 +244,7 @@ _RECEIVED_AT_ONCE = 2**28
 def received(
     arrays: Mapping[str, Any], paths: Sequence[str], route: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yield each of these arrays with its parts one host further: a device has what its source in `route` holds."""
+    """Yield each of these arrays with its parts moved to the next host: a device gets its source's part in `route`."""
     some, held = list[str](), 0
     for path in paths:
         x = arrays[path]

@@ -1,7 +1,7 @@
-"""One process' parts of one step: a file in memory, and an index with checksums, whose rename commits them.
+"""One process' parts of one step: a file in memory, and an index with checksums; renaming the index commits them.
 
-Each process has two slots and writes into them in turn, so one generation is complete at any moment. A file that is
-written again keeps its memory and its mapping: a new page costs more than a copied one.
+Each process writes into two slots in turn, so one generation is always complete. Rewriting a file keeps its memory and
+its mapping, because a new page costs more than copying one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORMAT = 1
 _ALIGNED = 64
 _INDEX = ".json"
 Key = tuple[int, str]
-"""The step of a generation, and the visit that wrote it: parts of two visits never mix."""
+"""The step of a generation and the visit that wrote it: parts of two visits never mix."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Part:
     digest: str
 
     def content(self) -> np.ndarray | None:
-        """Return its bytes, mapped; None if they are not those that were written."""
+        """Return its bytes, mapped; None if they have changed."""
         try:
             found = np.memmap(self.file, np.uint8, "r", self.offset, (self.size,))
-        except (OSError, ValueError):  # it is gone, or shorter
+        except (OSError, ValueError):  # missing, or shorter
             return None
         return found if xxhash.xxh3_64_hexdigest(found.data) == self.digest else None
 
@@ -49,10 +49,10 @@ class Index:
     """The index of one process' parts of one step.
 
     Attributes:
-        table: the leaves, as a checkpoint's table has them.
-        record: what was saved beside the state.
+        table: the leaves, as in a checkpoint's table.
+        record: the record saved with the state.
         grids: path -> grid of its parts.
-        total: number of the parts of all processes.
+        total: number of parts of all processes.
         parts: number -> part, of this process.
     """
 
@@ -65,7 +65,7 @@ class Index:
 
 
 class Slot:
-    """A file for one process' parts, which is written again and again."""
+    """A reusable file for one process' parts."""
 
     def __init__(self, folder: Path, process: int, number: int) -> None:
         self.file = folder / f"{process}.{number}"
@@ -73,7 +73,7 @@ class Slot:
         self._mapped = np.empty(0, np.uint8)
 
     def open(self, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Give up the generation that is here; return memory for parts of these sizes. Raises OSError."""
+        """Discard the generation in the slot; return memory for parts of these sizes. Raises OSError."""
         self.index.unlink(missing_ok=True)
         if not sizes:
             return []
@@ -83,14 +83,14 @@ class Slot:
             handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(handle, offsets[-1])
-                os.posix_fallocate(handle, 0, offsets[-1])  # a page that is missing later would end the process
+                os.posix_fallocate(handle, 0, offsets[-1])  # a missing page would kill the process later
             finally:
                 os.close(handle)
             self._mapped = np.memmap(self.file, np.uint8, "r+")
         return [self._mapped[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False)]
 
     def commit(self, head: Mapping[str, Any], numbers: Iterable[int], parts: Sequence[np.ndarray]) -> None:
-        """Hash the parts, and write the index: from then on they count."""
+        """Hash the parts and write the index, which commits them."""
         offsets = _offsets([part.size for part in parts])
         rows = [
             [number, offset, part.size, xxhash.xxh3_64_hexdigest(part.data)]
@@ -106,13 +106,13 @@ class Slot:
 
 
 def head(key: Key, table: Mapping[str, Any], record: Any, grids: Mapping[str, Grid], total: int) -> dict[str, Any]:
-    """Return the part of an index that all processes have alike."""
+    """Return the part of an index that all processes share."""
     kinds = {path: [grid.dtype, grid.shape, grid.chunk, grid.first] for path, grid in grids.items()}
     return {"format": _FORMAT, "key": key, "table": table, "record": record, "grids": kinds, "total": total}
 
 
 def slots(folder: Path) -> dict[Path, Index]:
-    """Return the committed generations of all processes in a folder: file -> index; damaged ones are left out."""
+    """Return the committed, undamaged generations of all processes in a folder: file -> index."""
     found = dict[Path, Index]()
     for file in sorted(folder.glob(f"*{_INDEX}")):
         with contextlib.suppress(OSError):  # another process has removed it
@@ -123,7 +123,7 @@ def slots(folder: Path) -> dict[Path, Index]:
 
 
 def of(fields: Mapping[str, Any], file: Path) -> Index | None:
-    """Return the index with these fields; None for those of another version."""
+    """Return the index with these fields; None for another version."""
     if fields["format"] != _FORMAT:
         return None
     grids = {
@@ -136,7 +136,7 @@ def of(fields: Mapping[str, Any], file: Path) -> Index | None:
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Return where each part begins, and the size of all of them."""
+    """Return the offset of each part, then the total size."""
     offsets = [0]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // _ALIGNED) * _ALIGNED)

@@ -1,8 +1,8 @@
 """The folder in a host's memory that outlives a process: /dev/shm/jdp-UID, or below $JDP_MEMORY_DIR.
 
-Each run has a folder of its own there, named by where its checkpoints are and a random number beside them. So a run
-that was removed and started anew finds nothing of the one before. Each process holds a lock there while it lives: a
-second run is refused. Folders that nobody uses are removed by a later run.
+Each run has its own folder there, named by the path of its checkpoints and a random number beside them. So a run that
+was removed and started again finds nothing of the old one. Each process holds a lock there while it lives: a second
+run is refused. A later run removes unused folders.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jdp.base.machine import available_memory
 from jdp.checkpoint.errors import CheckpointError
 
 VARIABLE = "JDP_MEMORY_DIR"
-"""The environment variable that names another file system in memory than /dev/shm."""
+"""The environment variable for a file system in memory other than /dev/shm."""
 RUN_ID = ".memory"
-"""The file beside a run's checkpoints with a random number, by which its folders in memory are named."""
+"""The file beside a run's checkpoints with the random number in the names of its folders in memory."""
 _LOCK, _HOST, _WHERE = ".lock", "host", "checkpoints"
 _UNKNOWN_DAYS, _KNOWN_DAYS = 1.0, 7.0
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -49,14 +49,14 @@ def home() -> Path:
         raise _unusable(root, error) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise CheckpointError(
-            f"What is kept in memory must be closed to other users; {folder} is not this user's own, with mode 0700. "
+            f"Copies in memory must be closed to other users; {folder} does not belong to this user with mode 0700. "
             f"Remove it, or set {VARIABLE} to another folder."
         )
     return folder
 
 
 def token() -> str:
-    """Return a text that the processes share that see the same folder, and no others have. Raises CheckpointError."""
+    """Return a text shared by exactly the processes that see the same folder. Raises CheckpointError."""
     file = home() / _HOST
     fresh = file.with_name(f"{_HOST}.{secrets.token_hex(4)}")
     try:
@@ -73,7 +73,7 @@ def token() -> str:
 def folder_of(directory: Path) -> str:
     """Return the name of the folders in memory of the run with these checkpoints; "" if it has none yet.
 
-    It depends on where the checkpoints are: a copy of a run has folders of its own.
+    The name depends on the path of the checkpoints, so a copy of a run has its own folders.
     """
     try:
         run_id = (directory / RUN_ID).read_bytes()
@@ -83,7 +83,7 @@ def folder_of(directory: Path) -> str:
 
 
 class RunFolder:
-    """A run's folder in memory, in which a process writes while this object lives."""
+    """A run's folder in memory, for one process while this object lives."""
 
     def __init__(self, name: str, checkpoints: str, process: int) -> None:
         self.path = home() / name
@@ -97,29 +97,29 @@ class RunFolder:
         except BlockingIOError:
             os.close(self._handle)
             raise CheckpointError(
-                f"Copies in memory are for one run at a time; {self.path}, of {checkpoints}, is in use. "
-                "Wait for its end, or open the directory without keep_in_memory."
+                f"Copies in memory allow one run at a time; {self.path}, for {checkpoints}, is in use. "
+                "Wait for that run, or open the directory without keep_in_memory."
             ) from None
         except OSError as error:
             raise _unusable(self.path, error) from error
 
     def require(self, size: int, having: int) -> None:
-        """Check that `size` bytes fit, `having` of which are here already. Raises CheckpointError."""
+        """Check that `size` bytes fit, including `having` bytes in use. Raises CheckpointError."""
         found = os.statvfs(self.path)
         free = min(found.f_bavail * found.f_frsize, available_memory() or math.inf) + having
         if size > free:
             raise CheckpointError(
                 f"keep_in_memory holds two copies of this host's part of the state; they need {format_bytes(size)}, "
                 f"and {self.path.parent.parent} has {format_bytes(free)}. Make it larger (mount -o remount,size=…), "
-                f"set {VARIABLE}, shard over more hosts, or leave keep_in_memory out."
+                f"set {VARIABLE}, shard over more hosts, or leave out keep_in_memory."
             )
 
     def remove(self) -> None:
-        """Remove the folder, as the run has come to its end."""
+        """Remove the folder at the end of the run."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Release the lock; what is in the folder stays for the next start."""
+        """Release the lock; the folder stays for the next start."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -128,12 +128,12 @@ class RunFolder:
 def _unusable(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"keep_in_memory needs a folder in this host's memory; {folder} cannot be written: {error.strerror}. Make "
-        f"room, set {VARIABLE} to another, or leave keep_in_memory out."
+        f"room, set {VARIABLE} to another folder, or leave out keep_in_memory."
     )
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the folders that no process uses: of runs that are gone here, after a day; of any, after a week."""
+    """Remove unused folders: after a day if the run is gone from this host, else after a week."""
     for other in folder.iterdir():
         if not _NAME.fullmatch(other.name) or not other.is_dir():
             continue

@@ -1,8 +1,8 @@
-"""Which process writes which part of each array into its host's memory, and which parts the next host keeps too.
+"""Which process writes which part of each array into its host's memory, and which parts the next host also keeps.
 
-An array's parts are the shards of its sharding: a grid. Each host writes every part that its devices hold, once. A part
-that one host alone holds is also sent to the next host, so that the loss of a host loses nothing. Under `ddp`, or with
-replicas on other hosts, nothing is sent.
+An array's parts are the shards of its sharding: a grid. Each host writes every part on its devices, once. A part on a
+single host is also sent to the next host, so losing a host loses nothing. Under `ddp`, or with replicas on other hosts,
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Grid:
-    """An array's shape and dtype, the shape of each part, and the number of its first part among those of all."""
+    """An array's shape and dtype, the shape of its parts, and the number of its first part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,11 +53,11 @@ class Layout:
     Attributes:
         grids: path -> grid, in the order of the parts' numbers.
         total: number of parts.
-        own: the parts of its devices that this process writes: path, number, device.
-        kept: the parts of the host before that this process keeps, as `neighbour` delivers them.
-        sent: the paths of the arrays of which parts are sent.
-        alone: the paths of those with parts that one host has, and no other gets.
-        route: pairs of places in the mesh, from a device to that of the next host.
+        own: the parts that this process writes from its devices: path, number, device.
+        kept: the parts of the previous host that this process keeps, as `neighbour` delivers them.
+        sent: paths of the arrays with parts to send.
+        alone: paths of the arrays with parts on one host that no other host gets.
+        route: pairs of places in the mesh, from a device to a device of the next host.
         host_bytes: bytes of one generation on the fullest host.
     """
 
@@ -72,7 +72,7 @@ class Layout:
 
 
 def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
-    """Return the layout of arrays, real or abstract; `hosts` has for each process the first one of its host."""
+    """Return the layout of arrays, real or abstract; `hosts` has for each process the first process of its host."""
     grids, first = dict[str, Grid](), 0
     for path, x in arrays.items():
         chunk = x.shape if isinstance(x, np.ndarray) else x.sharding.shard_shape(x.shape)
@@ -86,7 +86,7 @@ def layout(arrays: Mapping[str, Any], hosts: Sequence[int], me: int) -> Layout:
     for path, x in arrays.items():
         grid = grids[path]
         parts = _parts(x, grid)
-        holders: dict[int, dict[int, Device]] = {}  # part -> host -> the device that it is read from
+        holders: dict[int, dict[int, Device]] = {}  # part -> host -> device to read it from
         for device, number in parts.items():
             holders.setdefault(number, {}).setdefault(hosts[device.process_index], device)
         alone = {number for number, found in holders.items() if len(found) == 1}
@@ -118,14 +118,14 @@ def _is_on_mesh(x: Any) -> bool:
 
 
 def _parts(x: Any, grid: Grid) -> dict[Device, int]:
-    """Return for each device the number of the part that it holds; an array of NumPy's is on every process."""
+    """Return for each device the number of its part; a NumPy array is on every process."""
     if isinstance(x, np.ndarray):
         return dict.fromkeys(jax.devices(), grid.first)
     return {device: grid.number(index) for device, index in x.sharding.devices_indices_map(x.shape).items()}
 
 
 def _route(mesh: Mesh, hosts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return from each device's place in the mesh that of the device that keeps its parts, on the next host."""
+    """Return pairs of places in the mesh: a device, and the device on the next host that keeps its parts."""
     devices = list(mesh.devices.flat)
     places = sorted(range(len(devices)), key=lambda place: (hosts[devices[place].process_index], place))
     counts = [hosts[device.process_index] for device in devices]

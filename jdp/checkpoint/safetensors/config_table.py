@@ -1,4 +1,4 @@
-"""JSON files beside weights. The keys of one about a model are read by type: an error names file, key and value."""
+"""JSON files beside weights. Keys are read by type: an error names file, key and value."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jdp.checkpoint.errors import CheckpointError, write_error
 
 @dataclass(frozen=True)
 class Table:
-    """The keys of a file, read by type; each method raises CheckpointError for a value of another type."""
+    """The keys of a file, read by type; each method raises CheckpointError for another type."""
 
     file: Path  # for errors
     keys: Mapping[str, Any]  # the table
-    place: str = ""  # of the table in the file, with a dot at its end
+    place: str = ""  # of the table in the file, ending with a dot
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number; it must be there if it has no default."""
+        """Return a number; without a default it is required."""
         value = self._or_default(key, default)
         if type(value) not in (int, float) or not -1e30 < value < 1e30:  # an int may be past all floats
             raise self.wrong(key, "a finite number", value)
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number; it must be there if it has no default."""
+        """Return a whole number; without a default it is required."""
         return self._typed(key, default, int, "a whole number")
 
     def count_or_none(self, key: str, default: int | None) -> int | None:
@@ -53,13 +53,13 @@ class Table:
         return among[value]
 
     def require(self, key: str, *allowed: object) -> None:
-        """Raise CheckpointError for any other value than these, which a GPT can have; the first is the default."""
+        """Raise CheckpointError unless the value is one of these; the first is the default."""
         value = self.keys.get(key, allowed[0])
         if not any(type(value) is type(each) and value == each for each in allowed):
             raise self.wrong(key, " or ".join(map(json.dumps, allowed)), value)
 
     def inner(self, *keys: str) -> Table:
-        """Return the table at the first of these keys that has one; an empty one if none does."""
+        """Return the table at the first of these keys that has one, else an empty table."""
         for key in keys:
             value = self.keys.get(key)
             if isinstance(value, dict) and value:
@@ -76,7 +76,7 @@ class Table:
         """Return the error for a value that breaks a rule."""
         return CheckpointError(
             f"{self.file}: {self.place}{key} must be {rule} for a model that jdp builds; given {shortened(value)}. "
-            "Take a model that has it so, or correct the file."
+            "Use such a model, or correct the file."
         )
 
 

@@ -1,6 +1,6 @@
-"""The model types of Hugging Face that `jdp.models.GPT` computes, each with the keys of its `config.json`: a table.
+"""The model types of Hugging Face that `jdp.models.GPT` computes, with the keys of their `config.json`: a table.
 
-| model_type | differs from Llama in                        | keys of its own                                    |
+| model_type | differs from Llama in                        | its own keys                                       |
 |------------|----------------------------------------------|----------------------------------------------------|
 | gpt2       | learned positions, layer norms, biases, gelu | n_embd, n_layer, ...                               |
 | llama      |                                              | rope_scaling of Llama 3.1                          |
@@ -8,9 +8,9 @@
 | qwen2      | biases of queries, keys and values           | use_sliding_window, max_window_layers, layer_types |
 | qwen3      | norms of query and key heads                 | as Qwen2                                           |
 
-`Family.keys` are read into fields of `GPTConfig` and written from them. A key that is left out has the default of
-`transformers` (5.23). Values that a GPT cannot have are refused. So are unknown keys, unless they are empty or do not
-change the computation (`INERT`).
+`Family.keys` are read into fields of `GPTConfig` and written from them. A missing key has the default of `transformers`
+(5.23). Values that a GPT cannot have are refused. So are unknown keys, unless they are empty or do not change the
+computation (`INERT`).
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class Family:
 
     Attributes:
         keys: the keys that are fields of `GPTConfig`.
-        defaults: field -> the value for a file without its key. Its type is that of all values; None: a whole number.
+        defaults: field -> the value for a file without its key, which also sets the type; None: a whole number.
         activations: word in the file -> activation; the first of several words is written.
         only: key -> the values that a GPT can have; the first is the default.
-        windows: which layers have a window: none (""), "always" all, with "flag" all if keys say so.
+        windows: layers with a window: none (""), all ("always"), or all if the keys say so ("flag").
     """
 
-    name: str  # as its authors write it
+    name: str  # in its authors' spelling
     architecture: str  # the class of `transformers`
     keys: Mapping[str, str]
     defaults: Mapping[str, Any]
     activations: Mapping[str, str]
-    always: Mapping[str, object]  # fields that all its models have alike
+    always: Mapping[str, object]  # fields with the same value in all its models
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
     windows: Literal["", "always", "flag"] = ""
 
@@ -102,8 +102,8 @@ class Family:
         for key, value in table.keys.items():
             if value and key not in known and not is_inert(key):
                 raise CheckpointError(
-                    f"{table.file}: {key} = {shortened(value)} is no option of {self.name} that jdp knows. If the "
-                    "model computes the same without it, remove it from the file; else take another model."
+                    f"{table.file}: {key} = {shortened(value)} is not a known option of {self.name}. If the model "
+                    "computes the same without it, remove it from the file; else use another model."
                 )
 
     def _read_window(self, table: Table, layers: int) -> int | None:
@@ -120,7 +120,7 @@ class Family:
             raise table.wrong(
                 "layer_types", f"one kind for all {layers} layers, sliding_attention or full_attention", kinds
             )
-        first = table.count("max_window_layers", 28)  # those before have none
+        first = table.count("max_window_layers", 28)  # layers before it have no window
         if 0 < first < layers:
             raise table.wrong("max_window_layers", "0, or the number of layers: all have the window, or none", first)
         return None if first else window
@@ -143,7 +143,7 @@ class Family:
 
 
 def _read_rope(table: Table, context: int) -> dict[str, Any]:
-    """Return the rotary fields: newer files have all in rope_parameters, older rope_theta beside rope_scaling."""
+    """Return the rotary fields: from rope_parameters, or in older files from rope_theta and rope_scaling."""
     inner = table.inner("rope_scaling", "rope_parameters")
     for each in (table, inner):
         each.require("partial_rotary_factor", None, 1.0, 1)
@@ -197,7 +197,7 @@ _LLAMA_KEYS = {
 
 
 def _llama(**defaults: Any) -> dict[str, Any]:
-    """Return the defaults of Llama or a relative; width 4096 and 32 layers and heads are theirs in common."""
+    """Return the defaults of Llama or a relative; they share width 4096 and 32 layers and heads."""
     common = {"width": 4096, "layers": 32, "heads": 32, "kv_heads": None, "head_dim": None}
     return {**common, "activation": "silu", "norm_eps": 1e-6, "tied": False, **defaults}
 
@@ -241,4 +241,4 @@ FAMILIES: Mapping[str, Family] = {
         windows="flag",
     ),
 }  # fmt: skip
-"""model_type -> its family; a model that several compute is written as the first."""
+"""model_type -> its family; a model of several families is written as the first."""

@@ -1,10 +1,10 @@
-"""Files of tensors: the `safetensors` package reads one file and checks it; here are writing, shards and their index.
+"""Files of tensors. The `safetensors` package reads and checks one file; this module writes, shards and indexes them.
 
 A file is the length of its header in eight bytes, the header in JSON, and the tensors without gaps. A large model is
-several files and an index, as Hugging Face's libraries have it: `model-00001-of-00002.safetensors`, ...,
-`model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. An index of jdp has "jdp"
-in its metadata. An index may be written by anyone: the names in it must stay in its folder. A shard is only replaced or
-removed if an index of jdp lists it, and its tensors are those listed.
+several files and an index, as in Hugging Face's libraries: `model-00001-of-00002.safetensors`, ...,
+`model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. jdp's index has "jdp" in
+its metadata. Anyone may have written an index, so its names must stay in its folder. A shard is replaced or removed
+only if jdp's index lists it with exactly its tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARK = "jdp"
 _METADATA = {"format": "pt"}
 _METADATA_NAME = "__metadata__"
 _AGAIN = "Copy or download it again."
-_ROWS = 1024  # that are in memory at a time, where all of a tensor is looked at
+_ROWS = 1024  # rows in memory at a time, if all of a tensor is read
 # Eight-bit floats are left out: in files they are quantised weights, whose scales no layer of jdp applies.
 _CODES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 _KINDS = ("f8", "f4", "f2", ml_dtypes.bfloat16, "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?")
@@ -47,7 +47,7 @@ Specs = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in an open file, of which any slice can be read by itself."""
+    """A tensor in an open file; any slice can be read separately."""
 
     file: Path
     name: str
@@ -65,27 +65,27 @@ class Stored:
         code = str(self.source.get_dtype())
         if code not in _DTYPES:
             raise CheckpointError(
-                f"Tensors of {', '.join(_CODES)} can be read; {self.file} has {self.name} as {code}. Convert it to "
-                "one of these, such as BF16."
+                f"Tensors of {', '.join(_CODES)} can be read; {self.file} has {self.name} as {code}. Convert it, for "
+                "example to BF16."
             )
         return _DTYPES[code]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Read the values in `index`, one slice with both bounds for each dim, and no others; return a copy."""
+        """Read only the values in `index`, one slice with both bounds for each dim; return a copy."""
         shape = tuple(dim.stop - dim.start for dim in index)
         return np.zeros(shape, self.dtype) if 0 in shape else self.source[tuple(index)]
 
 
 @dataclass(frozen=True)
 class Grown:
-    """A tensor with a row for each token, and more rows: they are the mean of those in the file."""
+    """A tensor with a row for each token; rows beyond the file's are their mean."""
 
     stored: Stored
     rows: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape, with the rows that are added."""
+        """The shape, with the added rows."""
         return (self.rows, *self.stored.shape[1:])
 
     @property
@@ -114,9 +114,9 @@ def in_rows(stored: Stored) -> Iterator[np.ndarray]:
 
 
 def check_writable(specs: Specs) -> None:
-    """Check that a file can have tensors of these names and dtypes."""
+    """Check that a file can hold tensors of these names and dtypes."""
     if _METADATA_NAME in specs:
-        raise CheckpointError(f"A file keeps {_METADATA_NAME} for itself; a tensor is given that name. Rename it.")
+        raise CheckpointError(f"A file reserves the name {_METADATA_NAME}; a tensor has it. Rename the tensor.")
     for name, spec in specs.items():
         if spec.dtype not in _CODE_OF:
             fix = "Pass dtype=jnp.float32." if jnp.issubdtype(spec.dtype, jnp.floating) else "Cast it, or leave it out."
@@ -148,7 +148,7 @@ def write(path: Path, specs: Specs, value: Callable[[str], np.ndarray], limit: i
             new.unlink(missing_ok=True)
         raise
     if index in fresh and index.exists():
-        index.replace(_old_index(index))  # while shards may be of two exports, no index lists them
+        index.replace(_old_index(index))  # no index may list a mix of two exports
     for file, new in fresh.items():
         new.replace(file)
     for file in stale:
@@ -162,21 +162,19 @@ def read(path: Path) -> dict[str, Stored]:
     if path != index and path.is_file():
         return _open(path)
     if not index.is_file():
-        cut_short = " An export to it was cut short: export it again." if _old_index(index).exists() else ""
+        cut_short = " An export was interrupted: export it again." if _old_index(index).exists() else ""
         raise CheckpointError(f"{path} does not exist, nor {index.name} beside it.{cut_short}")
     _, listed = _read_index(index)
     tensors: dict[str, Stored] = {}
     for name in sorted({*listed.values()}):
         file = index.with_name(name)
         if not file.is_file():
-            raise CheckpointError(f"{file} is listed in {index.name} and does not exist. {_AGAIN}")
+            raise CheckpointError(f"{file} is listed in {index.name} but does not exist. {_AGAIN}")
         for tensor, stored in _open(file).items():
             if listed.get(tensor, name) != name:
                 continue  # the index takes it from another file
             if tensor in tensors:
-                raise CheckpointError(
-                    f"{file} holds {tensor} as another file does; {index.name} lists neither. {_AGAIN}"
-                )
+                raise CheckpointError(f"{file} and another file hold {tensor}; {index.name} lists neither. {_AGAIN}")
             tensors[tensor] = stored
     for tensor, name in listed.items():
         if tensor not in tensors:
@@ -189,7 +187,7 @@ def _bytes(spec: jax.ShapeDtypeStruct) -> int:
 
 
 def _shards(path: Path, specs: Specs, limit: int) -> dict[Path, Specs]:
-    """Split the tensors into files of at most `limit` bytes, in order; a larger tensor has a file of its own."""
+    """Split the tensors into files of at most `limit` bytes, in order; a larger tensor gets its own file."""
     shards, filled = list[dict[str, jax.ShapeDtypeStruct]]([{}]), 0
     for name, spec in specs.items():
         if shards[-1] and filled + _bytes(spec) > limit:
@@ -204,7 +202,7 @@ def _shards(path: Path, specs: Specs, limit: int) -> dict[Path, Specs]:
 
 
 def _write_one(file: Path, specs: Specs, value: Callable[[str], np.ndarray]) -> None:
-    """Write a file, one tensor at a time: the package would take all of them at once."""
+    """Write a file, one tensor at a time: the package would need all at once."""
     header, offsets, end = dict[str, Any]({_METADATA_NAME: _METADATA}), dict[str, int](), 0
     for name, spec in sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):  # aligned
         offsets[name], start, end = end, end, end + _bytes(spec)
@@ -218,7 +216,7 @@ def _write_one(file: Path, specs: Specs, value: Callable[[str], np.ndarray]) -> 
             assert (array.dtype, array.size) == (spec.dtype, spec.size), name
             out.seek(8 + len(text) + offsets[name])
             out.write(array.reshape(-1).view(np.uint8).data)
-            del array  # before the next is made
+            del array  # before the next one is gathered
 
 
 def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
@@ -226,7 +224,7 @@ def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
     index = _index_path(path)
     old = _old_index(index)  # exists if a process was killed
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder. Give a file in it: {path.name}/model{SUFFIX}.")
+        raise CheckpointError(f"{path} is a folder. Name a file in it: {path.name}/model{SUFFIX}.")
     own = [path, index, *(file for each in (index, old) if os.path.lexists(each) for file in _own_shards(each, path))]
     for file in files:
         if file not in own and os.path.lexists(file):
@@ -235,7 +233,7 @@ def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _own_shards(index: Path, path: Path) -> list[Path]:
-    """Return the shards that hold what an index lists, and nothing else."""
+    """Return the shards that hold exactly the tensors that an index lists."""
     try:
         metadata, listed = _read_index(index)
     except CheckpointError:
@@ -258,8 +256,7 @@ def _own_shards(index: Path, path: Path) -> list[Path]:
 
 def _foreign(file: Path) -> CheckpointError:
     return CheckpointError(
-        f"jdp replaces only files that it wrote; {file} is there, and jdp did not write it. Export to another folder, "
-        "or move it away."
+        f"jdp replaces only files that it wrote; it did not write {file}. Export to another folder, or move the file."
     )
 
 
@@ -276,7 +273,7 @@ def _open(file: Path) -> dict[str, Stored]:
 
 
 def _read_index(index: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """Return the metadata of an index, and tensor name -> name of a file in its folder."""
+    """Return the metadata of an index, and tensor name -> file name in its folder."""
     table = read_json(index)
     listed: Any = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(listed, dict) or not listed:
@@ -284,7 +281,7 @@ def _read_index(index: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
     for tensor, name in listed.items():
         if not isinstance(name, str) or not name.endswith(SUFFIX) or name != Path(name).name or "\0" in name:
             raise CheckpointError(
-                f"{index} must list files NAME{SUFFIX} of its own folder; {str(tensor)[:100]} is in {str(name)[:100]!r}"
+                f"{index} must list files NAME{SUFFIX} in its own folder; {str(tensor)[:100]} is in {str(name)[:100]!r}"
                 ". Copy or download both again."
             )
     metadata = table.get("metadata")

@@ -24,7 +24,7 @@ Llama (LlamaForCausalLM; its maps are nn.Linear, [out, in], so transposed; the r
 | model.norm.weight                                                | final_norm/scale                           |
 | lm_head.weight, untied models only                               | head/kernel                                |
 
-Mistral, Qwen2 and Qwen3 have the same names, and beside them, where the configuration has these options:
+Mistral, Qwen2 and Qwen3 have the same names, plus the following if the configuration has these options:
 
 | option   | file                                                  | jdp                                          |
 |----------|-------------------------------------------------------|----------------------------------------------|
@@ -51,7 +51,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     Args:
         config: a GPT with learned positions, either gelu, layer norms, biases, and as many key and value heads as
             query heads.
-        prefix: before every name but the head's; "" for the files of openai-community/gpt2 themselves.
+        prefix: before every name but the head's; "" for the files of openai-community/gpt2.
 
     Raises:
         ValueError: the configuration is of another architecture.
@@ -60,8 +60,8 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     _require(config, "GPT-2", qk_norm=False)
     if config.key_value_heads != config.heads:
         raise UserError(
-            f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Other models need "
-            "names of their own."
+            f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Write your own "
+            "names for other models."
         )
     tensors = {
         f"{prefix}wte.weight": _one("embed/tokens"),
@@ -90,7 +90,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
 def llama_names(config: GPTConfig) -> Names:
     """Return the names of Llama in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
-    Those of Mistral, Qwen2 and Qwen3 are these, with more where the configuration has more parameters.
+    Mistral, Qwen2 and Qwen3 have the same names, plus names for their further parameters.
 
     Args:
         config: a GPT with rotary positions, swiglu, RMS norms and no biases but those of `qkv_bias`.
@@ -111,10 +111,10 @@ def llama_names(config: GPTConfig) -> Names:
 
 @public()
 def hf_names(config: GPTConfig) -> Names:
-    """Return the names that `transformers` has for a model: `gpt2_names`, or `llama_names` with rotary positions.
+    """Return `transformers`' names for a model: `gpt2_names`, or `llama_names` with rotary positions.
 
     Args:
-        config: a GPT that one of these is for.
+        config: a GPT that one of these supports.
 
     Raises:
         ValueError: the configuration is of another architecture.
@@ -150,12 +150,12 @@ def _one(path: str) -> Tensor:
 
 
 def in_layer(config: GPTConfig, n: int, path: str) -> Part:
-    """Return the part that layer n of a model has of a parameter, by its path in the layer."""
+    """Return layer n's part of a parameter, by its path in the layer."""
     return Part(f"layers/{path}", n) if config.scan else Part(f"layers/{n}/{path}")
 
 
 def _names(config: GPTConfig, tensors: dict[str, Tensor], table: str, constants: tuple[str, ...]) -> Names:
-    """Return the names with those of the head: if it is tied, some files hold the embedding table twice."""
+    """Return the names with the head's: if it is tied, some files hold the embedding table twice."""
     if config.tied:
         return Names(tensors, constants, config, copies={"lm_head.weight": table}, vocabulary=(table,))
     head = {"lm_head.weight": Tensor((Part("head/kernel"),), transposed=True)}
@@ -166,11 +166,11 @@ def _require(config: Any, name: str, **fields: object) -> None:
     """Raise ValueError unless each field of the configuration has the value, or one of the tuple of values, given."""
     if not isinstance(config, GPTConfig):
         raise UserError(
-            f"{name}'s names are for the parameters of a GPT: give its jdp.models.GPTConfig; given {config!r}. Other "
-            "models need names of their own."
+            f"{name}'s names are for the parameters of a GPT, by its jdp.models.GPTConfig; given {config!r}. Write "
+            "your own names for other models."
         )
     for field, wanted in fields.items():
         given = getattr(config, field)
         among = wanted if isinstance(wanted, tuple) else (wanted,)
         if given not in among:
-            raise UserError(f"{name} has {field}={among[0]!r}; given {given!r}. Other models need names of their own.")
+            raise UserError(f"{name} has {field}={among[0]!r}; given {given!r}. Write your own names for other models.")

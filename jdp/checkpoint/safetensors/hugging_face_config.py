@@ -1,9 +1,9 @@
-"""The `config.json` that Hugging Face's libraries write beside weights: the model that the weights belong to.
+"""The `config.json` that Hugging Face's libraries write beside weights: the configuration of their model.
 
-The same tensors make another model with another epsilon, base of the wavelengths or activation, which their shapes do
-not show. So `gpt_config_from_hf` builds a configuration from that file, by the table in `families`. An import by the
-names of Hugging Face refuses weights whose configuration differs from the model's (`differences`). An export writes the
-file (`written`). Anything that `jdp.models.GPT` cannot compute is refused.
+The same tensors make another model with another epsilon, rotary base or activation, which shapes do not show. So
+`gpt_config_from_hf` builds a configuration from that file, by the table in `families`. An import with Hugging Face's
+names refuses weights whose configuration differs from the model's (`differences`). An export writes the file
+(`written`). Anything that `jdp.models.GPT` cannot compute is refused.
 """
 
 from __future__ import annotations
@@ -31,32 +31,30 @@ def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
     """Return the configuration, for `jdp.models.GPT`, of the model whose `config.json` is in `folder`.
 
     Args:
-        folder: as `huggingface_hub` downloads or `save_pretrained` writes it; or a file in it. The model is a GPT-2,
-            Llama, Mistral, Qwen2 or Qwen3.
+        folder: a folder from `huggingface_hub` or `save_pretrained`, or a file in it. The model is a GPT-2, Llama,
+            Mistral, Qwen2 or Qwen3.
 
     Returns:
-        The configuration with the longest context that the file allows, without dropout, with scanned layers;
-        `dataclasses.replace` changes these.
+        The configuration with the longest context that the file allows, without dropout, with scanned layers; change
+        these with `dataclasses.replace`.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or `jdp.models.GPT` cannot compute the model.
+        CheckpointError: the file does not exist or is damaged, or `jdp.models.GPT` cannot compute the model.
         ValueError: the path is an address such as gs://bucket/model.
     """
     path = user_path(folder)
     config = read(path)
     if config is None:
         if not path.exists():
-            raise CheckpointError(f"{path} is not on this machine. Download the model first, and give its folder.")
+            raise CheckpointError(f"{path} is not on this machine. Download the model first, and pass its folder.")
         parent = path if path.is_dir() else path.parent
-        why = ", as it says no model_type" if (parent / NAME).exists() else ""
-        raise CheckpointError(
-            f"{parent} has no {NAME} of a model of Hugging Face's{why}. Give the folder that has one."
-        )
+        why = ", because it has no model_type" if (parent / NAME).exists() else ""
+        raise CheckpointError(f"{parent} has no {NAME} of a Hugging Face model{why}. Pass a folder that has one.")
     return config
 
 
 def read(path: Path) -> GPTConfig | None:
-    """Read the `config.json` in the folder of `path`; None if there is none, or it is of no model of Hugging Face's."""
+    """Read the `config.json` in the folder of `path`; None if there is none of a Hugging Face model."""
     file = (path if path.is_dir() else path.parent) / NAME
     table = read_json(file)
     if not isinstance(table, dict) or "model_type" not in table:
@@ -64,7 +62,7 @@ def read(path: Path) -> GPTConfig | None:
     values = Table(file, table)
     if (reason := REFUSED.get(str(table["model_type"]))) is not None:
         raise CheckpointError(
-            f"{file}: model_type {shortened(table['model_type'])} is no model that jdp builds: {reason}. Take one of "
+            f"{file}: jdp does not build model_type {shortened(table['model_type'])}: {reason}. Use one of "
             f"{', '.join(FAMILIES)}."
         )
     family = values.choice("model_type", FAMILIES)
@@ -75,13 +73,13 @@ def read(path: Path) -> GPTConfig | None:
         follows = config.head_width == config.width / config.heads
         return replace(config, mlp_width=config.hidden_width, head_dim=None if follows else config.head_dim)
     except ValueError as error:
-        raise CheckpointError(f"{file} describes no model that jdp builds: {error}") from error
+        raise CheckpointError(f"{file} describes a model that jdp cannot build: {error}") from error
 
 
 def differences(path: Path, config: GPTConfig, *, may_grow: bool = True) -> list[str]:
-    """Return how the configuration beside the weights at `path` differs: "norm_eps = 1e-06 (given 1e-05)", ...
+    """Return the differences of the configuration beside the weights at `path`: "norm_eps = 1e-06 (given 1e-05)", ...
 
-    Empty if there is no such file. With rotary positions another context is no difference; nor are more tokens if the
+    Empty if there is no such file. Another context does not count with rotary positions, nor do more tokens if the
     vocabulary `may_grow`.
     """
     stored = read(path)
@@ -96,13 +94,13 @@ def differences(path: Path, config: GPTConfig, *, may_grow: bool = True) -> list
 
 
 def written(config: GPTConfig, dtype: str, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the `config.json` of a model: the original's if that computes the same.
+    """Return the `config.json` of a model: the original's if it computes the same.
 
-    Else it is of the first model type that does, and keeps the original's keys that do not change the computation.
-    With rotary positions the longer of both contexts is written.
+    Otherwise the first model type that does, with the original's keys that do not change the computation. With rotary
+    positions the longer of both contexts is written.
     """
     kinds, tables = list(FAMILIES), list[tuple[str, Mapping[str, Any]]]()
-    inert: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # else they are those of the model type
+    inert: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # override the model type's defaults
     if original is not None:
         kind = str(original["model_type"])
         kinds, inert = [kind, *kinds], {key: value for key, value in original.items() if is_inert(key)}
@@ -118,15 +116,15 @@ def written(config: GPTConfig, dtype: str, original: Mapping[str, Any] | None = 
         keys = {**own, **{key: value for key, value in table.items() if key != "dtype"}, **own}
         try:
             stored = _resolved(GPTConfig(**family.read(Table(Path(NAME), keys))))
-        except ValueError:  # it cannot even be said in this family's keys
+        except ValueError:  # this family's keys cannot express it
             continue
         differing[family.name] = [f"{name} = {_toml(value)}" for name, _, value in _differing(stored, given, _INERT)]
         if not differing[family.name]:
             return keys
     nearest = min(differing, key=lambda name: len(differing[name]))
     raise CheckpointError(
-        f"Each model type of Hugging Face's has fixed choices, and none has this model's; {nearest}, the nearest, does "
-        f"not have {', '.join(differing[nearest])}. Export the weights alone: export_safetensors."
+        f"Hugging Face has no model type with this model's choices; {nearest}, the nearest, does not have "
+        f"{', '.join(differing[nearest])}. Export the weights alone: export_safetensors."
     )
 
 
@@ -143,7 +141,7 @@ def _differing(stored: GPTConfig, given: GPTConfig, skipped: Collection[str]) ->
 
 
 def _resolved(config: GPTConfig) -> GPTConfig:
-    """Return the configuration with defaults filled in, and fields that it does not use at their defaults."""
+    """Return the configuration with defaults filled in, and unused fields at their defaults."""
     full = replace(config, head_dim=config.head_width, kv_heads=config.key_value_heads, mlp_width=config.hidden_width)
     unused = {"rope_theta"} if config.positions != "rotary" else set[str]()
     if config.qkv_bias and config.bias:
@@ -154,5 +152,5 @@ def _resolved(config: GPTConfig) -> GPTConfig:
 
 
 def _toml(value: object) -> str:
-    """Return the value as in an experiment file."""
+    """Return the value in the syntax of an experiment file."""
     return "none" if value is None else json.dumps(value)

@@ -1,4 +1,4 @@
-"""LoRA's updates added to the kernels that they are of: a plain model, as other libraries read it."""
+"""Adds LoRA's updates to their kernels: a plain model for other libraries."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from jdp.models import GPTConfig
 
 @public()
 def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
-    """Add each update to its kernel, and leave the updates out: a plain model, which `export_hf` writes.
+    """Add each update to its kernel and remove the updates: a plain model for `export_hf`.
 
     A kernel becomes kernel + lora_alpha / lora_rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1), computed in
     float32 and rounded to its own dtype; it keeps its sharding.
 
     Args:
-        params: the parameters of a `jdp.models.GPT` as nested dicts, or a state; with values.
-        config: the model's, with `lora_rank`.
+        params: the parameters of a `jdp.models.GPT` as nested dicts, or a state; not abstract.
+        config: the model's configuration, with `lora_rank`.
 
     Returns:
-        The parameters as nested dicts, and their configuration. What no update is added to is the same array: a step
-        that donates the state takes it from both.
+        The parameters as nested dicts, and their configuration. Parameters without an update share their arrays with
+        `params`: a step that donates the state invalidates both.
 
     Raises:
         CheckpointError: the parameters are abstract, or an update has another rank.
-        ValueError: the model has no updates, or the parameters none.
+        ValueError: the model or the parameters have no updates.
     """
     if config.lora_rank is None:
-        raise UserError("An update is merged into a model that has some; given lora_rank=None. Export it as it is.")
+        raise UserError("merge_lora takes a model with LoRA updates; given lora_rank=None. Export the model unmerged.")
     tree = params.params if isinstance(params, TrainState) else params
     if not isinstance(tree, Mapping):
         raise UserError(
-            f"An update is merged into a state, or into parameters as nested dicts; given a {type(tree).__name__}. "
-            "Give one of these."
+            f"merge_lora takes a state, or parameters as nested dicts; given a {type(tree).__name__}. "
+            "Pass one of these."
         )
     check_values(weights_of(tree))
     scale, merged = config.lora_alpha / config.lora_rank, 0
@@ -62,7 +62,7 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
             if wanted != (node["lora_a"].shape, node["lora_b"].shape):
                 raise CheckpointError(
                     f"An update of rank {config.lora_rank} fits its kernel; given a kernel {list(kernel.shape)} with "
-                    f"lora_a {list(node['lora_a'].shape)} and lora_b {list(node['lora_b'].shape)}. Give the parameters "
+                    f"lora_a {list(node['lora_a'].shape)} and lora_b {list(node['lora_b'].shape)}. Pass the parameters "
                     "of this configuration."
                 )
             add = jax.jit(_add, out_shardings=getattr(kernel, "sharding", None))
@@ -72,8 +72,8 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
     found = plain(tree)
     if not merged:
         raise UserError(
-            "An update is merged into a model that has some; given parameters without any. Give those of this "
-            "configuration."
+            "merge_lora takes parameters with LoRA updates; given parameters without updates. Pass the parameters of "
+            "this configuration."
         )
     return found, replace(config, lora_rank=None, lora_targets=None)
 

@@ -1,7 +1,7 @@
-"""The tensors of a file and the parameters that they hold: a table name -> `Tensor`, for export and for import.
+"""The tensors of a file and their parameters: a table name -> `Tensor`, for export and import.
 
-A tensor is one `Part` or several, joined along their last dim; a part is a complete parameter, or one layer of stacked
-ones. A tensor may be stored transposed.
+A tensor is one `Part` or several, joined along their last dim; a part is a complete parameter, or one layer of a
+stacked parameter. A tensor may be stored transposed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Names:
 
     Attributes:
         tensors: name in the file -> tensor; each parameter, or each layer of it, exactly once.
-        ignored: patterns (`fnmatch`) of names in a file that an import does not read, such as tables of constants.
+        ignored: patterns (`fnmatch`) of names that an import does not read, such as tables of constants.
         config: the model of these names, compared with a `config.json` beside the file; None: unknown.
-        copies: name -> the tensor that it repeats, if a file has it.
+        copies: optional name -> the tensor that it repeats.
         vocabulary: the tensors with a row for each token; a file may have fewer rows.
     """
 
@@ -70,15 +70,15 @@ def resolve(names: Names | Mapping[str, str | Tensor] | None, leaves: Mapping[st
 
 
 def check_cover(names: Names, leaves: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
-    """Check that every leaf, or every layer of a leaf that is named by layers, is in exactly one tensor."""
+    """Check that every leaf, or every layer of a leaf named by layers, is in exactly one tensor."""
     named: dict[str, list[int | None]] = {}
     for name, tensor in names.tensors.items():
         for part in tensor.parts:
             if part.path not in leaves:
                 some = ", ".join([*leaves][:3]) + ", ..." * (len(leaves) > 3)
                 raise CheckpointError(
-                    f"The names say that {name} holds {part.path}, and the model has no such parameter; it has "
-                    f"{some}. Make the names for this model's configuration."
+                    f"The names map {name} to {part.path}, but the model has no such parameter; it has {some}. Make "
+                    "the names for this model's configuration."
                 )
             named.setdefault(part.path, []).append(part.layer)
     for path, leaf in leaves.items():
@@ -89,8 +89,8 @@ def check_cover(names: Names, leaves: Mapping[str, Any], missing: Sequence[str] 
         by_layer = bool(leaf.shape) and None not in layers and sorted(layers) == list(range(leaf.shape[0]))  # pyright: ignore[reportArgumentType]
         if not whole and not by_layer:
             raise CheckpointError(
-                f"Each parameter needs one name, or one a layer; {path} {list(leaf.shape)} has "
-                f"{'none' if not layers else f'{len(layers)}'}. Add it to the names, or leave it out of what is given."
+                f"Each parameter needs one name, or one for each layer; {path} {list(leaf.shape)} has "
+                f"{'none' if not layers else f'{len(layers)}'}. Add it to the names, or remove the parameter."
             )
 
 

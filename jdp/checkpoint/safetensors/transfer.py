@@ -1,8 +1,8 @@
-"""Weights out to safetensors files and back in, tensor by tensor.
+"""Export weights to safetensors files and import them, tensor by tensor.
 
-Export: each tensor is gathered from the devices, joined, transposed and written before the next. So the host holds one
-at a time, and with several processes each device one complete parameter or layer. Import: every device's shard is a
-slice of the file, so nothing is read that no device keeps.
+Export gathers each tensor from the devices, joins, transposes and writes it before the next. So the host holds one
+tensor at a time, and with several processes each device one complete parameter or layer. Import reads every device's
+shard as a slice of the file, and nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jdp.models import GPTConfig
 GivenNames = Names | Mapping[str, str | Tensor] | None
 MAX_SHARD_BYTES = 5_000_000_000
 GENERATION = "generation_config.json"
-"""What Hugging Face's libraries write beside a `config.json`: which tokens end a text, and how to draw."""
+"""Hugging Face's file beside a `config.json`: the tokens that end a text, and sampling options."""
 
 
 @public()
@@ -59,10 +59,10 @@ def export_safetensors(
         path: ends with ".safetensors"; an existing file is replaced.
         params: a tree of parameters, or a state, whose model state (such as BatchNorm statistics) is written too.
         names: `hf_names(config)`, or a mapping from names in the file to slash paths; None: the paths, with dots for
-            slashes ("layers.attention.query.kernel"), stacked layers as they are.
-        dtype: of floating-point weights in the file, such as `jnp.bfloat16`; None: no cast.
-        max_shard_bytes: size in bytes beyond which several files are written, `NAME-00001-of-00003.safetensors`, with
-            an index, `NAME.safetensors.index.json`. A tensor is never split.
+            slashes ("layers.attention.query.kernel"), and stacked layers unsplit.
+        dtype: dtype of floating-point weights in the file, such as `jnp.bfloat16`; None: no cast.
+        max_shard_bytes: larger exports become several files, `NAME-00001-of-00003.safetensors`, with an index,
+            `NAME.safetensors.index.json`. A tensor is never split.
 
     Raises:
         CheckpointError: the names do not fit the parameters, or these are abstract. Or the file cannot be written, or
@@ -85,34 +85,34 @@ def export_hf(
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a model as `transformers` reads it: `model.safetensors` and `config.json`. Every process calls this.
+    """Write a model for `transformers`: `model.safetensors` and `config.json`. Every process calls this.
 
     The model type is the original's, or the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3.
     Tokenizers are not written.
 
     Args:
-        folder: made if there is none. A `config.json` in it must describe this model, and is the original by default.
+        folder: created if missing. A `config.json` in it must describe this model, and is the default for `original`.
         params: the parameters of a `jdp.models.GPT`, or a state.
-        config: the model's.
-        original: the folder of the model that the weights began as. The keys of its `config.json` are kept, such as
+        config: the model's configuration.
+        original: the folder of the model from which training started. Keys of its `config.json` are kept, such as
             `eos_token_id`, and the context if positions are rotary; its `generation_config.json` is copied.
-        dtype: of the weights in the files, such as `jnp.bfloat16`; None: that of `original`, else no cast.
+        dtype: dtype of the weights in the files, such as `jnp.bfloat16`; None: that of `original`, else no cast.
         max_shard_bytes: as for `export_safetensors`.
 
     Raises:
-        CheckpointError: no model type computes the same, or the parameters are not of this configuration. Or a
+        CheckpointError: no model type computes the same, or the parameters do not fit the configuration. Or a
             `config.json` of another model is in the way, or a file cannot be written.
         ValueError: the path is an address such as gs://bucket/model, or the names are not known for this configuration.
     """
     folder = user_path(folder).absolute()
     if config.lora_rank is not None:
         raise CheckpointError(
-            "A model is exported with its low-rank updates added to the kernels; given "
-            f"lora_rank={config.lora_rank}. Add them first: jdp.export.merge_lora."
+            "export_hf takes a model without LoRA updates; given "
+            f"lora_rank={config.lora_rank}. Add them to the kernels first: jdp.export.merge_lora."
         )
     names, weights, file = hf_names(config), weights_of(params), folder / CONFIG
     if file.exists() and (read(folder) is None or differences(folder, config, may_grow=False)):
-        raise CheckpointError(f"{file} is there, and describes another model. Export to another folder, or move it.")
+        raise CheckpointError(f"{file} describes another model. Export to another folder, or move that file.")
     stored, beside = read_json(file), None
     if original is not None:
         gpt_config_from_hf(original)  # refuses a folder without a model
@@ -128,7 +128,7 @@ def export_hf(
 
 
 def _dtype_of(folder: Path, keys: Mapping[str, Any]) -> Any:
-    """Return the dtype of a model of Hugging Face's: as its configuration says, else that of its largest tensor."""
+    """Return the dtype of a Hugging Face model: from its configuration, else of its largest tensor."""
     if (named := keys.get("dtype") or keys.get("torch_dtype")) is not None:
         return named
     with contextlib.suppress(CheckpointError):  # a folder without weights
@@ -154,30 +154,30 @@ def import_safetensors(
 ) -> PyTree:
     """Read weights from safetensors files onto the shardings of `target`.
 
-    A file's floating-point dtype is cast to the target's; a cast that loses bits is reported. So is a vocabulary of
-    `hf_names` that is larger than the file's: the rows of the tokens that it lacks are the mean of its rows.
+    Floating-point weights are cast to the target's dtype; a cast that loses bits is reported. If the vocabulary of
+    `hf_names` is larger than the file's, the missing rows are the mean of the file's rows, and this is reported.
 
     Args:
-        path: a file; an index, or the name the single file would have; or a folder with `model.safetensors` or its
-            index in it, as Hugging Face's have.
-        target: a state, `jdp.abstract_state(...)` or real; or a tree of parameters that have shardings.
+        path: a file; an index, or the name of the single file; or a folder with `model.safetensors` or its index, as
+            from Hugging Face.
+        target: a state, `jdp.abstract_state(...)` or real; or a tree of parameters with shardings.
         names: `hf_names(config)`, or a mapping from names in the file to slash paths; None: the paths with dots for
             slashes.
         missing: path patterns (`fnmatch`) of parameters that the file may lack, such as `("*/lora_*",)`; they keep the
             values of `target`, which must be real.
-        ignore: patterns of tensors in the file that are left unread, as if it lacked them: of their names, or of these
-            with slashes for dots, `("*/lora_*",)`. Each must match.
-        check_config: compare a `config.json` beside the weights with the model that `hf_names` were made for. False:
-            read the weights in any case, such as those of a model type that jdp does not know.
+        ignore: patterns of tensors in the file to skip: of their names, or of names with slashes for dots,
+            `("*/lora_*",)`. Each must match.
+        check_config: compare a `config.json` beside the weights with the model of `hf_names`. False: read the weights
+            in any case, for example of an unknown model type.
 
     Returns:
-        `target` with new `params` (and `model_state`, if the names have it): on an abstract state everything else stays
-        abstract, on a real one it keeps its values.
+        `target` with new `params` (and `model_state`, if the names include it). The rest of an abstract state stays
+        abstract; the rest of a real state keeps its values.
 
     Raises:
-        CheckpointError: there is no such file, or it is damaged, or a tensor does not fit (the first is named). Or the
-            `config.json` of Hugging Face beside it is of another model than the names; or a pattern of `ignore` matches
-            nothing.
+        CheckpointError: the file does not exist or is damaged, or a tensor does not fit (the first is named). Or the
+            Hugging Face `config.json` beside it describes another model than the names; or a pattern of `ignore`
+            matches nothing.
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
@@ -206,16 +206,16 @@ def import_safetensors(
 
 
 def weights_of(tree: PyTree) -> dict[str, Any]:
-    """Return weights by slash path: of a state, its parameters and model state, one model."""
+    """Return weights by slash path; for a state, its parameters and model state."""
     trees, leaves = [tree], dict[str, Any]()
     if isinstance(tree, TrainState):
         trees = [tree.params, tree.model_state]
     for key, leaf in (pair for each in trees for pair in jax.tree.leaves_with_path(each)):
         path = path_of(key)
         if path in leaves:
-            raise CheckpointError(f"Every weight needs a path of its own; two have {path}. Rename one.")
+            raise CheckpointError(f"Every weight needs its own path; two have {path}. Rename one.")
         if not hasattr(leaf, "dtype"):
-            raise CheckpointError(f"Weights are arrays; {path} is {leaf!r}. Leave it out, or make it an array.")
+            raise CheckpointError(f"Weights are arrays; {path} is {leaf!r}. Remove it, or make it an array.")
         leaves[path] = leaf
     return leaves
 
@@ -226,7 +226,7 @@ def weights_of(tree: PyTree) -> dict[str, Any]:
 def export_weights(
     path: Path, leaves: Mapping[str, Any], names: GivenNames, dtype: Any, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write leaves, by slash path, to a safetensors file."""
+    """Write leaves by slash path to a safetensors file."""
     check_values(leaves)
     _check_dtype(dtype)
     tensors = resolve(names, leaves)
@@ -234,7 +234,7 @@ def export_weights(
     specs = dict[str, jax.ShapeDtypeStruct]()
     for name, tensor in tensors.tensors.items():
         own = leaves[tensor.parts[0].path].dtype
-        if isinstance(own, np.dtype):  # no key of jax.random
+        if isinstance(own, np.dtype):  # not a key of jax.random
             own = np.dtype(dtype) if dtype is not None and jnp.issubdtype(own, jnp.floating) else own.newbyteorder("=")
         specs[name] = jax.ShapeDtypeStruct(file_shape(tensor, leaves), own)
 
@@ -265,21 +265,21 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
-    """Return a tensor in the form of the file, on this host."""
+    """Return a tensor in the file's form, on this host."""
     parts = [_on_host(leaves[part.path], part.layer) for part in tensor.parts]
     joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     return np.swapaxes(joined, -1, -2) if tensor.transposed else joined
 
 
 def _on_host(leaf: Any, layer: int | None) -> np.ndarray:
-    """Copy an array, or one index of its leading dim, to this host; one of NumPy is there."""
+    """Copy an array, or one index of its leading dim, to this host."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
     replicated = None
     if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
         replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold shards of it
     if layer is None and replicated is None:
-        leaf = leaf.copy()  # an array keeps the host's copy of its values for as long as it lives, and the state does
+        leaf = leaf.copy()  # an array keeps its host copy while it lives, and the state's arrays live on
     else:
         leaf = jax.jit(_layer, out_shardings=replicated)(leaf, layer)
     return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
@@ -294,11 +294,11 @@ def _layer(leaf: jax.Array, layer: jax.Array | None) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Source:
-    """The part of a tensor that is a parameter, or one layer of it."""
+    """The part of a tensor that holds a parameter, or one layer of it."""
 
     stored: Stored | Grown
     transposed: bool
-    first: int  # index in the last dim of the tensor, before it is transposed, where the part begins
+    first: int  # start of the part in the tensor's last dim, before it is transposed
 
     def read(self, index: list[slice]) -> np.ndarray:
         """Read the slice `index` of the part, in the model's orientation."""
@@ -310,45 +310,45 @@ class _Source:
 
 
 def _check_config(names: Names, path: Path) -> None:
-    """Raise CheckpointError if the `config.json` beside the weights is of another model."""
+    """Raise CheckpointError if the `config.json` beside the weights describes another model."""
     try:
         differing = differences(path, names.config) if names.config is not None else []
     except CheckpointError as error:
-        raise CheckpointError(f"{error} To read the weights all the same: check_config=False.") from error
+        raise CheckpointError(f"{error} To read the weights anyway: check_config=False.") from error
     if differing:
         folder = path if path.is_dir() else path.parent
         raise CheckpointError(
-            f"{folder / CONFIG} describes another model than the names were made for: it has {', '.join(differing)}. "
-            f"Build the model with these, or take all of it: jdp.export.gpt_config_from_hf({str(folder)!r})."
+            f"{folder / CONFIG} describes another model than the names: it has {', '.join(differing)}. "
+            f"Build the model with these, or use all of it: jdp.export.gpt_config_from_hf({str(folder)!r})."
         )
 
 
 def _check_copies(names: Names, stored: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError if a file has another head than the embedding table, to which the model ties it."""
+    """Raise CheckpointError if a file's head differs from the embedding table, although the model ties them."""
     for name, table in names.copies.items():
         both = [stored[each] for each in (name, table) if each in stored]
         if len(both) == 2 and not (
             both[0].shape == both[1].shape and all(map(np.array_equal, *map(files.in_rows, both)))
         ):
             raise CheckpointError(
-                f"A tied model's {name} repeats {table}; {path} has other values in it. Set "
+                f"A tied model's {name} repeats {table}; {path} has other values. Set "
                 f'"tie_word_embeddings" to false in its {CONFIG}, and the model reads both; or remove {name} from the '
                 f"file (from Python: ignore=({name!r},))."
             )
 
 
 def _grow(names: Names, stored: dict[str, Stored | Grown], leaves: Mapping[str, Any], path: Path) -> None:
-    """Give tensors with a row for each token the rows that the model has more, and report it."""
+    """Add the model's further rows to tensors with a row for each token, and report it."""
     for name in names.vocabulary:
         tensor, (tokens, *others) = stored.get(name), file_shape(names.tensors[name], leaves)
         if isinstance(tensor, Stored) and 0 < tensor.shape[0] < tokens and [*tensor.shape[1:]] == others:
             stored[name] = Grown(tensor, tokens)
-            added = f"{tokens - tensor.shape[0]} rows are added, each the mean of those in the file"
+            added = f"{tokens - tensor.shape[0]} rows are added, each the mean of the file's rows"
             warn(f"{name} has {tensor.shape[0]} tokens in {path}, {tokens} in the model: {added}")
 
 
 def _needed(tensor: Tensor, missing: Sequence[str]) -> list[str]:
-    """Return the parameters of a tensor that the file may not lack."""
+    """Return the required parameters of a tensor."""
     return [part.path for part in tensor.parts if not matches(part.path, missing)]
 
 
@@ -359,33 +359,33 @@ def _check_stored(
     missing: Sequence[str],
     path: Path,
 ) -> None:
-    """Check that the file has the tensors that the model needs, in its shapes, and no others."""
+    """Check that the file has exactly the model's tensors, in its shapes."""
     for name, tensor in names.tensors.items():
         if name not in stored and _needed(tensor, missing):
-            closest = nearest(name, stored, "; the closest name it has is ", cutoff=0.0).rstrip("?")
+            closest = nearest(name, stored, "; its closest name is ", cutoff=0.0).rstrip("?")
             raise CheckpointError(
                 f"{path} has no {name}, which holds {tensor.parts[0].path}"
-                f"{closest if stored else '; it has no tensors'}. Give the names that this file has."
+                f"{closest if stored else '; it has no tensors'}. Pass the names of this file."
             )
         wanted = file_shape(tensor, leaves)
         if name in stored and stored[name].shape != wanted:
             paths = " + ".join(part.path for part in tensor.parts)
             raise CheckpointError(
-                f"{path} has {name} as {list(stored[name].shape)}, and the model's {paths} needs {list(wanted)}. Build "
+                f"{path} has {name} as {list(stored[name].shape)}, but the model's {paths} needs {list(wanted)}. Build "
                 "the model with the sizes of the file."
             )
     for name, tensor in stored.items():
         if name not in names.tensors and name not in names.copies and not matches(name, names.ignored):
             raise CheckpointError(
-                f"{path} has {name} {tensor.dtype}{list(tensor.shape)}, for which the model has no place. Build the "
-                f"model that the file is of, or leave it unread: ignore=({name!r},)."
+                f"{path} has {name} {tensor.dtype}{list(tensor.shape)}, which the model does not use. Build the "
+                f"file's model, or skip the tensor: ignore=({name!r},)."
             )
 
 
 def _sources(
     names: Names, stored: Mapping[str, Stored | Grown], leaves: Mapping[str, Any], path: Path
 ) -> dict[str, dict[int | None, _Source]]:
-    """Return where each parameter, or each layer of it, is read: all that the file has."""
+    """Return the source of each parameter, or each layer of it, that the file has."""
     sources: dict[str, dict[int | None, _Source]] = {}
     for name, tensor in names.tensors.items():
         first = 0
@@ -397,13 +397,13 @@ def _sources(
             if name not in stored and part.path in sources:
                 raise CheckpointError(
                     f"A file has all layers of a parameter or none; {path} has no {name}, but other layers of "
-                    f"{part.path}. It is incomplete: copy it again."
+                    f"{part.path}. The file is incomplete: copy it again."
                 )
     return sources
 
 
 def _read_leaf(path: str, leaf: Any, sources: Mapping[int | None, _Source]) -> jax.Array:
-    """Read a leaf from its tensors, by layer, onto its sharding, each device's shard by itself."""
+    """Read a leaf from its tensors, by layer, onto its sharding, shard by shard."""
     check_sharding(leaf, path)
     _check_cast(path, next(iter(sources.values())).stored.dtype, np.dtype(leaf.dtype))
 
@@ -421,13 +421,13 @@ def _read_leaf(path: str, leaf: Any, sources: Mapping[int | None, _Source]) -> j
 
 
 def _check_cast(path: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Raise CheckpointError unless the dtypes are equal or both floats; report a cast that loses bits."""
+    """Raise CheckpointError unless the dtypes are equal or both floating; report a cast that loses bits."""
     if stored == wanted:
         return
     if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
         raise CheckpointError(
-            f"Only floating-point weights are cast; {path} is {stored} in the file, {wanted} in the target. Make them "
-            "one dtype."
+            f"Only floating-point weights are cast; {path} is {stored} in the file, {wanted} in the target. Use the "
+            "same dtype."
         )
     if jnp.promote_types(stored, wanted) != wanted:
-        warn(f"weights of {stored} are rounded to {wanted} on import, the first of them {path}")
+        warn(f"weights of {stored} are rounded to {wanted} on import, first {path}")

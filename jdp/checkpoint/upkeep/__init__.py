@@ -1,1 +1,1 @@
-"""Which checkpoints are kept (`retention`), whose they are (`ownership`, `lineage`), which are damaged (`damage`)."""
+"""Which checkpoints to keep (`retention`), which entries are jdp's (`ownership`), which are damaged (`damage`)."""

@@ -1,7 +1,7 @@
-"""Damaged checkpoints: they are set aside, and the newest complete one is read in their place.
+"""Damaged checkpoints: they are set aside, and the newest complete checkpoint is read instead.
 
-A checkpoint that was asked for by its step is never replaced by another. If none is complete nothing is moved: that is
-an error, which the user decides about.
+A checkpoint requested by its step is never replaced by another. If none is complete, nothing is moved, and an error
+lets the user decide.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jdp.checkpoint.upkeep import ownership
 from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
 
 RUN_FOLDER = "checkpoints"
-"""The folder of checkpoints in the folder of a run."""
+"""The folder of checkpoints in a run's folder."""
 _T = TypeVar("_T")
 
 
@@ -38,9 +38,9 @@ class Checked:
 
     Attributes:
         folder: the checkpoint's.
-        step: its step; None if the folder is not named by one.
-        status: "whole": every file is as it was saved; "damaged".
-        problem: the first damaged file and its fault; else empty.
+        step: its step; None if the folder's name is not a step.
+        status: "whole" if no file has changed since the save, else "damaged".
+        problem: the first damaged file and its fault; "" if whole.
     """
 
     folder: Path
@@ -51,20 +51,20 @@ class Checked:
 
 @public()
 def check(path: str | Path) -> list[Checked]:
-    """Compare every file of a checkpoint, or of all in a directory, with its checksum. Nothing is changed.
+    """Compare every file of a checkpoint, or of all checkpoints in a directory, with its checksum. Changes nothing.
 
         >>> with jdp.Checkpoints("run") as checkpoints:
         ...     checkpoints.save(state)
         >>> [(found.step, found.status) for found in jdp.checkpoint.check("run")]
         [(0, 'whole')]
 
-    No devices and no other processes are needed. Checkpoints that are being written or deleted are left out.
+    It needs no devices and no other processes. Checkpoints that are being written or deleted are skipped.
 
     Args:
         path: the folder of a run, a directory of checkpoints, or one checkpoint.
 
     Returns:
-        One entry a checkpoint, oldest first; none if there are no checkpoints.
+        An entry for each checkpoint, oldest first.
     """
     path = user_path(path).absolute()
     if is_checkpoint(path):
@@ -84,7 +84,7 @@ def _checked(folder: Path) -> Checked:
 
 
 def read_newest(directory: Path, read: Callable[[Source], _T]) -> tuple[_T, int, dict[int, str]]:
-    """Read the newest complete checkpoint. Every process calls this, and all read the same."""
+    """Read the newest complete checkpoint, the same on every process. Every process calls this."""
     damaged: dict[int, str] = {}
     while True:
         left = [step for step in ownership.committed_steps(directory) if step not in damaged]
@@ -97,7 +97,7 @@ def read_newest(directory: Path, read: Callable[[Source], _T]) -> tuple[_T, int,
             value = read(Stored(folder, "There may be others in that directory: name one of them"))
         except DamagedError as error:
             if error.__cause__ is not None and not checksums.verify(folder):
-                raise  # its bytes are those that were saved: it cannot be read, but is not damaged
+                raise  # its bytes are unchanged: unreadable, but not damaged
             problem = error.problem
         problems = from_every_process("what was read of a checkpoint", problem, seconds=HOURS)
         problem = next(filter(None, problems), "")
@@ -106,15 +106,15 @@ def read_newest(directory: Path, read: Callable[[Source], _T]) -> tuple[_T, int,
         damaged[step] = problem
     found = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
     raise CheckpointError(
-        f"No checkpoint in {directory} is whole ({found or 'there are none'}). Put a copy of one in its place, or move "
-        "them away to start afresh."
+        f"No checkpoint in {directory} is whole ({found or 'there are none'}). Replace one by a copy, or move them "
+        "away to start afresh."
     )
 
 
 def report(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
-    """Report the damaged checkpoints that stay, and which one is read in their place."""
+    """Report the damaged checkpoints that stay, and the one that is read instead."""
     for step, problem in sorted(damaged.items()):
-        warn(f"{directory}: checkpoint {step} is damaged ({problem}), and {instead} is read in its place")
+        warn(f"{directory}: checkpoint {step} is damaged ({problem}); {instead} is read instead")
 
 
 def set_aside(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
@@ -126,6 +126,6 @@ def set_aside(directory: Path, damaged: Mapping[int, str], instead: int) -> None
             continue  # another process has deleted or set it aside meanwhile
         except OSError as error:
             done = f"cannot be set aside ({error.strerror})"
-        warn(f"{directory}: checkpoint {step} is damaged ({problem}) and {done}; {instead} is read in its place")
+        warn(f"{directory}: checkpoint {step} is damaged ({problem}) and {done}; {instead} is read instead")
     if damaged:
         meet("where process 0 sets damaged checkpoints aside")

@@ -1,4 +1,4 @@
-"""Which checkpoints of a directory are kept, and which is the best."""
+"""Which checkpoints of a directory to keep, and which is the best."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jdp.base.formatting import finite_or_none
 from jdp.checkpoint.errors import CheckpointError
 
 Metrics = Mapping[int, Mapping[str, float | None] | None]
-"""Step -> the metrics that were measured on it, None if they cannot be read; None for one that was not finite."""
+"""Step -> its metrics, None if they cannot be read; a metric is None if it was not finite."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint is kept while any of these keeps it; `jdp.Checkpoints` describes them."""
+    """A checkpoint is kept while any of these rules keeps it; see `jdp.Checkpoints`."""
 
     keep: int | None
     keep_every: int | None
@@ -29,10 +29,12 @@ class Retention:
             if count is not None and count < 1:
                 raise UserError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
         if self.mode not in ("min", "max"):
-            raise UserError(f'mode is "min" or "max"; given {self.mode!r}. A loss has "min", an accuracy "max".')
+            raise UserError(
+                f'mode is "min" or "max"; given {self.mode!r}. Use "min" for a loss, "max" for an accuracy.'
+            )
 
     def best_step(self, metrics: Metrics) -> int | None:
-        """Return the step that is best by the metric, the newest of equals; None if none has a finite value."""
+        """Return the best step by the metric, the newest of equals; None if none has a finite value."""
         sign = -1.0 if self.mode == "min" else 1.0
         values = {step: (numbers or {}).get(self.best or "") for step, numbers in metrics.items()}
         scores = [(sign * value, step) for step, value in values.items() if value is not None]
@@ -44,32 +46,32 @@ class Retention:
         kept = {*steps} if self.keep is None else {*steps[-self.keep :]}
         kept |= {step for step in steps if self.keep_every is not None and step % self.keep_every == 0}
         if self.best is not None:
-            kept |= {step for step, numbers in metrics.items() if numbers is None}  # it may be the best
+            kept |= {step for step, numbers in metrics.items() if numbers is None}  # may be the best
         best = self.best_step(metrics)
         return kept if best is None else kept | {best}
 
     def numbers(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-        """Return metrics for JSON; None, for one that is not finite, means that it was not measured."""
+        """Return metrics for JSON; a metric that is not finite becomes None and counts as not measured."""
         numbers: dict[str, float | None] = {}
         for name, value in metrics.items():
             try:
                 numbers[name] = finite_or_none(float(value))
             except (TypeError, ValueError):
                 raise UserError(
-                    f"A metric is one number; {name!r} is {value!r}. Leave it out where it was not measured."
+                    f"A metric is one number; {name!r} is {value!r}. Leave it out if it was not measured."
                 ) from None
         if numbers and self.best is not None and self.best not in numbers:
             raise UserError(
-                f"The best checkpoint is chosen by {self.best!r}; given the metrics {list(numbers)}. Pass it too."
+                f"The best checkpoint is chosen by {self.best!r}; given only the metrics {list(numbers)}. Pass it too."
             )
         return numbers
 
     def chosen(
         self, directory: Path, steps: Sequence[int], step: int | Literal["best"] | None, best: int | None
     ) -> tuple[Path, str]:
-        """Return the folder of a step, the best or (None) the newest, and what to do if it is damaged."""
+        """Return the folder of a step, "best" or the newest (None), and the fix if it is damaged."""
         if step == "best" and self.best is None:
-            raise CheckpointError('step="best" needs a metric to go by: Checkpoints(directory, best="eval_loss").')
+            raise CheckpointError('step="best" needs a metric: Checkpoints(directory, best="eval_loss").')
         number = best if step == "best" else max(steps, default=None) if step is None else step
         existing = ", ".join(map(str, steps)) or "none"
         if step == "best" and number is None:
@@ -79,7 +81,7 @@ class Retention:
         if number not in steps:
             which = "" if number is None else f" {number}"
             raise CheckpointError(f"There is no checkpoint{which} in {directory}; there are: {existing}.")
-        fix = "There is no other in this directory: remove that folder to start afresh"
+        fix = "This directory has no other checkpoint: remove that folder to start afresh"
         if others := ", ".join(str(other) for other in steps if other != number):
             fix = f"Restore another, with step=... (there are: {others}), or remove that folder"
         return directory / str(number), fix

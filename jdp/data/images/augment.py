@@ -1,14 +1,14 @@
 """Images drawn anew in every epoch: a crop after padding, and a flip from left to right.
 
 1. A sample's draws are a pure function of seed, epoch and index: the first words of a Philox stream (Salmon et al.
-   2011, "Parallel random numbers: as easy as 1, 2, 3"). Its key is the seed, and its counter holds epoch and index. So
-   the pixels do not depend on processes, devices, batch size, threads or resumes, and no state is kept.
-2. The padded crop is a window of the image's own size out of the image with `crop_padding` pixels of `fill` on each
-   side (He et al. 2016, section 4.2): a shift by up to that many pixels each way.
-3. The resized crop is a part of the picture of random area and proportions, resized to the image's size (Szegedy et al.
-   2014, arXiv:1409.4842, section 6): with torchvision's `RandomResizedCrop`, a share of the area drawn evenly, and
-   proportions from 3:4 to 4:3 drawn evenly in the logarithm. After ten draws that do not fit it is the largest centred
-   part of such proportions.
+   2011, "Parallel random numbers: as easy as 1, 2, 3"). The key is the seed, and the counter holds epoch and index. So
+   the pixels do not depend on processes, devices, batch size, threads or resumes, and there is no state.
+2. The padded crop is a window of the image's size from the image with `crop_padding` pixels of `fill` on each side
+   (He et al. 2016, section 4.2): a shift by at most `crop_padding` pixels each way.
+3. The resized crop is a part of the picture with random area and proportions, resized to the image's size (Szegedy et
+   al. 2014, arXiv:1409.4842, section 6). As in torchvision's `RandomResizedCrop`, the share of the area is uniform, and
+   the proportions, 3:4 to 4:3, are log-uniform. After ten draws that do not fit, the largest centred part with such
+   proportions is used.
 """
 
 import math
@@ -29,7 +29,7 @@ from jdp.data.images.samples import ImageSamples
 _TRIES = 10
 _WORDS = 3 + 2 * _TRIES  # drawn for a sample: the crop's row and column, the flip; areas and proportions
 _WIDEST = 4 / 3
-_STREAM = 0x6A64702E696D6167  # second half of the key: apart from other streams of the same seed
+_STREAM = 0x6A64702E696D6167  # second half of the key: separates it from other streams of the seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +40,9 @@ class AugmentedImages:
         samples: the source.
         crop_padding: pixels on each side.
         flip: whether half of the images are flipped.
-        resized_crop: least share of the area of a resized crop; 0: none.
-        fill: of the padding, a number for each channel or one for all.
-        seed: of the draws.
+        resized_crop: least share of the area of a resized crop; 0: no such crop.
+        fill: value of the padding, for each channel or for all.
+        seed: seed of the draws.
 
     A plain index is the sample in the first epoch.
 
@@ -69,7 +69,7 @@ class AugmentedImages:
         """Return a sample with the crop and flip of an epoch.
 
         Args:
-            index: of the sample, 0 to len - 1.
+            index: index of the sample, 0 to len - 1.
             epoch: not negative.
         """
         top, left, coin, *shapes = _draw(self.seed, epoch, index)
@@ -97,20 +97,20 @@ def augmented(
     fill: float | Sequence[float] | None = None,
     seed: int = 0,
 ) -> AugmentedImages:
-    """Crop and flip the images of a source, anew in every epoch, to train on; evaluate on the source itself.
+    """Crop and flip the training images of a source, anew in every epoch. Evaluate on the source itself.
 
-    `global_batches` passes the epoch on: the same pixels on any number of processes, with any batch size, and after a
-    resume. Augment sources before they are mixed: a mixture is refused.
+    `global_batches` passes the epoch: pixels are the same on any number of processes, with any batch size, and after a
+    resume. Augment sources before you mix them: a mixture is refused.
 
     Args:
         samples: with "images" [height, width, …], of one shape and any dtype, such as `image_data(…).train`.
-        crop_padding: pixels added on each side before a window of the image's own size is cropped; less than height and
-            width. All windows are equally likely. 0 is no crop.
+        crop_padding: pixels added on each side before a window of the image's size is cropped; less than height and
+            width. All windows are equally likely. 0: no crop.
         flip: whether each image is flipped from left to right with probability 1/2.
         resized_crop: least share of a picture's area, up to all of it, that a random crop shows; the crop is resized to
-            the image's size. 0.08 is usual for photographs; 0 is no such crop. For images of `image_data` only.
-        fill: of the padding, one number or one a channel; None is black for images of `image_data`, and 0 otherwise.
-        seed: of the draws, 0 to 2⁶⁴ - 1; the order's seed may be the same.
+            the image's size. 0.08 is usual for photographs; 0: no such crop. For images of `image_data` only.
+        fill: value of the padding, one or one for each channel; None: black for images of `image_data`, else 0.
+        seed: seed of the draws, 0 to 2⁶⁴ - 1; it may equal the order's seed.
 
     Returns:
         The source to give to `global_batches`.
@@ -125,33 +125,35 @@ def augmented(
     [[[0, 1, 2, 3]], [[3, 2, 1, 0]]]
     """
     if hasattr(samples, "sample_at"):
-        raise UserError("a mixture has an order of its own; given one to augment: augment the sources, then mix them")
+        raise UserError(
+            "a mixture cannot be augmented, because it has its own order: augment the sources, then mix them"
+        )
     if not (is_integer(seed) and 0 <= seed < 2**64):
-        raise UserError(f"seed must be 0 to 2**64 - 1; given {seed}: give for example 0")
+        raise UserError(f"seed must be 0 to 2**64 - 1; given {seed}: use 0, for example")
     images = samples[0].get("images")
     if images is None or images.ndim < 2:
         given = sorted(samples[0])
         raise UserError(f'samples must have "images" [height, width, …]; given {given}: augment sources of images')
     if not (is_integer(crop_padding) and 0 <= crop_padding < min(images.shape[:2])):
         rule = f"0 or more, and less than the height and width of images {list(images.shape)}"
-        raise UserError(f"crop_padding must be {rule}; given {crop_padding}: give for example 1")
+        raise UserError(f"crop_padding must be {rule}; given {crop_padding}: use 1, for example")
     if not (is_number(resized_crop) and 0 <= resized_crop < 1):
-        given = f"{resized_crop}: give for example 0.08"
+        given = f"{resized_crop}: use 0.08, for example"
         raise UserError(f"resized_crop must be 0, or a share of the area below 1; given {given}")
     if resized_crop and crop_padding:
-        raise UserError(f"resized_crop and crop_padding both crop; given {resized_crop} and {crop_padding}: give one")
+        raise UserError(f"resized_crop and crop_padding both crop; given {resized_crop} and {crop_padding}: use one")
     if resized_crop and not isinstance(samples, ImageSamples):
         given = type(samples).__name__
-        raise UserError(f"resized_crop is of pictures that image_data opens; given {given}: crop in your source")
+        raise UserError(f"resized_crop requires pictures from image_data; given {given}: crop in your source")
     filling = np.asarray(getattr(samples, "black", 0) if fill is None else fill).astype(images.dtype)
     if filling.shape not in ((), images.shape[2:]):
-        rule = f"one number, or one a channel of images {list(images.shape)}"
-        raise UserError(f"fill must be {rule}; given {fill}: give one")
+        rule = f"one number, or one for each channel of images {list(images.shape)}"
+        raise UserError(f"fill must be {rule}; given {fill}: use one number")
     return AugmentedImages(samples, crop_padding, flip, filling, seed, float(resized_crop))
 
 
 def _drawn_part(least: float, top: int, left: int, shapes: Sequence[int]) -> Callable[[int, int], Box]:
-    """Return the part of a picture that words of 64 random bits choose: its row and column, then tries of its shape."""
+    """Return the part of a picture chosen by words of 64 random bits: its row and column, then tries of its shape."""
 
     def part(height: int, width: int) -> Box:
         wide, high = min(width, max(round(height * _WIDEST), 1)), min(height, max(round(width * _WIDEST), 1))
@@ -169,14 +171,14 @@ def _drawn_part(least: float, top: int, left: int, shapes: Sequence[int]) -> Cal
 
 
 def _draw(seed: int, epoch: int, index: int) -> list[int]:
-    """Return the words of a sample in an epoch: raw bits, as NumPy may change a Generator's methods (NEP 19), never
-    the stream of a bit generator. The counter's lowest word counts the words drawn."""
+    """Return a sample's random words in an epoch: raw bits, because NumPy may change a Generator's methods (NEP 19) but
+    not a bit generator's stream. The counter's lowest word counts the words drawn."""
     key, counter = np.array([seed, _STREAM], np.uint64), np.array([0, index, epoch, 0], np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(_WORDS).tolist()
 
 
 def _window(image: NDArray[Any], down: int, right: int, fill: NDArray[Any]) -> NDArray[Any]:
-    """Return the window that begins `down` rows and `right` columns into the image, filled where it has no image."""
+    """Return the window that begins `down` rows and `right` columns into the image, with `fill` outside the image."""
     height, width = image.shape[:2]
     top, bottom, left, end = max(0, -down), height - max(0, down), max(0, -right), width - max(0, right)
     window = np.empty_like(image)

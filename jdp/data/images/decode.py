@@ -1,6 +1,6 @@
 """One picture: from encoded bytes to values of a given size.
 
-Pillow decodes and resizes outside of Python's global lock, so reading threads work side by side.
+Pillow decodes and resizes outside Python's global lock, so reading threads work in parallel.
 """
 
 import io
@@ -27,7 +27,7 @@ _UNCLEAR = ("I", "F")  # 32 bits: no agreed black and white
 Box = tuple[float, float, float, float]
 """Part of a picture in pixels: left, top, right, bottom."""
 Part = Callable[[int, int], Box]
-"""Height and width of a picture -> the part of it that is resized."""
+"""Height and width of a picture -> the part of it to resize."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,7 +36,7 @@ class Pictures(ABC):
 
     name: str  # of the source
     labels: Labels  # the class of each
-    most: float = 255.0  # the largest value that a pixel can have; black is 0
+    most: float = 255.0  # largest value of a pixel; black is 0
 
     @cached_property
     def scores(self) -> NDArray[np.float64]:
@@ -51,7 +51,7 @@ class Pictures(ABC):
 
     @abstractmethod
     def name_of(self, index: int, /) -> str:
-        """Return a name of a picture for errors: its file, or its table and row."""
+        """Return a picture's name for errors: its file, or its table and row."""
 
     @abstractmethod
     def content(self, index: int, /) -> bytes | NDArray[Any]:
@@ -60,32 +60,32 @@ class Pictures(ABC):
 
 @dataclass(frozen=True)
 class Frame:
-    """The size and channels that every picture is brought to."""
+    """The size and channels of all samples."""
 
-    # (height, width) in pixels; None leaves pictures as they are, which must then all be of one size
+    # (height, width) in pixels; None: no resizing, so all pictures must have the same size
     size: tuple[int, int] | None
     channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)
 
     def decode(self, content: bytes, part: Part | None = None) -> NDArray[np.uint8]:
         """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits.
 
-        part: what is resized to the size; None: its largest centred part of these proportions.
+        part: the part to resize; None: the largest centred part of these proportions.
         """
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
-                raise UserError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
+                raise UserError(f"its values have 32 bits (mode {image.mode}), which define no white")
             box = self._drafted(image, part) if self.size else None
             values = np.asarray(self._resized(_eight_bits(image, MODES[self.channels]), box))
         return values if values.ndim == 3 else values[:, :, None]
 
     def fit(self, values: NDArray[np.uint8], part: Part | None = None) -> NDArray[Any]:
-        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized.
+        """Fit values [height, width, channels] to the size and channels; resized values are float32.
 
         part: as for `decode`.
         """
         have = values.shape[2]
         if have != self.channels and (have, self.channels) != (1, 3):
-            raise UserError(f"its {have} channels cannot become {self.channels}: give channels = {have}")
+            raise UserError(f"its {have} channels cannot become {self.channels}: set channels = {have}")
         if self.size is not None and (part is not None or values.shape[:2] != self.size):
             box = (part or self._centre)(*values.shape[:2])
             fromarray = optional("PIL.Image", "resizing an image").fromarray
@@ -94,9 +94,9 @@ class Frame:
         return values if have == self.channels else np.repeat(values, self.channels, axis=2)
 
     def _drafted(self, image: Any, part: Part | None) -> Box:
-        """Return the part in the pixels of the picture as it will be decoded.
+        """Return the part in pixels of the decoded picture.
 
-        That is a half, a quarter or an eighth of a JPEG, where the part is still twice our size.
+        A JPEG is decoded at a half, a quarter or an eighth of its size if the part stays at least twice our size.
         """
         wide, high = (self.size or (1, 1))[::-1]
         if part is None:

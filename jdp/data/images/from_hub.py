@@ -1,6 +1,6 @@
-"""Pictures that `datasets` reads: rows with a column of pictures, still encoded, and one of labels.
+"""Pictures that `datasets` reads: rows with a column of encoded pictures and a column of labels.
 
-A picture is in its row, or in a file that the row names. Both are read by random access, when a sample is.
+A picture is in its row, or in a file that the row names. Reading a sample reads either by random access.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ LABEL_NAMES = ("label", "labels", "fine_label", "class", "cls")
 class HubPictures(Pictures):
     """Pictures in rows."""
 
-    contents: Any  # a `pyarrow.ChunkedArray` of bytes; nothing (null) where the picture is in a file
-    paths: Any  # one of the files' paths
+    contents: Any  # a `pyarrow.ChunkedArray` of bytes; null if the picture is in a file
+    paths: Any  # a `pyarrow.ChunkedArray` of the files' paths
 
     def name_of(self, index: int, /) -> str:
         return self.paths[index].as_py() or f"row {index}"
@@ -43,7 +43,7 @@ class HubPictures(Pictures):
             return ends_score(optional("pyarrow", self.name).BufferReader(scalar.as_buffer()))
         path = self.paths[index].as_py()
         if path is None:
-            raise UserError(f"every row must have a picture; given none in row {index} of {self.name}: leave it out")
+            raise UserError(f"every row must have a picture; given none in row {index} of {self.name}: remove the row")
         try:
             check_regular(path)
             with Path(path).open("rb") as file:
@@ -60,11 +60,11 @@ def hub_pictures(
     Args:
         source: "hf:…".
         image: the column of pictures; None: the only one.
-        label: the column of labels; None: the only one of classes, or one with a usual name.
-        classes: the names by which labels are numbered; None: those of the data set.
+        label: the column of labels; None: the only column of classes, or a column with a usual name.
+        classes: class names that number the labels; None: those of the data set.
     """
     datasets, pc = optional("datasets", source), optional("pyarrow.compute", source)
-    optional("PIL", source)  # missing, it is reported now, not by a reading thread
+    optional("PIL", source)  # reports a missing package now, not in a reading thread
     split, data = hub_data(source)
     name, kinds = f"{source} (split {split})", data.features
     images = [column for column, kind in kinds.items() if isinstance(kind, datasets.Image)]
@@ -73,12 +73,12 @@ def hub_pictures(
     image = _chosen("image", "data.field", image, images, list(kinds), name)
     label = _chosen("label", "data.label", label, labels, list(kinds), name)
     if not len(data):
-        raise UserError(f"a data set must have rows; given none in {name}: give some data")
+        raise UserError(f"a data set must have rows; given none in {name}: add data")
     encoded = data.select_columns([image]).cast_column(image, datasets.Image(decode=False))
     pictures = (encoded if encoded._indices is None else encoded.flatten_indices()).data.table.column(image)
     values = data.select_columns([label])[label][:]
     if None in values:
-        raise UserError(f"every row must have a label; given none in row {values.index(None)} of {name}: leave it out")
+        raise UserError(f"every row must have a label; given none in row {values.index(None)} of {name}: remove it")
     names = kinds[label].names if isinstance(kinds[label], datasets.ClassLabel) else None
     if names is not None and classes not in (None, tuple(names)):  # numbered by other classes
         values, names = [names[value] for value in values], classes
@@ -91,7 +91,7 @@ def hub_pictures(
 
 
 def _chosen(what: str, key: str, given: str | None, found: list[str], columns: list[str], name: str) -> str:
-    """Return the column that is read. Raises ValueError if it is not there, or not known."""
+    """Return the column to read. Raises ValueError if it does not exist, or the choice is ambiguous."""
     if given in columns:
         return given
     if given is None and len(found) == 1:

@@ -1,8 +1,8 @@
-"""Images with a class each: decoded when a sample is read, in the reading threads.
+"""Images with classes, decoded in the reading threads.
 
-1. Find the pictures and their labels: digits, an .npz, or what `datasets` reads.
-2. Split them into training and held-out ones by a hash of their encoded bytes (jdp.data.held_out), unless the source
-   has a held-out set of its own.
+1. Find the pictures and their labels: digits, an .npz, or a data set for `datasets`.
+2. Split them into training and held-out pictures by a hash of their encoded bytes (jdp.data.held_out), unless the
+   source has a held-out set.
 3. Return a sample: one picture, decoded, fitted to the size (`decode.py`) and normalised, with its class and weight.
 """
 
@@ -29,11 +29,11 @@ from jdp.data.images.sources import open_pictures
 class Normalised:
     """Normalisation of values v in [0, most]: (v / most - mean) / std."""
 
-    mean: tuple[float, ...]  # of each channel, of values in [0, 1]
-    std: tuple[float, ...]  # likewise, more than 0
+    mean: tuple[float, ...]  # of each channel, for values in [0, 1]
+    std: tuple[float, ...]  # of each channel, positive
 
     def __call__(self, values: NDArray[Any], most: float) -> NDArray[np.float32]:
-        """Return normalised values: float32, of the shape given, [height, width, channels]."""
+        """Return normalised values: float32 [height, width, channels]."""
         mean, std = np.asarray(self.mean), np.asarray(self.std)
         images = np.multiply(values, (1 / (most * std)).astype(np.float32), dtype=np.float32)
         images -= (mean / std).astype(np.float32)
@@ -45,12 +45,12 @@ class ImageSamples:
     """One side of the pictures, as a sequence of samples.
 
     Sample i is a dict of "images" float32 [height, width, channels], "labels" int32 and "weights" float32 (1). Reading
-    one that is corrupt, or of another shape, raises ValueError with its file (or row).
+    a corrupt picture, or one of another shape, raises ValueError with its file (or row).
     """
 
     pictures: Pictures  # encoded, with labels
     rows: NDArray[np.int64]  # int64 [len], the pictures on this side
-    frame: Frame  # the size and channels that each is brought to
+    frame: Frame  # the size and channels of samples
     shape: tuple[int, int, int]  # (height, width, channels) of a sample
     normalised: Normalised  # the normalisation
 
@@ -59,14 +59,14 @@ class ImageSamples:
 
     @property
     def black(self) -> NDArray[np.float32]:
-        """Black, as a sample's images have it: float32 [channels]."""
+        """Black in a sample's values: float32 [channels]."""
         return self.normalised(np.zeros(self.shape[2]), self.pictures.most)
 
     def __getitem__(self, index: int, /) -> NumpyBatch:
         return self._sample(index, self.frame, None)
 
     def part(self, index: int, part: Part) -> NumpyBatch:
-        """Return a sample of which a part of the picture is resized to the shape.
+        """Return a sample from a part of the picture, resized to the shape.
 
         Args:
             index: of the sample.
@@ -80,7 +80,7 @@ class ImageSamples:
         if values.shape != self.shape:
             raise UserError(
                 f"images must all be of one size, {_times(self.shape)}; given {_times(values.shape)} in "
-                f"{self.pictures.name_of(row)}: give a size, which all are fitted to"
+                f"{self.pictures.name_of(row)}: set a size, to which all are fitted"
             )
         return {
             "images": self.normalised(values, self.pictures.most),
@@ -106,12 +106,11 @@ class ImageData:
     """Pictures split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-        name: of the source.
+        name: the source's name.
         train: the samples to train on.
-        heldout: the samples kept from training.
-        classes: their names; a label is an index into this.
-        by_content: whether pictures were held out by a hash of their bytes; else the source had a set of its own for
-            it.
+        heldout: the samples held out.
+        classes: names of the classes; a label is an index into this.
+        by_content: True if pictures are held out by a hash of their bytes, False if the source has a held-out set.
 
     >>> import pathlib, tempfile
     >>> import numpy as np
@@ -136,9 +135,9 @@ class ImageData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
+        """16 hex digits: equal on two machines, or before and after a resume, only if all samples are equal.
 
-        Of files beyond 64 KiB, size and both ends count.
+        For files above 64 KiB it covers the size and both ends.
         """
         described = f"images {self.train.shape} {self.train.frame} {self.train.normalised} {self.classes}"
         arrays = [
@@ -174,21 +173,21 @@ def image_data(
     Args:
         source: "digits" is scikit-learn's 1,797 of 8x8x1, values up to 16. An .npz has "images" uint8 and "labels".
             `datasets` reads "hf:imagefolder:PATH" (a folder for each class), "hf:parquet:PATH", "hf:arrow:PATH",
-            "hf:webdataset:PATH" (.tar files) and "hf:NAME". Of several splits one is named: "hf:NAME:train".
-        size: of every image, in pixels, (height, width) or one for both: its largest centred part of these proportions
-            is resized (bilinear, antialiased). None: all must be of one size. EXIF rotations are not applied.
-        channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
-            a transparent part shows its colour.
-        heldout_fraction: in [0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
-        heldout: a held-out set of its own, of the same classes; then `heldout_fraction` is unused.
+            "hf:webdataset:PATH" (.tar files) and "hf:NAME". Name one of several splits: "hf:NAME:train".
+        size: of every image, in pixels, (height, width) or one for both: the largest centred part of these proportions
+            is resized (bilinear, antialiased). None: all must have the same size. EXIF rotations are not applied.
+        channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey and colour are converted; a transparent part
+            shows its colour.
+        heldout_fraction: in [0, 1), about the share of the images to hold out, by a hash of their encoded bytes.
+        heldout: a separate held-out set with the same classes, in place of `heldout_fraction`.
         mean, std: for each channel or for all; a value v becomes (v / 255 - mean) / std, by default in [-1, 1].
-        image, label: the columns of images and labels, if several may be it.
+        image, label: the columns of images and labels, if there are several candidates.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-        ValueError: a source that does not exist or is not as described, a missing package, fewer than two different
+        ValueError: a source that does not exist or has another form, a missing package, fewer than two different
             images, or a number out of its range. Reading a sample raises it for a corrupt image.
 
     >>> import pathlib, tempfile
@@ -202,14 +201,16 @@ def image_data(
     """
     height_and_width = (size, size) if isinstance(size, int) else size
     if height_and_width is not None and min(height_and_width) < 1:
-        raise UserError(f"size must be at least 1 pixel high and wide; given {size}: give for example 224")
+        raise UserError(f"size must be at least 1 pixel high and wide; given {size}: use 224, for example")
     pictures, own_channels = open_pictures(source, image, label)
     channels = channels if channels is not None else own_channels
     if channels not in MODES:
-        raise UserError(f"channels must be 1 (grey), 3 (colour) or 4 (with opacity); given {channels}: give one")
+        raise UserError(
+            f"channels must be 1 (grey), 3 (colour) or 4 (with opacity); given {channels}: use one of these"
+        )
     frame = Frame(height_and_width, channels)
     normalised = Normalised(_constants("mean", mean, channels), _constants("std", std, channels))
-    first = decoded(pictures, 0, frame)  # also reports at once a codec that is missing, or channels not to be had
+    first = decoded(pictures, 0, frame)  # reports a missing codec or impossible channels at once
     shape, classes = (first.shape[0], first.shape[1], channels), pictures.labels.classes
     if heldout is None:
         sides = [(pictures, rows) for rows in split_samples(pictures.scores, heldout_fraction, pictures.name)]
@@ -226,7 +227,7 @@ def _constants(key: str, given: float | Sequence[float], channels: int) -> tuple
     values = (float(given),) * channels if isinstance(given, int | float) else tuple(map(float, given))
     if len(values) != channels or not all(map(math.isfinite, values)) or (key == "std" and min(values) <= 0):
         rule = "positive numbers" if key == "std" else "numbers"
-        raise UserError(f"{key} must be {rule}, one or {channels} (a channel each); given {given}: fix it")
+        raise UserError(f"{key} must be {rule}, one or {channels} (one for each channel); given {given}: fix it")
     return values
 
 

@@ -1,8 +1,8 @@
-"""Open the pictures of a source, which are split later, or of two that are split already.
+"""Open the pictures of a source, to split later, or of a training and a held-out source.
 
 Pictures may be arrays: an .npz of "images" and "labels", or the handwritten digits of scikit-learn. The digits are
-1,797 grey pictures of 8x8 in ten classes, without a download: NIST's, gathered and shrunk by E. Alpaydin and C. Kaynak
-(UCI Machine Learning Repository, 1998).
+1,797 grey pictures of 8x8 in ten classes, without a download: NIST's, collected and reduced by E. Alpaydin and
+C. Kaynak (UCI Machine Learning Repository, 1998).
 """
 
 import os
@@ -55,7 +55,7 @@ def array_pictures(
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise UserError(
             f"images must be uint8 [images, height, width] or [images, height, width, channels]; given {images.dtype} "
-            f"{list(images.shape)} in {name}: convert them, or give normalised ones to array_data"
+            f"{list(images.shape)} in {name}: convert them, or pass normalised images to array_data"
         )
     images = images if images.ndim == 4 else images[..., None]
     return ArrayPictures(name=name, images=images, labels=labels_of(labels, name, names=classes), most=most)
@@ -68,19 +68,19 @@ def open_pictures(
     *,
     classes: tuple[str, ...] | None = None,
 ) -> tuple[Pictures, int]:
-    """Return the pictures of a source, and the channels that they have.
+    """Return the pictures of a source, and their number of channels.
 
     Args:
         source: "digits", an .npz or "hf:…".
-        image: the column of pictures; None: the one whose type or name points it out.
-        label: the column of labels, likewise.
-        classes: the names by which labels are numbered; None: those of the source.
+        image: the column of pictures; None: chosen by type or name.
+        label: the column of labels; None: chosen by type or name.
+        classes: class names that number the labels; None: those of the source.
     """
     if str(source).startswith(HF):
         return hub_pictures(str(source), image, label, classes=classes), 3
     if image or label:
         given = f"{image or label} for {source}"
-        raise UserError(f"columns are of tables, which `datasets` reads; given {given}: leave them out")
+        raise UserError(f"only tables that `datasets` reads have columns; given {given}: leave them out")
     if source == DIGITS:
         load_digits = optional("sklearn.datasets", f'the data set "{DIGITS}"', extra="test").load_digits
         images, numbers = load_digits(return_X_y=True)  # values 0 to 16
@@ -95,6 +95,6 @@ def open_pictures(
     arrays, name = read_arrays(path)
     if not {"images", "labels"} <= arrays.keys():
         given = f"{', '.join(arrays)} in {name}"
-        raise UserError(f"an .npz of images must have images and labels; given {given}: name the arrays so")
+        raise UserError(f"an .npz of images must have images and labels; given {given}: rename the arrays")
     pictures = array_pictures(arrays["images"], arrays["labels"], name, classes=classes)
     return pictures, pictures.images.shape[3]

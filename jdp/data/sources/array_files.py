@@ -1,8 +1,8 @@
-"""NumPy arrays as people keep them, read into one dict: name -> array [samples, ...].
+"""NumPy arrays from memory or files, as one dict: name -> array [samples, ...].
 
-They come as a dict in memory (also JAX arrays or lists), an .npz file, an .npy file or a directory of them. An .npz is
+The source is a dict (also of JAX arrays or lists), an .npz file, an .npy file or a directory of .npy files. An .npz is
 read, as its format requires; an .npy is mapped into memory, and its array has the file's name. Values that no model can
-be trained on are refused, with the array's name and the sample.
+train on are refused, with the array's name and the sample.
 """
 
 import os
@@ -22,7 +22,7 @@ from jdp.data.sources.files import walk
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
 
-_CHUNK = 2**24  # bytes that are looked through at a time
+_CHUNK = 2**24  # bytes to check at a time
 
 
 def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
@@ -33,7 +33,7 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
         arrays, name = _read_path(user_path(source)), str(source)
     if not arrays:
         raise UserError(
-            f"data must have at least one array; given none in {name}: give some, such as features and labels"
+            f"data must have at least one array; given none in {name}: add arrays, such as features and labels"
         )
     _check_sizes(arrays, name)
     for key, array in arrays.items():
@@ -48,35 +48,33 @@ def _read_path(path: Path) -> Arrays:
         others = len(every) - len(files)
         if not files:
             raise UserError(
-                f"a directory of arrays must hold .npy files; given {path} with {others} others: give arrays"
+                f"a directory of arrays must hold .npy files; given {path} with {others} other files: add .npy files"
             )
         if others:
-            notice(f"{path}: reading {len(files)} .npy files, passing over {others} others")
+            notice(f"{path}: reading {len(files)} .npy files, ignoring {others} others")
         return {file.stem: load_arrays(file)[file.stem] for file in files}
     if path.suffix not in (".npy", ".npz"):
-        raise UserError(
-            f"arrays must be in .npz or .npy files, or a directory of .npy files; given {path}: save them as such"
-        )
+        raise UserError(f"arrays must be in .npz or .npy files, or a directory of .npy files; given {path}: convert it")
     if not path.is_file():
         raise UserError(f"data must exist; given {path}, looked for at {path.absolute()}: fix the path")
     return load_arrays(path)
 
 
 def load_arrays(path: Path) -> Arrays:
-    """Return all arrays of an .npz, read; or the one of an .npy, mapped, under the file's name.
+    """Return all arrays of an .npz, read; or the array of an .npy, mapped, under the file's name.
 
     Objects are refused, as unpickling them would run code.
     """
     try:
         check_regular(path)
-        if path.suffix == ".npy":  # still mapped as a plain array, without the cost of np.memmap at each access
+        if path.suffix == ".npy":  # a plain array of the mapping avoids np.memmap's cost at each access
             return {path.stem: np.asarray(np.load(path, mmap_mode="r"))}
         with path.open("rb") as file, np.load(file) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except Exception as error:  # of a damaged file zipfile, its decompressors and NumPy raise a dozen kinds
+    except Exception as error:  # zipfile, its decompressors and NumPy raise a dozen kinds for a damaged file
         words = cut(str(error) or type(error).__name__, 300)
         raise UserError(
-            f"arrays must be readable; given {path}: {words}; write the file anew, with numbers only"
+            f"arrays must be readable; given {path}: {words}; write the file again, with numbers only"
         ) from error
 
 
@@ -86,12 +84,12 @@ def _check_sizes(arrays: Arrays, name: str) -> None:
     if any(array.ndim == 0 for array in arrays.values()):
         raise UserError(
             f"every array must have the samples as its leading dimension; given {shown} in {name}: leave out "
-            "what is a single number"
+            "single numbers"
         )
     if len({size[0] for size in sizes.values()}) > 1:
         raise UserError(f"arrays must all have the same number of samples; given {shown} in {name}: fix them")
     if any(array.size == 0 for array in arrays.values()):
-        raise UserError(f"arrays must not be empty; given {shown} in {name}: give some data")
+        raise UserError(f"arrays must not be empty; given {shown} in {name}: add data")
 
 
 def _check_values(key: str, array: NDArray[Any], name: str) -> None:
@@ -103,7 +101,7 @@ def _check_values(key: str, array: NDArray[Any], name: str) -> None:
     if array.dtype.kind == "f":
         limits, rule, fix = np.finfo(np.float32), "must be finite numbers of 32 bits", "fix or leave out that sample"
     elif array.dtype.kind in "iu" and not np.can_cast(array.dtype, np.int32):
-        limits, rule, fix = np.iinfo(np.int32), "must fit in 32 bits, as on devices", "give smaller numbers, or floats"
+        limits, rule, fix = np.iinfo(np.int32), "must fit in 32 bits, as on devices", "use smaller numbers, or floats"
     else:
         return
     step = max(1, _CHUNK // (array.nbytes // len(array)))

@@ -1,6 +1,6 @@
-"""Find the files of text that a user names: sorted by path on every process, each file once.
+"""Find the files of text in a source: sorted by path on every process, each file once.
 
-Text is in .txt, .md, .rst and .py files. Files of rows are read by `datasets`: an error names the source to write.
+Text is in .txt, .md, .rst and .py files. `datasets` reads files of rows: an error names the source to write.
 """
 
 import glob
@@ -16,20 +16,20 @@ from jdp.base.user_path import check_regular, user_path
 
 STDLIB = "stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-# What is not the library's own text: packages installed beside it, and its tests, which some distributions leave out.
+# Not the library's own text: packages installed beside it, and its tests, which some distributions leave out.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 PathLike = str | os.PathLike[str]
 
 
 def text_files(entries: Sequence[PathLike]) -> list[Path]:
-    """Return the files that are named: "stdlib", files, globs (`**` goes down), directories (all the way down).
+    """Return the files of "stdlib", files, globs (`**` descends) and directories (at any depth).
 
-    Hidden files below a directory are passed over. Raises ValueError for a file that is not text.
+    Hidden files below a directory are ignored. Raises ValueError for a file that is not text.
     """
     unique: dict[Path, Path] = {}
     for path in sorted(path for entry in entries for path in _files(entry)):
-        unique.setdefault(path.resolve(), path)  # by whichever links
+        unique.setdefault(path.resolve(), path)  # through any links
     return list(unique.values())
 
 
@@ -43,7 +43,7 @@ def read_file(path: Path) -> bytes:
 
 
 def unreadable(error: OSError, path: Path | None = None) -> str:
-    """Return the message for a file or directory that the system refuses to read."""
+    """Return the message for an unreadable file or directory."""
     return (
         f"all of the data must be readable; given {path or error.filename}, {error.strerror or error}: "
         "fix its permissions, or leave it out"
@@ -54,8 +54,8 @@ def read_by_datasets(path: Path, file: str | os.PathLike[str] | None = None) -> 
     """Return the end of an error: how to write a source that jdp does not read itself.
 
     Args:
-        path: as it was given.
-        file: one of the files that it leads to; None: itself.
+        path: the given path.
+        file: one of its files; None: the path itself.
     """
     builder = builder_of(Path(file or path).name)
     if builder is not None:
@@ -74,17 +74,17 @@ def _files(entry: PathLike) -> list[Path]:
     if path.is_file():
         return _checked(path, [path])
     if glob.has_magic(str(path)):
-        # Brackets and stars in the names of folders that exist are these names. `Path.glob` takes no absolute pattern,
-        # and reads a last `**` differently from one Python to the next.
+        # Existing folders may have brackets and stars in their names. `Path.glob` takes no absolute pattern, and its
+        # meaning of a last `**` varies between versions of Python.
         folder = next((parent for parent in path.parents if parent.exists()), Path())
         pattern = Path(glob.escape(str(folder)), path.relative_to(folder))
         files = [Path(file) for file in glob.glob(str(pattern), recursive=True)]  # noqa: PTH207
         if files := [file for file in files if file.is_file()]:
             return _checked(path, files)
-        raise UserError(f"a glob must match at least one file; given {path}, which matches none: fix it")
+        raise UserError(f"a glob must match at least one file; {path} matches none: fix it")
     raise UserError(
         f"source must be a file, a glob or a directory that exists; given {entry}, looked for at {path.absolute()}: "
-        f'fix the path, or give "{STDLIB}" for Python\'s own source text'
+        f'fix the path, or use "{STDLIB}" for Python\'s own source text'
     )
 
 
@@ -103,7 +103,7 @@ def _stdlib_files() -> list[Path]:
     files = [Path(folder, name) for folder, name in walk(root, leave_out=_NOT_STDLIB) if name.endswith(".py")]
     if not files:
         raise UserError(
-            f'source "{STDLIB}" needs Python\'s own source files; given none under {root}: give text files of your own'
+            f'source "{STDLIB}" needs Python\'s own source files; there are none under {root}: use your own text files'
         )
     return files
 
@@ -125,14 +125,14 @@ def _directory_files(directory: Path) -> list[Path]:
         given = f"{directory} with {others} other files{example}"
         raise UserError(f"a directory of text must hold {kinds} files; given {given}: {fix}")
     if others:
-        notice(f"{directory}: reading {len(files)} files ({kinds}), passing over {others} others")
+        notice(f"{directory}: reading {len(files)} files ({kinds}), ignoring {others} others")
     return files
 
 
 def walk(directory: Path, *, leave_out: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
-    """Yield every file as (folder, name), as there may be millions, and a `Path` takes ten times the memory.
+    """Yield every file as (folder, name): there may be millions, and a `Path` takes ten times the memory.
 
-    Hidden directories, and those named in `leave_out`, are not entered. Raises ValueError if one cannot be read.
+    Hidden directories, and directories in `leave_out`, are skipped. Raises ValueError if a directory cannot be read.
     """
     for folder, folders, names in os.walk(directory, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]

@@ -1,11 +1,11 @@
 """Rows that `datasets` reads: files (JSON, parquet, CSV, Arrow, pictures, WebDataset), and data sets of the hub.
 
-`datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. A source is
-one split: where a folder or a data set has several, one must be named, and files of no split beside them are refused.
+`datasets` keeps them as Arrow files in its cache, mapped into memory and read on demand. A source is one split: if a
+folder or a data set has several, the source must name one; files of no split beside them are refused.
 
-It runs no code of a data set (scripts ended with its version 4). But a data set's card (README.md, or the JSON beside
-it) may name any file of this disk, and `datasets` would read it. So files outside of the data set's folder are refused.
-A link in the folder is followed.
+`datasets` runs no code of a data set (version 4 removed scripts). But a data set's card (README.md, or the JSON beside
+it) may name any file of this disk, and `datasets` would read it. So files outside the data set's folder are refused.
+Links in the folder are followed.
 """
 
 import glob
@@ -36,7 +36,7 @@ _SPLITS = {
 }
 _WORD = re.compile(r"[^-._ 0-9]+")  # of a file's or a folder's name, as `datasets` looks for splits in them
 _NO_SPLIT = ""
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # what an imagefolder has beside its pictures
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # beside the pictures of an imagefolder
 _ROWS_OF_SPLIT = re.compile(r"(?P<split>[^\[\]]*)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
 _STREAM_ROWS = 1024  # read at a time
 
@@ -46,22 +46,22 @@ class HubRows:
     """The rows of one split."""
 
     name: str  # of the data set, with its split
-    identity: str  # distinguishes their content from others'
-    size: int | None  # in bytes; None: not known before they are read
-    tables: Iterable[Any]  # `pyarrow.Table`s, one after another; they can be read once
+    identity: str  # identifies the content
+    size: int | None  # in bytes; None: unknown before reading
+    tables: Iterable[Any]  # `pyarrow.Table`s in order, to read once
     columns: tuple[str, ...]
 
 
 def hub_rows(source: str) -> HubRows:
-    """Return the rows of one split, as the source names it; of "hf-stream:…" they are fetched as they are read.
+    """Return the rows of the source's split; "hf-stream:…" fetches rows as they are read.
 
-    Nothing of a stream is kept on disk by `datasets`. Its order is that of its files. Of its SPLIT a range of rows can
-    be read, "train[:100000]"; a percentage cannot, as their number is not known.
+    `datasets` keeps nothing of a stream on disk. Its order is that of its files. Its SPLIT may be a range of rows,
+    "train[:100000]", but not a percentage, because the number of rows is unknown.
     """
     if source.startswith(STREAM):
         return _stream(source)
     split, data = hub_data(source)
-    # Rows that were selected or shuffled are a list of indices beside the table: made a table of their own here.
+    # Selected or shuffled rows are a list of indices beside the table: copy them to a table.
     data = data.flatten_indices() if data._indices is not None else data
     table = data.data.table
     name = f"{source} (split {split})"
@@ -69,7 +69,7 @@ def hub_rows(source: str) -> HubRows:
 
 
 def hub_data(source: str) -> tuple[str, Any]:
-    """Return the name of the split that a source names, and its rows, a `datasets.Dataset`."""
+    """Return the name of a source's split, and its rows, a `datasets.Dataset`."""
     datasets, given = optional("datasets", source), _parts(source)
     splits: dict[str, Any] = _reading(source, lambda: _load(datasets, given, source))
     split = given.split or _only_split(splits, source)
@@ -88,8 +88,7 @@ def _stream(source: str) -> HubRows:
     start, stop = (int(match[key]) if match and match[key] else None for key in ("start", "stop"))
     if match is None or (stop is not None and stop <= (start or 0)):
         raise UserError(
-            f"rows of a stream must be counted, as train[:100000]; given {given.split} in {source}: give a range of "
-            "them"
+            f"a range of a stream must count rows, such as train[:100000]; given {given.split} in {source}: count rows"
         )
     builder = _reading(source, lambda: _builder(datasets, given, source))
     splits: Mapping[str, Any] = _reading(source, builder.as_streaming_dataset)
@@ -99,7 +98,7 @@ def _stream(source: str) -> HubRows:
     rows = rows.skip(start) if start else rows
     rows = rows.take(stop - (start or 0)) if stop is not None else rows
     files = (builder.config.data_files or {}).get(split, ())
-    # Of a file on the hub the address has its revision; of one on this disk its time is in the metadata.
+    # A hub file's address has its revision; a local file's metadata has its time.
     identity = f"{source} {builder.config_id} {[str(file) for file in files]} {getattr(files, 'origin_metadata', None)}"
     columns = _reading(source, lambda: rows.column_names or list(next(iter(rows.take(1)), {})))
     return HubRows(f"{source} (split {split})", identity, None, _tables(rows, source), tuple(columns))
@@ -122,7 +121,7 @@ def _reading(source: str, read: Callable[[], T]) -> T:
         words = cut(" ".join(str(cause).split()).rstrip(".") or type(cause).__name__, 400)
         raise UserError(
             f"rows must be readable by `datasets`; given {source}: {words}; fix its name or path, log in to the hub, "
-            "or look at the network"
+            "or check the network"
         ) from error
 
 
@@ -130,18 +129,18 @@ def _only_split(splits: Mapping[str, Any], source: str) -> str:
     """Return the only split. Raises UserError for several."""
     if len(splits) > 1:
         lines = ", ".join(f'"{source}:{name}"' for name in splits)
-        raise UserError(f"a source is one split; given {source}, which has {', '.join(splits)}: write one of {lines}")
+        raise UserError(f"a source is one split; {source} has {', '.join(splits)}: write one of {lines}")
     return next(iter(splits))
 
 
 def _picked(splits: Mapping[str, Any], split: str, source: str) -> Any:
     if split not in splits:
-        raise UserError(f"{source} must name one of the splits that there are, {', '.join(splits)}: write one of these")
+        raise UserError(f"{source} must name an existing split, one of {', '.join(splits)}: use one of these")
     return splits[split]
 
 
 def _load(datasets: Any, given: HubSource, source: str) -> dict[str, Any]:
-    """Return the splits of a data set by name; only the one that is given."""
+    """Return the splits of a data set by name; only the given split."""
     folder = None if given.builder or "://" in given.path else user_path(given.path)
     if folder is not None and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
         loaded = _load_saved(datasets, folder)
@@ -155,7 +154,7 @@ def _load(datasets: Any, given: HubSource, source: str) -> dict[str, Any]:
 
 
 def _load_saved(datasets: Any, folder: Path) -> Any:
-    """Return what `save_to_disk` wrote, one data set or a dict of them, after checking the files that it names."""
+    """Return the data set, or dict of data sets, that `save_to_disk` wrote, after checking the files that it names."""
     splits, parts = folder / "dataset_dict.json", [folder]
     if splits.exists():
         parts = [folder / name for name in json.loads(splits.read_bytes())["splits"]]
@@ -166,7 +165,7 @@ def _load_saved(datasets: Any, folder: Path) -> Any:
 
 
 def _builder(datasets: Any, given: HubSource, source: str) -> Any:
-    """Return the builder that `load_dataset` would use, after checking the files that it would read."""
+    """Return `load_dataset`'s builder, after checking the files that it would read."""
     if given.builder is not None:
         files = given.path if "://" in given.path else _data_files(datasets, given, given.builder, source)
         return datasets.load_dataset_builder(given.builder, data_files=files)
@@ -185,23 +184,23 @@ def _builder(datasets: Any, given: HubSource, source: str) -> Any:
 
 
 def _data_files(datasets: Any, given: HubSource, builder: str, source: str) -> Any:
-    """Return the files of a builder as `datasets` takes them: those of one split, with size and time of each."""
+    """Return a builder's files for `datasets`: those of one split, with size and time of each."""
     path, by_split = user_path(given.path), defaultdict[str, list[str]](list)
-    # Below this folder names of files and folders say their split.
+    # Below this folder, names of files and folders name their split.
     base = path if path.is_dir() else next(folder for folder in path.parents if not glob.has_magic(str(folder)))
     for file in _files(path, builder):
-        parts = Path(file).relative_to(base).parts  # a picture's own name is no split
+        parts = Path(file).relative_to(base).parts  # a picture's own name is not a split
         by_split[_split_of(parts[:-1] if builder == "imagefolder" else parts)].append(str(Path(file).absolute()))
     if not by_split:
         raise UserError(
             f"{builder} reads {', '.join(BUILDERS[builder])} files; given {source}, looked for at {path.absolute()}, "
-            "where there are none: fix the path, or take another builder"
+            "where there are none: fix the path, or use another builder"
         )
     loose = by_split.pop(_NO_SPLIT, [])
     if loose and by_split:
         raise UserError(
-            f"all files of a folder belong to a split by their names, or none does; given {source} with {len(loose)} "
-            f"such as {loose[0]} beside {', '.join(by_split)}: name those that are meant by a folder or a glob"
+            f"either all file names in a folder name a split, or none does; given {source} with {len(loose)} "
+            f"such as {loose[0]} beside {', '.join(by_split)}: select files by a folder or a glob"
         )
     splits = by_split or {TRAIN: loose}
     chosen = (given.split or "").partition("[")[0] or _only_split(splits, source)
@@ -213,7 +212,7 @@ def _data_files(datasets: Any, given: HubSource, builder: str, source: str) -> A
 
 
 def _files(path: Path, builder: str) -> list[str]:
-    """Return the files that a path leads to: a file, a glob, or a directory's of the builder, all the way down."""
+    """Return the files of a path: a file, a glob, or a directory with files of the builder, at any depth."""
     if path.is_dir():
         suffixes = BUILDERS[builder]
         ends = (*suffixes, *(suffix + packed for suffix in suffixes for packed in COMPRESSED))
@@ -227,7 +226,7 @@ def _files(path: Path, builder: str) -> list[str]:
 
 
 def _split_of(parts: Iterable[str]) -> str:
-    """Return the split that a part of a path names, as train-00000.parquet and val/cat/1.jpg do; else ""."""
+    """Return the split that a part of a path names, as in train-00000.parquet and val/cat/1.jpg; else ""."""
     for part in parts:
         words = {word.lower() for word in _WORD.findall(part)}
         for split, names in _SPLITS.items():
@@ -240,7 +239,7 @@ def _split_of(parts: Iterable[str]) -> str:
 
 
 def _check_files(files: Iterable[str], folder: Path | None) -> None:
-    """Check that the files which a data set names are in its folder."""
+    """Check that a data set's files are in its folder."""
     roots = () if folder is None else (folder.absolute(), folder.resolve())
     for file in (file.rpartition("::")[2] for file in files):
         if "://" in file and not file.startswith("file://"):
@@ -251,8 +250,8 @@ def _check_files(files: Iterable[str], folder: Path | None) -> None:
         if not inside:
             location = "on this disk" if folder is None else f"outside of the folder {folder}"
             raise UserError(
-                f"a data set must name its own files; given {cut(file, 200)}, which is {location}: take it out of the "
-                "card (README.md, or the JSON beside it), or name that file as a source of its own"
+                f"a data set must name its own files; given {cut(file, 200)}, which is {location}: remove it from the "
+                "card (README.md, or the JSON beside it), or name that file as a separate source"
             )
 
 
@@ -262,16 +261,16 @@ _LOOKS = {
     "labels": ("labels",),
     "attention_mask": ("attention_mask",),
 }
-"""Key -> the usual names of such columns."""
+"""Key -> usual names of the column."""
 
 
 def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) -> None:
-    """Raise ValueError for a column that is not there, and report those that look like ids or weights and are not read.
+    """Raise ValueError for a missing column, and report unread columns that look like ids or weights.
 
     Args:
-        name: of the source.
-        columns: that it has.
-        read: key -> the column that is read.
+        name: name of the source.
+        columns: its columns.
+        read: key -> column to read.
     """
     for key, column in read.items():
         if column not in columns:
@@ -280,7 +279,7 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
             if ids := [column for column in columns if key == "field" and column in _LOOKS["ids"]]:
                 fix = f'write ids = "{ids[0]}" for token ids, or name a column of text'
             elif {"messages", "conversations"} & {*columns}:
-                fix = "make ids of chats, by experiments/prepare/chats_to_ids.py, or name another column"
+                fix = "convert chats to ids with experiments/prepare/chats_to_ids.py, or name another column"
             raise UserError(f'{key} = "{column}" must be a column; given {name} with {shown}: {fix}')
     unread = {key: column for key, names in _LOOKS.items() for column in columns if column in names and key not in read}
     if {"weights", "labels"} & read.keys() or "weights" in unread:  # labels say the same
@@ -290,7 +289,7 @@ def check_columns(name: str, columns: Sequence[str], read: Mapping[str, str]) ->
     if unread and ("ids" in read or "ids" in unread):
         lines = ", ".join(f'{key} = "{column}"' for key, column in unread.items())
         is_not = "is not" if len(unread) == 1 else "are not"
-        notice(f"{name}: {', '.join(unread.values())} {is_not} read; if meant, write {lines}")
+        notice(f"{name}: {', '.join(unread.values())} {is_not} read; to read, write {lines}")
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:

@@ -1,10 +1,10 @@
-"""Find and read the documents of a source, in an order that is the same on every process, and make tokens of them.
+"""Find, read and tokenise the documents of a source, in the same order on every process.
 
-1. Find the files of text (jdp.data.sources.files), sorted by path; then what `datasets` reads
-   (jdp.data.sources.hub), in the order given.
-2. A file of text is one document, whatever bytes it has, so no encoding can be wrong. Of rows each is one: UTF-8.
-   `id_rows.py` reads rows of ids, which were made of text before.
-3. Read and tokenise some documents at a time. The file and row of each are known for errors.
+1. Find the files of text (jdp.data.sources.files), sorted by path; then the data sets that `datasets` reads
+   (jdp.data.sources.hub), in the given order.
+2. A file of text is one document of any bytes, so no encoding can be wrong. A row is one document in UTF-8.
+   `id_rows.py` reads rows of ids, which were tokenised before.
+3. Read and tokenise some documents at a time. Errors name their file and row.
 """
 
 import functools
@@ -28,12 +28,12 @@ from jdp.data.text.token_array import TokenArray, TokenSource
 from jdp.data.text.tokenizers import BYTES, Tokenizer
 
 _PIECE_ROWS = 1024  # read at a time
-_BATCH_BYTES = 2**22  # of text that is tokenised at a time: a library's encodings are many times larger than the ids
+_BATCH_BYTES = 2**22  # of text, tokenised at a time: a library's encodings are many times larger than the ids
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a source names; nothing of it is read yet."""
+    """The files and data sets of a source, before reading."""
 
     name: str  # of the source
     files: tuple[Path, ...]  # sorted by path
@@ -41,23 +41,23 @@ class Found:
 
     @functools.cached_property
     def size(self) -> int | None:
-        """Bytes of all files, as they are on disk; None: not known, as one is a stream."""
+        """Bytes of all files on disk; None if one is a stream, of unknown size."""
         sizes = [rows.size for rows in self.data_sets]
         return None if None in sizes else sum((file.stat().st_size for file in self.files), sum(filter(None, sizes)))
 
     @functools.cached_property
     def identity(self) -> str:
-        """What distinguishes this content from others': path, size and time of each file, as Make and rsync do."""
+        """Identifies the content: path, size and time of each file, as in Make and rsync."""
         stats = [(str(file.resolve()), file.stat()) for file in self.files]
         files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         return repr((files, [rows.identity for rows in self.data_sets]))
 
 
 def entries(source: PathLike | Sequence[PathLike]) -> tuple[str, list[PathLike], tuple[HubRows, ...]]:
-    """Return a source's name for people, the files, globs and folders that it names, and the rows for `datasets`."""
+    """Return a source's name for messages, its files, globs and folders, and the rows for `datasets`."""
     every = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not every:
-        raise UserError('source must name some text; given an empty list: give "stdlib", a file, a glob or a directory')
+        raise UserError('source must name some text; given an empty list: use "stdlib", a file, a glob or a directory')
     first = f"stdlib (Python {platform.python_version()})" if every[0] == STDLIB else str(every[0])
     name = first if len(every) == 1 else f"{first} and {len(every) - 1} more"
     on_hub = [str(entry) for entry in every if str(entry).startswith((HF, STREAM))]
@@ -65,7 +65,7 @@ def entries(source: PathLike | Sequence[PathLike]) -> tuple[str, list[PathLike],
 
 
 def text_tokens(source: PathLike | Sequence[PathLike], field: str, tokenizer: Tokenizer) -> TokenSource:
-    """Find the text that a source names; it is read and tokenised when its parts are asked for."""
+    """Find the text of a source; it is read and tokenised on demand."""
     found = find_text(source)
     return TokenSource(
         found.name,
@@ -78,19 +78,19 @@ def text_tokens(source: PathLike | Sequence[PathLike], field: str, tokenizer: To
 
 
 def find_text(source: PathLike | Sequence[PathLike]) -> Found:
-    """Find the text that a source names; nothing is read."""
+    """Find the text of a source without reading it."""
     name, words, data_sets = entries(source)
     return Found(name, tuple(text_files(words)), data_sets)
 
 
 def _tokenised(found: Found, field: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenArray, NDArray[np.float64]]]:
-    """Yield documents as tokens, with their scores, and report text that would be read as the end of a document."""
+    """Yield documents as tokens, with their scores, and report text that contains the separator."""
     doubtful = 0
     for names, documents in _batches(text_documents(found, field)):
         tokens = tokenizer.tokenize(documents, names)
         is_separator = tokens.ids == tokenizer.separator
         if tokenizer.adds_bos and tokenizer.bos == tokenizer.separator:
-            is_separator[tokens.bounds[:-1]] = False  # where it opens the document
+            is_separator[tokens.bounds[:-1]] = False  # it may open the document
         separators = np.flatnonzero(is_separator)
         doubtful += len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
         yield tokens, np.array([content_score(document) for document in documents])
@@ -124,7 +124,7 @@ def text_documents(found: Found, field: str) -> Iterator[tuple[str, bytes]]:
         else:
             empty += 1
     if empty == count:
-        raise UserError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
+        raise UserError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); add text")
 
 
 def _every_document(found: Found, field: str) -> Iterator[tuple[str, bytes]]:
@@ -158,5 +158,5 @@ def _texts(column: Any, field: str, name: str, numbers: range) -> list[bytes]:
     elif column.null_count:
         wrong = f"nothing (null) in {name}, row {numbers[int(np.argmax(column.is_null().to_numpy()))]}"
     if wrong is not None:
-        raise UserError(f'the field "{field}" must be text; given {wrong}: give another field, or leave that out')
+        raise UserError(f'the field "{field}" must be text; given {wrong}: use another field, or remove that row')
     return column.cast(pyarrow.large_binary()).to_pylist()

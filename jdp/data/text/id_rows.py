@@ -1,8 +1,8 @@
-"""Rows of token ids, with the weight of each: columns of what `datasets` reads, or arrays of an .npz.
+"""Rows of token ids and their weights: columns that `datasets` reads, or arrays of an .npz.
 
-A weight says whether the token counts where it is the target, from 0 to 1. `weights` has them. `labels` are the ids,
-and -100 where the weight is 0, as Hugging Face's models take them. `attention_mask` is 0 at padding, which is left out.
-Every row is checked: same lengths, ids of the vocabulary, weights from 0 to 1.
+A weight from 0 to 1 says how much a token counts as a target. `weights` has the weights. `labels` are the ids, with
+-100 for weight 0, as in Hugging Face's models. `attention_mask` is 0 for padding, which is left out.
+Every row is checked: equal lengths, ids in the vocabulary, weights from 0 to 1.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,19 +27,19 @@ IGNORED = -100  # the label of a token that does not count
 
 
 def id_tokens(source: PathLike | Sequence[PathLike], columns: Mapping[str, str], vocab_size: int | None) -> TokenSource:
-    """Find the rows of ids that a source names; they are read when its parts are asked for.
+    """Find the rows of ids of a source; they are read on demand.
 
-    `columns` names what is read of them: "ids", and any of "weights", "labels" and "attention_mask".
+    `columns` names the columns to read: "ids", and any of "weights", "labels" and "attention_mask".
     """
     if {"weights", "labels"} <= columns.keys():
         given = f'"{columns["weights"]}" and "{columns["labels"]}"'
-        raise UserError(f"weights and labels both say what counts; given {given}: give one")
+        raise UserError(f"weights and labels both set the weights of targets; given {given}: use one")
     name, words, data_sets = entries(source)
     files = sorted(map(user_path, words))
     for file in files:
         if file.suffix != ".npz":
             is_text = file.name.endswith((STDLIB, *TEXT_SUFFIXES))
-            by_script = "make ids of text by experiments/prepare/text_to_ids.py, or leave out ids"
+            by_script = "convert text to ids with experiments/prepare/text_to_ids.py, or leave out ids"
             fix = by_script if is_text else read_by_datasets(file)
             raise UserError(f"rows of ids are in .npz files, or `datasets` reads them; given {file}: {fix}")
         if not file.is_file():
@@ -52,22 +52,22 @@ def id_tokens(source: PathLike | Sequence[PathLike], columns: Mapping[str, str],
 def _parts(
     found: Found, columns: Mapping[str, str], vocab_size: int | None
 ) -> Iterator[tuple[TokenArray, NDArray[np.float64]]]:
-    """Yield all rows that have something to learn, some at a time, with their scores."""
+    """Yield the rows with a weighted target, some at a time, with their scores."""
     rows = kept = 0
     for part in _read(found, columns):
         tokens = part.checked(MOST_IDS if vocab_size is None else vocab_size)
         rows, kept = rows + len(part.numbers), kept + len(tokens.documents)
         contents = (tokens.ids[start:end].astype("<u4").tobytes() for start, end in tokens.documents.tolist())
         yield tokens, np.array([content_score(content) for content in contents])
-    why = "no token of theirs counts as a target" if {"weights", "labels"} & columns.keys() else "they are empty"
+    why = "none of their tokens counts as a target" if {"weights", "labels"} & columns.keys() else "they are empty"
     if not kept:
-        raise UserError(f"there must be rows to learn; given {found.name}, {rows:,} rows: {why}; give others")
+        raise UserError(f"some rows must have targets; given {found.name}, {rows:,} rows: {why}; use other rows")
     if kept < rows:
         notice(f"{found.name}: {rows - kept:,} of {rows:,} rows are left out: {why}")
 
 
 Lists = tuple[NDArray[Any], NDArray[np.int64]]
-"""Values of some rows end to end, and where each row begins, with the end of the last."""
+"""Values of some rows end to end, and the bounds of the rows."""
 
 
 def _read(found: Found, columns: Mapping[str, str]) -> Iterator["_Rows"]:
@@ -100,14 +100,14 @@ def _lists_of_column(column: Any, field: str, name: str) -> Lists:
     rows = column.cast(pyarrow.large_list(kind.value_type)).combine_chunks()
     values = rows.flatten()
     if rows.null_count or values.null_count:
-        raise UserError(f'the column "{field}" must have a list a row; given nothing (null) in {name}: fix it')
+        raise UserError(f'the column "{field}" must have a list in each row; given null in {name}: fix it')
     sizes = rows.value_lengths().to_numpy(zero_copy_only=False)
     return values.to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows that are to be checked."""
+    """Unchecked rows."""
 
     values: Mapping[str, Lists]  # by key
     columns: Mapping[str, str]
@@ -115,7 +115,7 @@ class _Rows:
     numbers: Sequence[int]  # of the rows
 
     def checked(self, limit: int) -> TokenArray:
-        """Return the rows that have something to learn, without padding."""
+        """Return the rows with a weighted target, without padding."""
         ids, bounds = self.values["ids"]
         for key, (_, others) in self.values.items():
             if not np.array_equal(others, bounds):
@@ -125,7 +125,7 @@ class _Rows:
         tokens = TokenArray(ids.astype(np.int64, copy=False), bounds, self._weights(ids))
         if "attention_mask" in self.values:
             tokens = self._without_padding(tokens)
-        weighted = tokens.weights is not None  # a row's first token is no target of its own row
+        weighted = tokens.weights is not None  # a row's first token is not a target
         learnt = np.concatenate([[0], np.cumsum(tokens.weights > 0 if weighted else np.ones(len(tokens.ids)))])
         starts, ends = tokens.bounds[:-1], tokens.bounds[1:]
         return tokens.joined(tokens.documents[learnt[ends] > learnt[np.minimum(starts + weighted, ends)]])
@@ -133,7 +133,7 @@ class _Rows:
     def _weights(self, ids: NDArray[Any]) -> NDArray[np.float32] | None:
         if "labels" in self.values:
             labels = self.values["labels"][0]
-            rule = f"the ids, or {IGNORED} where a token does not count (labels that were shifted are not)"
+            rule = f"the ids, or {IGNORED} if a token does not count (do not shift labels)"
             self._refuse("labels", (labels != IGNORED) & (labels != ids), rule)
             return (labels != IGNORED).astype(np.float32)
         if "weights" in self.values:
@@ -143,14 +143,14 @@ class _Rows:
         return None
 
     def _without_padding(self, tokens: TokenArray) -> TokenArray:
-        """Leave out the tokens whose mask is 0, which are at the ends of rows."""
+        """Remove the tokens with mask 0, at the ends of rows."""
         mask, bounds = self.values["attention_mask"]
         self._refuse("attention_mask", (mask != 0) & (mask != 1), "0 or 1")
         content = np.flatnonzero(mask)
         row = np.searchsorted(bounds, content, side="right")
         gap = np.zeros(len(mask), bool)
         gap[content[:-1][(np.diff(content) > 1) & (np.diff(row) == 0)] + 1] = True
-        self._refuse("attention_mask", gap, "1 in one stretch of a row, as padding is at its ends")
+        self._refuse("attention_mask", gap, "1 in one stretch of a row, with padding at its ends")
         weights = None if tokens.weights is None else tokens.weights[content]
         return TokenArray(tokens.ids[content], np.searchsorted(content, bounds), weights)
 

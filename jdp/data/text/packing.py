@@ -1,13 +1,13 @@
-"""Whole documents side by side in rows of fixed length, so that attention and targets can stay inside of each.
+"""Whole documents side by side in rows of fixed length, so that attention and targets can stay inside each document.
 
-1. A document of n tokens has n - 1 pairs of a token and its target. Its last token is only a target, so no position of
-   a row has a token without a target.
-2. A document of more pairs than a row holds is cut into pieces of a full row and a shorter last piece. The last target
-   of a piece is the first token of the next, so every token of a document but its first is a target exactly once.
-3. Last pieces are packed by best fit, longest first: each into the row with the least space left that still holds it.
-   That takes at most 11/9 of the fewest rows possible, and 4 more (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM
-   J. Comput. 3:4). It is a function of the tokens alone, so every process packs alike.
-4. Of rows with weights, a piece none of whose targets counts is left out.
+1. A document of n tokens has n - 1 pairs of a token and its target. Its last token is only a target, so every token in
+   a row has a target.
+2. A document with more pairs than a row is cut into pieces of a full row and a shorter last piece. The last target of a
+   piece is the first token of the next, so every token of a document but its first is a target exactly once.
+3. Last pieces are packed by best fit, longest first: each into the row with the least remaining space that holds it.
+   That takes at most 11/9 of the fewest rows possible, plus 4 (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM
+   J. Comput. 3:4). It is a function of the tokens alone, so every process packs the same rows.
+4. With weights, a piece without a weighted target is left out.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from jdp.data.text.token_array import TokenArray
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Which pieces of documents each row has."""
+    """The pieces of documents in each row."""
 
-    starts: NDArray[np.int64]  # int64 [pieces], the first token of each, in order of rows
-    sizes: NDArray[np.int64]  # int64 [pieces], the pairs of each
-    rows: NDArray[np.int64]  # int64 [rows + 1], the first piece of each row, and the number of pieces
+    starts: NDArray[np.int64]  # int64 [pieces], first token of each piece, in order of rows
+    sizes: NDArray[np.int64]  # int64 [pieces], pairs of each piece
+    rows: NDArray[np.int64]  # int64 [rows + 1], first piece of each row, then the number of pieces
 
 
 def packed_rows(tokens: TokenArray, length: int) -> PackedRows:
-    """Pack documents into rows of `length` pairs; some document must have two tokens."""
+    """Pack documents into rows of `length` pairs; at least one document must have two tokens."""
     starts, sizes = _cut(tokens.bounds, length)
     if tokens.weights is not None:
         counts = [bool(tokens.weights[s + 1 : s + n + 1].any()) for s, n in zip(starts, sizes, strict=True)]
@@ -42,7 +42,7 @@ def packed_rows(tokens: TokenArray, length: int) -> PackedRows:
 
 
 def _cut(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut documents into pieces: those of a full row, then the last pieces of documents, longest first.
+    """Cut documents into pieces: full rows, then the last pieces of documents, longest first.
 
     Returns int64 [pieces] each: a piece's first token, and its number of pairs (1 to `length`).
     """
@@ -59,9 +59,9 @@ def _cut(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDA
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Return the row that each size goes into: the one with the least space left that holds it, else a new one.
+    """Return the row for each size: the row with the least remaining space that holds it, else a new row.
 
-    A row is found in constant time for capacities of a few thousand: bit r of one integer is set if a row has r left.
+    The search takes constant time for capacities of a few thousand: bit r of an integer is set if a row has r left.
     """
     rows: list[int] = []
     rows_by_space: list[list[int]] = [[] for _ in range(capacity)]

@@ -1,13 +1,13 @@
 """Text as samples of fixed length, by random access.
 
-1. Read the documents (`documents.py`), and make tokens of them (`tokenizers.py`): by default a byte is a token.
-2. Split them into training and held-out text (jdp.data.held_out) by a hash of their content, whatever the tokenizer.
-3. Join a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integers that
-   hold a token: the only copy kept. It is in memory, or for 64 MiB of text and more in files (`sides.py`), with the
-   same samples either way. int32 rows are made when a sample is read.
+1. Read the documents (`documents.py`) and tokenize them (`tokenizers.py`): by default a byte is a token.
+2. Split them into training and held-out text (jdp.data.held_out) by a hash of their content, for any tokenizer.
+3. Join a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integer type:
+   the only copy. It is in memory, or for 64 MiB of text and more in files (`sides.py`), with the same samples. Reading
+   a sample makes int32 rows.
 4. Cut it into samples: anywhere ("stream"), or documents side by side ("documents", jdp.data.text.packing). In a
-   stream, the last target of a sample is the first token of the next, so every token but the very first is a target
-   exactly once.
+   stream, the last target of a sample is the first token of the next, so every token but the first is a target exactly
+   once.
 """
 
 import functools
@@ -45,15 +45,15 @@ class TextSamples:
         ids: unsigned integers [tokens], the documents of this side end to end.
         length: targets in a sample.
         bounds: int64 [documents + 1], the start of each document, and the end of the last; None: one document.
-        weights: float32 [tokens], from 0 to 1, of each token as a target; None: all are 1.
-        packing: "stream" cuts anywhere; "documents" keeps documents whole and apart.
+        weights: float32 [tokens], from 0 to 1, the weight of each token as a target; None: all 1.
+        packing: "stream" cuts anywhere; "documents" keeps documents whole and separate.
 
-    Sample i is a dict of "tokens" int32 [length], "targets" int32 [length] (the tokens one further on) and "weights"
-    float32 [length] (the targets'). Of documents there is also "segments" int32 [length]: the pieces in a row have 1,
-    2, …. Positions without text are at the end: they are 0, with weight 0 and segment 0.
+    Sample i is a dict of "tokens" int32 [length], "targets" int32 [length] (the tokens shifted by one) and "weights"
+    float32 [length] (of the targets). "documents" packing adds "segments" int32 [length]: 1, 2, … for the pieces in a
+    row. Positions without text are at the end: token 0, weight 0, segment 0.
 
     Raises:
-        ValueError: a length below 1, or nothing with two tokens.
+        ValueError: a length below 1, or no document with two tokens.
 
     >>> samples = TextSamples(np.arange(7), length=3)
     >>> samples[1]["tokens"].tolist(), samples[1]["targets"].tolist()
@@ -71,11 +71,11 @@ class TextSamples:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise UserError(f"length must be at least 1; given {self.length}: give the targets in a sample")
+            raise UserError(f"length must be at least 1; given {self.length}: set it to the targets in a sample")
         tokens, cut_anywhere = self._tokens, self.packing == "stream"
         if len(self.ids) < 2 or not (cut_anywhere or (np.diff(tokens.bounds) > 1).any()):
             given = f"{len(self.ids)} token(s)" + ("" if cut_anywhere else f" in {len(tokens.documents)} document(s)")
-            raise UserError(f"text must hold at least one token and its target; given {given}: give more text")
+            raise UserError(f"text must hold at least one token and its target; given {given}: add text")
 
     @property
     def _tokens(self) -> TokenArray:
@@ -118,15 +118,15 @@ class TextData:
     """A text split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-        name: of the source.
-        documents: the number of files or rows that hold text.
+        name: the source's name.
+        documents: number of files or rows with text.
         train: the samples to train on.
-        heldout: the samples kept from training.
-        whole: whether documents were held out whole; else the tail of each.
+        heldout: the samples held out.
+        whole: True if whole documents are held out, False if the tail of each.
         vocab_size: every token is below it.
-        tokenizer: it made the tokens; None if the source held token ids.
-        digest: of all tokens, the bounds of documents and weights.
-        folder: that holds the tokens; None: they are in memory.
+        tokenizer: the tokenizer; None if the source held token ids.
+        digest: hash of all tokens, bounds of documents and weights.
+        folder: folder of the tokens; None: they are in memory.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +164,7 @@ class TextData:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits: alike on two machines, or before and after a resume, only if every sample is."""
+        """16 hex digits: equal on two machines, or before and after a resume, only if all samples are equal."""
         described = f"{self.digest} {self.train.length} {self.train.packing}"
         return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
@@ -185,26 +185,26 @@ def text_data(
     vocab_size: int | None = None,
     in_files: bool | None = None,
 ) -> TextData:
-    """Read text and make samples of it.
+    """Read text and make samples from it.
 
     Args:
         source: files of text (.txt, .md, .rst, .py), globs or directories; or "stdlib", the source text of Python's
-            own standard library, about 12 MB. `datasets` reads "hf:json:PATH", "hf:NAME" and others. It reads
-            "hf-stream:NAME:train" as rows arrive. With `ids` also .npz files.
+            standard library, about 12 MB. `datasets` reads "hf:json:PATH", "hf:NAME" etc., and "hf-stream:NAME:train"
+            as rows arrive. With `ids` also .npz files.
         length: targets in a sample.
-        heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
+        heldout_fraction: in (0, 1), about the share of the text to hold out, by a hash of the content.
         field: the column of text in rows.
-        tokenizer: "bytes", the default of text; a tokenizer.json of Hugging Face tokenizers, or its folder. Rows of ids
-            need none; it decodes them.
+        tokenizer: "bytes", the default for text; a tokenizer.json of Hugging Face tokenizers, or its folder. Optional
+            for rows of ids, which it decodes.
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
             "segments" in each sample.
-        ids: the column or array of token ids, in place of text. A row is a document, to which nothing is added.
-        weights: the column of each id's weight as a target, from 0 to 1. Rows of which no target counts are left out.
-        labels: in place of weights, the column of the ids again, or -100 where the weight is 0.
-        attention_mask: the column of 1, and 0 at padding, which is left out.
-        vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
+        ids: the column or array of token ids, in place of text. A row is a document; no token is added.
+        weights: the column of each id's weight as a target, from 0 to 1. Rows without a weighted target are left out.
+        labels: in place of weights, a column that repeats the ids, with -100 for weight 0.
+        attention_mask: a column of 1, and 0 for padding, which is left out.
+        vocab_size: the model's: token ids are below it. By default that of the tokenizer, or of the source.
         in_files: True keeps the tokens in files in jdp's cache folder, which the processes of a host share; False in
-            the memory of each process. None: in files from 64 MiB on, and of a stream, whose size is not known.
+            the memory of each process. None: in files from 64 MiB on, and for streams, whose size is unknown.
 
     Returns:
         The data, with `train`, `heldout`, `vocab_size`, `tokenizer`, `fingerprint`.
@@ -221,11 +221,11 @@ def text_data(
     'All work and no '
     """
     if length < 1:
-        raise UserError(f"length must be at least 1; given {length}: give the targets in a sample")
+        raise UserError(f"length must be at least 1; given {length}: set it to the targets in a sample")
     if packing not in ("stream", "documents"):
-        raise UserError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
+        raise UserError(f'packing must be "stream" or "documents"; given "{packing}": use one of these')
     if ids is None and (weights or labels or attention_mask):
-        raise UserError('weights, labels and attention_mask are of rows of ids; given none: give ids = "input_ids"')
+        raise UserError('weights, labels and attention_mask require rows of ids; given none: set ids = "input_ids"')
     columns = {"ids": ids, "weights": weights, "labels": labels, "attention_mask": attention_mask}
     read = {key: name for key, name in columns.items() if name is not None}
     opened = None if ids is not None and tokenizer is None else open_tokenizer(tokenizer or BYTES)
@@ -233,8 +233,8 @@ def text_data(
         size = opened.vocab_size
         given = f"vocab_size {vocab_size} and {size} in {opened.name}"
         raise UserError(
-            f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size} (weights of a "
-            "safetensors file, such as a run's export, are padded to it)"
+            f"a model must have all tokens of its tokenizer; given {given}: set vocab_size to {size} (importing a "
+            "safetensors file, such as a run's export, pads its weights)"
         )
     if opened is None:
         tokens = id_tokens(source, read, vocab_size)
@@ -251,9 +251,9 @@ def _text_data(sides: TextSides, name: str, tokenizer: Tokenizer | None, length:
     if packing == "stream" and size <= length:
         given = f"{size} (of {size + len(sides.heldout.ids)} in {name}, the others held out)"
         needed = f"length {length} needs {length + 1} tokens"
-        raise UserError(f"training text must fill one sample: {needed}; given {given}: give a smaller length")
+        raise UserError(f"training text must fill one sample: {needed}; given {given}: use a smaller length")
     if not sides.whole:
-        notice(f"{name}: too few documents to hold some out whole, so the tail of each is held out")
+        notice(f"{name}: too few documents to hold out whole ones, so the tail of each is held out")
     train, heldout = (
         TextSamples(side.ids, length, side.bounds, side.weights, packing) for side in (sides.train, sides.heldout)
     )

@@ -1,14 +1,14 @@
-"""Tokens split in two and kept: in memory, or in files that every process of a host maps into its memory.
+"""Tokens split into training and held-out sides, in memory or in files that every process of a host maps.
 
 1. Documents are read and tokenised some at a time, split by their content, and appended to their side.
-2. If one side gets none, the tail of each document is held out; of rows with weights, the row that is nearest to it.
-3. Of text larger than memory, one process writes files, and the others of the host wait for its lock, which ends with
-   it. A folder of files takes its name when it is complete. Its name is a hash of the source's files (path, size,
-   time), the tokenizer and the split, so a run that is started again finds it without reading text.
-4. Samples are copied out of the mapping, and its pages given back now and then. They stay in the kernel's page cache,
-   one copy for all processes of the host, so a process' memory does not grow as it reads.
+2. If a side stays empty, the tail of each document is held out; for rows with weights, the row nearest to that side.
+3. For text larger than memory, one process writes files while the other processes of the host wait for its lock, which
+   ends with the process. A complete folder of files gets its final name: a hash of the source's files (path, size,
+   time), the tokenizer and the split. So a restarted run finds it without reading text.
+4. Samples are copied from the mapping, and its pages released now and then. They stay in the kernel's page cache, one
+   copy for all processes of the host, so a process' memory does not grow as it reads.
 
-A folder holds index.json, and for each side SIDE.tokens, SIDE.bounds, and of rows with weights SIDE.weights. Tokens
+A folder holds index.json, and for each side SIDE.tokens, SIDE.bounds, and SIDE.weights if rows have weights. Tokens
 are the smallest unsigned integers that hold the vocabulary, little-endian, documents end to end. Bounds are int64: the
 start of each document, and the end of the last. Weights are float32.
 """
@@ -37,9 +37,9 @@ from jdp.base.notices import notice
 from jdp.data.held_out import check_fraction, document_tails, split_samples
 from jdp.data.text.token_array import MappedTokens, TokenArray, TokenSource, smallest_uint
 
-IN_FILES_BYTES = 2**26  # of a source: less is read in a second or two
+IN_FILES_BYTES = 2**26  # of a source: less takes a second or two to read
 _SIDES = ("train", "heldout")
-_VERSION = 3  # of the files' meaning
+_VERSION = 3  # of the files' format
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -47,17 +47,17 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EE
 class TextSides:
     """A source, read, tokenised and split in two."""
 
-    documents: int  # their number
-    train: TokenArray  # the documents to train on, each closed by the separator
-    heldout: TokenArray  # the documents held out, likewise
-    whole: bool  # whether documents were held out whole; else the tail of each
+    documents: int  # number of documents
+    train: TokenArray  # documents to train on, each closed by the separator
+    heldout: TokenArray  # documents held out, each closed by the separator
+    whole: bool  # True: whole documents are held out; False: the tail of each
     vocab_size: int  # every token is below it
     digest: str  # of all tokens, bounds and weights
-    folder: Path | None = None  # that holds the tokens; None: they are in memory
+    folder: Path | None = None  # of the tokens; None: they are in memory
 
 
 def text_sides(source: TokenSource, heldout_fraction: float, in_files: bool | None) -> TextSides:
-    """Return the tokens of both sides; `in_files` None: in files if the source is large, or its size not known."""
+    """Return the tokens of both sides; `in_files` None: in files if the source is large or of unknown size."""
     check_fraction(heldout_fraction)
     if in_files is None:
         in_files = source.size is None or source.size >= IN_FILES_BYTES
@@ -74,7 +74,7 @@ def text_sides(source: TokenSource, heldout_fraction: float, in_files: bool | No
 
 
 def _in_files(source: TokenSource, vocab_size: int, heldout_fraction: float) -> TextSides | None:
-    """Return the tokens in files, which are written unless they are there; None if they cannot be."""
+    """Return the tokens in files, written if missing; None if they cannot be written."""
     dtype = smallest_uint(vocab_size).newbyteorder("<")
     key = Cache.key(f"tokens {_VERSION}", source.identity, repr((vocab_size, heldout_fraction)))
     folder, host = default_folder() / "token_files" / key, re.sub(r"[^\w-]", "_", platform.node())
@@ -87,7 +87,7 @@ def _in_files(source: TokenSource, vocab_size: int, heldout_fraction: float) -> 
         if (written := _opened(folder, dtype, vocab_size)) is not None:
             return written
         for leftover in (folder, *folder.parent.glob(f"{key}.{host}.*")):
-            shutil.rmtree(leftover, ignore_errors=True)  # damaged, or of a process of this host that was killed
+            shutil.rmtree(leftover, ignore_errors=True)  # damaged, or left by a killed process of this host
         own.mkdir()
         try:
             sides = _split(source, heldout_fraction, dtype, own)
@@ -96,19 +96,19 @@ def _in_files(source: TokenSource, vocab_size: int, heldout_fraction: float) -> 
             Path(own, "index.json").write_text(json.dumps({"source": source.name, "dtype": dtype.name, **facts}))
             own.replace(folder)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # written meanwhile, by another host
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another host has written it meanwhile
                 raise
         finally:
             shutil.rmtree(own, ignore_errors=True)
         written = _opened(folder, dtype, vocab_size)
     assert written is not None, f"{folder} was deleted"
     size = format_bytes(written.train.ids.nbytes + written.heldout.ids.nbytes)
-    notice(f"{source.name}: its tokens are kept in {folder} ({size}); delete that folder when no run needs it")
+    notice(f"{source.name}: tokens are stored in {folder} ({size}); delete that folder when no run needs it")
     return written
 
 
 def _opened(folder: Path, dtype: np.dtype[Any], vocab_size: int) -> TextSides | None:
-    """Return the tokens of a folder; None if they are not written, or a file is incomplete."""
+    """Return the tokens of a folder; None if it is missing or incomplete."""
     try:
         index = json.loads((folder / "index.json").read_bytes())
         if any((folder / file).stat().st_size != size for file, size in index["sizes"].items()):
@@ -130,7 +130,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> TokenArray:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Return True if there is a folder for token files; else report it."""
+    """Return True if the folder for token files can be written; else report it."""
     try:
         make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
@@ -139,20 +139,20 @@ def _can_be_written(folder: Path) -> bool:
         if error.errno not in _NOT_WRITABLE:
             raise
         notice(
-            f"tokens are held in memory, by each process, as {folder} cannot be written ({error.strerror}): "
-            "JDP_CACHE_DIR names another folder"
+            f"each process holds the tokens in memory, because {folder} cannot be written ({error.strerror}): set "
+            "JDP_CACHE_DIR to another folder"
         )
         return False
 
 
 @contextmanager
 def _one_process(folder: Path) -> Generator[None]:
-    """Let one process of the host through at a time. The lock ends with the process that holds it."""
+    """Admit one process of the host at a time. The lock ends with its process."""
     with folder.with_name(f"{folder.name}.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            notice(f"waiting for another process, which writes tokens to {folder}")
+            notice(f"waiting for another process to write tokens to {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             notice(f"{folder.parent} has no locks ({error.strerror}): each process of a host writes the same tokens")
@@ -173,12 +173,12 @@ def _split(source: TokenSource, heldout_fraction: float, dtype: np.dtype[Any], f
             every = next(side for side in sides if side.tokens).finished()
             if every.weights is None:
                 spans = document_tails(every.documents - [0, source.separator is not None], heldout_fraction)
-            else:  # the tail of a row would be held out without what leads to it
+            else:  # the tail of a row would be held out without its beginning
                 rows = split_samples(np.concatenate(scores), heldout_fraction, source.name)
                 whole, spans = True, [every.documents[side] for side in rows]
             sides = [_Side(files, folder, side, dtype) for side in _SIDES]
             for side, chosen in zip(sides, spans, strict=True):
-                for index in range(len(chosen)):  # not all at once: they may be larger than memory
+                for index in range(len(chosen)):  # one by one: together they may exceed memory
                     side.append(every.joined(chosen[index : index + 1], source.separator))
         train, heldout = (side.finished() for side in sides)
     digest = " ".join(side.digest for side in sides)
@@ -199,7 +199,7 @@ class _Side:
         if self._path is None:
             return io.BytesIO()
         path = self._path.with_suffix(kind)
-        path.unlink(missing_ok=True)  # not emptied: it may be mapped
+        path.unlink(missing_ok=True)  # not truncated: it may be mapped
         return path.open("wb")
 
     def append(self, tokens: TokenArray) -> None:

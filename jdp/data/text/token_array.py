@@ -1,4 +1,4 @@
-"""Documents as tokens, end to end in one array, which may be a file that is mapped into memory."""
+"""Documents as tokens, end to end in one array, in memory or in a memory-mapped file."""
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -10,23 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_PAGE_BYTES = 2**16  # that the kernel maps around one that is read (fault_around_bytes)
-_MAPPED_BYTES = 2**25  # at most, before all are given back
+_PAGE_BYTES = 2**16  # bytes that the kernel maps around a page that is read (fault_around_bytes)
+_MAPPED_BYTES = 2**25  # mapped bytes before all are released
 
 
 class MappedTokens:
-    """Tokens, or their weights, in a file that is mapped into memory: a slice is a copy, and reading does not make the
-    process grow.
+    """Tokens, or their weights, in a memory-mapped file. A slice is a copy; reading does not grow the process.
 
     Attributes:
-        dtype: of a token.
+        dtype: dtype of a token.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._map.madvise(mmap.MADV_RANDOM)  # samples are: nothing is to be read ahead
+        self._map.madvise(mmap.MADV_RANDOM)  # samples are random: no read-ahead
         self._tokens = np.frombuffer(self._map, dtype)
         self._mapped = 0
 
@@ -35,7 +34,7 @@ class MappedTokens:
 
     def __getitem__(self, tokens: slice) -> NDArray[Any]:
         copy = self._tokens[tokens].copy()
-        self._mapped += copy.nbytes + _PAGE_BYTES  # threads may lose a count, which leaves a few pages longer
+        self._mapped += copy.nbytes + _PAGE_BYTES  # a count lost between threads keeps a few pages longer
         if self._mapped > _MAPPED_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)  # the page cache keeps them
             self._mapped = 0
@@ -53,7 +52,7 @@ class TokenArray:
 
     ids: Any  # integers [tokens]: a NumPy array, or `MappedTokens` of a file
     bounds: NDArray[np.int64]  # int64 [documents + 1], the start of each document, and the end of the last
-    weights: Any = None  # float32 [tokens] of 0 to 1, kept as `ids` is: of each as a target; None: all are 1
+    weights: Any = None  # float32 [tokens] from 0 to 1, stored like `ids`: weight of each as a target; None: all 1
 
     @property
     def documents(self) -> NDArray[np.int64]:
@@ -61,7 +60,7 @@ class TokenArray:
         return np.stack([self.bounds[:-1], self.bounds[1:]], axis=1)
 
     def joined(self, spans: NDArray[np.int64], separator: int | None = None) -> "TokenArray":
-        """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by any separator."""
+        """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by the separator if given."""
         closing = [] if separator is None else [np.array([separator], self.ids.dtype)]
         ids = [piece for start, end in spans.tolist() for piece in (self.ids[start:end], *closing)]
         weights = self.weights
@@ -73,19 +72,19 @@ class TokenArray:
 
 @dataclass(frozen=True, eq=False)
 class TokenSource:
-    """Tokens that are read, or made of text, when they are asked for."""
+    """Tokens that are read, or made from text, on demand."""
 
-    name: str  # for people
-    size: int | None  # bytes of the source; None: not known before it is read
-    identity: str  # of the source's content, and of all that makes tokens of it
-    vocab_size: int | None  # every token is below it; None: not known before they are read
-    separator: int | None  # the token that closes a document; None: nothing is added
-    # yields some documents at a time, without separators, and the `content_score` of each: float64 [documents]
+    name: str  # for messages
+    size: int | None  # bytes of the source; None: unknown before reading
+    identity: str  # identifies the content and its tokenizer
+    vocab_size: int | None  # every token is below it; None: unknown before reading
+    separator: int | None  # the token that closes a document; None: no token
+    # yields some documents at a time, without separators, with their `content_score`s: float64 [documents]
     parts: Callable[[], Iterator[tuple[TokenArray, NDArray[np.float64]]]]
 
 
 def bounds_of(documents: Sequence[Any]) -> NDArray[np.int64]:
-    """Return the bounds of documents that have a length: int64 [documents + 1]."""
+    """Return the bounds of documents with a length: int64 [documents + 1]."""
     return np.array(list(accumulate(map(len, documents), initial=0)), np.int64)
 
 

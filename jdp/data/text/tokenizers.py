@@ -1,8 +1,8 @@
 """Text as token ids: bytes, or a file of Hugging Face's `tokenizers`.
 
-All documents of a source become one array of ids, in the smallest unsigned integers that hold them; int32 rows are made
-when a sample is read. A file's own truncation and padding are turned off. The special tokens that are added are the
-separator that closes a document, and the token that opens it if the tokenizer adds one.
+All documents of a source become one array of ids, in the smallest unsigned integers that hold them; reading a sample
+makes int32 rows. A file's own truncation and padding are turned off. Two special tokens are added: the separator that
+closes a document, and the token that opens it if the tokenizer adds one.
 """
 
 import hashlib
@@ -29,37 +29,37 @@ BYTES = "bytes"
 FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TOKENS = "special_tokens_map.json"
 BESIDE = (SETTINGS, TOKENS, TEMPLATE)
-"""Files that may stand beside it."""
+"""Optional files beside it."""
 _OF_MODEL = ("generation_config.json", "config.json")
-"""Files of a model that may stand beside it; the first that names the tokens that end a text counts."""
+"""Optional files of a model beside it; the first that names end-of-text tokens counts."""
 _AGAIN = 4
-"""Tokens that are decoded again before the next one."""
+"""Tokens that are decoded again with the next one."""
 
-# What published tokenizers close a document with, if no tokenizer_config.json names it.
+# Tokens that close a document in published tokenizers, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
-# What published chat templates end an answer with, where it is another token.
+# Tokens that end an answer in published chat templates, if different.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>")
-_SPACE, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")  # as SentencePiece has them
+_SPACE, _BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece
 
 
 @dataclass(frozen=True)
 class Tokenizer(ABC):
     """Text to ids and back."""
 
-    name: str  # for people
+    name: str  # for messages
     identity: str  # distinguishes it from other tokenizers, for caches
     vocab_size: int  # ids are below it
     separator: int  # the id that closes a document
     bos: int | None = None  # the id that opens a text
-    adds_bos: bool = False  # whether it is added
-    ends: tuple[int, ...] = ()  # the ids that end a text that a model writes, the separator first
+    adds_bos: bool = False  # `bos` is added to texts
+    ends: tuple[int, ...] = ()  # the ids that end a generated text, the separator first
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return text as tokens: int32 [n]."""
 
     def opened(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """Return the ids of a text [n] after the one that opens it, if the tokenizer adds one and they lack it."""
+        """Return the ids of a text [n], preceded by `bos` if the tokenizer adds it and they lack it."""
         if not self.adds_bos or ids[:1].tolist() == [self.bos]:
             return ids
         return np.concatenate([np.array([self.bos], ids.dtype), ids])
@@ -76,9 +76,9 @@ class Tokenizer(ABC):
         return self._text(values)
 
     def decode_stream(self, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """Yield the text of tokens that come one by one; a character of several tokens when it is complete.
+        """Yield the text of tokens as they arrive; a character of several tokens when it is complete.
 
-        Some tokenizers decode a token by those before it, of which `after` has those of the text before.
+        `after` has the preceding tokens, because some tokenizers decode a token by its predecessors.
         """
         kept = [*after[-_AGAIN:]]
         shown = len(self.decode(kept))
@@ -97,14 +97,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def byte_counts(self) -> NDArray[np.int64] | None:
-        """Return the bytes of text, in UTF-8, that each token stands for: int64 [vocab_size]; special tokens have none.
+        """Return the bytes of UTF-8 text of each token: int64 [vocab_size], 0 for special tokens.
 
         None if tokens are not pieces of text.
         """
 
     @abstractmethod
     def tokenize(self, documents: Sequence[bytes], names: Sequence[str]) -> TokenArray:
-        """Return documents, of which there is one at least, as ids without separators; `names` are for errors."""
+        """Return documents, at least one, as ids without separators; `names` are for errors."""
 
 
 @public()
@@ -112,10 +112,11 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer.
 
     Args:
-        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one.
+        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or its folder.
 
     Raises:
-        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents.
+        ValueError: a file that does not exist or is not a tokenizer, or a tokenizer without a token that closes
+            documents.
 
     >>> tokenizer = open_tokenizer("bytes")
     >>> tokenizer.decode(tokenizer.encode("text")), tokenizer.vocab_size
@@ -126,7 +127,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Bytes(Tokenizer):
-    """The tokenizer whose tokens are bytes: of UTF-8, or of a file of any kind; what is not UTF-8 is decoded as �."""
+    """The tokenizer whose tokens are bytes, of UTF-8 or of any file; invalid UTF-8 is decoded as �."""
 
     name: str = BYTES
     identity: str = BYTES
@@ -149,7 +150,7 @@ class Bytes(Tokenizer):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FileTokenizer(Tokenizer):
-    """A tokenizer.json; special tokens are encoded only where the text contains them, and decoded as all others."""
+    """A tokenizer.json; special tokens are encoded only if the text contains them, and decoded like all others."""
 
     tokenizer: Any  # the `tokenizers.Tokenizer`
     file: Path
@@ -179,7 +180,7 @@ class FileTokenizer(Tokenizer):
                 texts.append(document.decode())
             except UnicodeDecodeError as error:
                 given = f"{document[error.start]:#04x} at byte {error.start} of {name}"
-                fix = f'convert it, leave it out, or take tokenizer = "{BYTES}"'
+                fix = f'convert it, leave it out, or use tokenizer = "{BYTES}"'
                 raise UserError(f"text must be UTF-8 for a tokenizer; given {given}: {fix}") from error
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [self.opened(np.array(encoding.ids, smallest_uint(self.vocab_size))) for encoding in encodings]
@@ -187,7 +188,7 @@ class FileTokenizer(Tokenizer):
 
 
 def _size_of_pieces(decoder: dict[str, Any] | None) -> Callable[[str], int] | None:
-    """Return what counts the bytes of a piece; None for a decoder whose text is more than its pieces, end to end."""
+    """Return a function that counts a piece's bytes; None if the decoder does more than join pieces."""
     parts = (decoder or {}).get("decoders", [decoder] if decoder else [])
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
@@ -200,10 +201,10 @@ def _size_of_pieces(decoder: dict[str, Any] | None) -> Callable[[str], int] | No
 
 
 def byte_tokenizer() -> dict[str, dict[str, Any]]:
-    """Return the tokenizer of bytes as Hugging Face's libraries read it: the name of each file -> its JSON.
+    """Return the tokenizer of bytes as Hugging Face's libraries read it: name of each file -> its JSON.
 
-    The table from bytes to letters is that of GPT-2 (openai/gpt-2, `src/encoder.py`): printable ones stand for
-    themselves, the others for those from U+0100 on.
+    The table from bytes to letters is GPT-2's (openai/gpt-2, `src/encoder.py`): printable bytes map to themselves, the
+    others to letters from U+0100 on.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (code for code in range(256) if code not in printable)
@@ -220,8 +221,8 @@ def _open_file(path: Path) -> FileTokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(
-            f'tokenizer must be "{BYTES}", or a tokenizer.json or the folder that '
-            f"holds one; given {path}, looked for at {file.absolute()}: fix the path"
+            f'tokenizer must be "{BYTES}", or a tokenizer.json or its folder; '
+            f"given {path}, looked for at {file.absolute()}: fix the path"
         )
     tokenizers = optional("tokenizers", str(file))
     content = file.read_bytes()
@@ -252,7 +253,7 @@ def _open_file(path: Path) -> FileTokenizer:
 
 
 def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> str:
-    """Return the eos_token that the files beside a tokenizer name, else one of the usual names that it has."""
+    """Return the eos_token that files beside a tokenizer name, else the first of the usual names that it has."""
     config, named = _named(file, "eos_token")
     names = _SEPARATORS if named is None else (named,)
     for name in names:
@@ -262,12 +263,12 @@ def _separator(vocabulary: dict[str, int], file: Path, added: Sequence[str]) -> 
     special = f", which are {', '.join(added[:10])}{', …' * (len(added) > 10)}," if added else ""
     raise UserError(
         f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; name one of its "
-        f'added tokens{special} as "eos_token" in tokenizer_config.json beside it; or add one, and to the model'
+        f'added tokens{special} as "eos_token" in tokenizer_config.json beside it; or add one to tokenizer and model'
     )
 
 
 def _bos(tokenizer: Any, vocabulary: dict[str, int], file: Path) -> tuple[int | None, bool]:
-    """Return the token that opens a text, and whether it is added: as `add_bos_token` says, else as the file does."""
+    """Return the token that opens a text, and whether to add it: by `add_bos_token`, else by the file."""
     text, (config, adds), (_, named) = tokenizer.encode("a"), _named(file, "add_bos_token"), _named(file, "bos_token")
     own = text.ids[0] if text.special_tokens_mask[:1] == [1] and len(text.ids) > 1 else None
     bos = vocabulary.get(named, own)
@@ -280,7 +281,7 @@ def _bos(tokenizer: Any, vocabulary: dict[str, int], file: Path) -> tuple[int | 
 
 
 def _ends(vocabulary: dict[str, int], file: Path, separator: int) -> tuple[int, ...]:
-    """Return the separator, the ids that the model's files beside the tokenizer name, and that of its template."""
+    """Return the separator, the ids named in the model's files beside the tokenizer, and the chat template's."""
     _, named = _named(file, "eos_token_id", _OF_MODEL)
     of_model = [token for token in (named if isinstance(named, list) else [named]) if token in vocabulary.values()]
     _, template = _named(file, "chat_template")
@@ -291,7 +292,7 @@ def _ends(vocabulary: dict[str, int], file: Path, separator: int) -> tuple[int, 
 
 
 def _named(file: Path, key: str, beside: Sequence[str] = (SETTINGS, TOKENS)) -> tuple[Path, Any]:
-    """Return the first file beside a tokenizer that has a value for a key, and the value; None if there is none."""
+    """Return the first file beside a tokenizer that has a value for a key, and the value or None."""
     for config in filter(Path.is_file, map(file.with_name, beside)):
         try:
             value = json.loads(config.read_bytes()).get(key)

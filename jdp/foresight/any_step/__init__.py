@@ -1,1 +1,1 @@
-"""A jitted step that jdp did not make: traced, moved to a target, and read like one of jdp's own."""
+"""A jitted step that jdp did not make: traced, moved to a target, and read like a jdp step."""

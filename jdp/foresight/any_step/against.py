@@ -1,7 +1,7 @@
-"""What any step is compared with: a strategy's row for its parameters, or a number of bytes.
+"""The bound for any jitted step: a strategy's row for its parameters, or a number of bytes.
 
-The row is that of the contract (`traffic/theory.py`) for one microbatch, with B bytes of parameters and N devices that
-share the batch. Gradients and gathered weights count in the parameters' own dtype:
+The row is the contract's (`traffic/theory.py`) for one microbatch, with B bytes of parameters and N devices that share
+the batch. Gradients and gathered weights count in the parameters' dtype:
 
     ddp           all-reduce B                        2(N-1)/N · B on the wire
     zero1, zero2  reduce-scatter B, all-gather B      2(N-1)/N · B
@@ -31,27 +31,27 @@ from jdp.foresight.traffic.theory import ring_bytes
 
 @dataclass(frozen=True)
 class Bound:
-    """What a device may send."""
+    """The bytes that a device may send."""
 
     wire_bytes: float  # a step
     words: str  # whose bytes these are: "of zero3 for 12 MiB of parameters", "that were given"
-    over_batch: bool  # only what runs along the batch's axes counts
+    over_batch: bool  # only collectives along the batch's axes count
 
 
 def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Relocated) -> Bound:
-    """Return what a device may send."""
+    """Return the bytes that a device may send."""
     if not isinstance(against, str):
         if isinstance(against, bool) or not math.isfinite(against) or against < 0:
             raise UserError(
-                f"against is a strategy's name or the bytes that a device may send a step; given {against!r}. Write "
-                "'zero3', or 500e6."
+                f"against is a strategy's name or the bytes that a device may send a step; given {against!r}. Pass "
+                "'zero3' or 500e6."
             )
         return Bound(float(against), "that were given", over_batch=False)
     row, mesh = strategy(against), moved.mesh
     if parameters is None:
         raise UserError(
-            f"A strategy's row is that of a step's parameters; given against={against!r} and no params. Say which "
-            "arguments they are: params=0, params='model' or params='state/params/*'."
+            f"Comparing with a strategy requires the parameters; given against={against!r} and no params. Name the "
+            "arguments: params=0, params='model' or params='state/params/*'."
         )
     devices = math.prod(mesh.shape[axis] for axis in moved.batch_axes)
     size = 0
@@ -67,7 +67,7 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Re
 
 
 def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:
-    """Return the floating-point arrays that `params` names; None where it is None."""
+    """Return the floating-point arrays that `params` names; None if it is None."""
     if params is None:
         return None
     if is_integer(params):

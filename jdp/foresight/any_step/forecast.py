@@ -1,9 +1,9 @@
-"""`jdp.foresee` and `jdp.verify` of any jitted step: compiled for a target, and everything read off that in one report.
+"""`jdp.foresee` and `jdp.verify` for any jitted step: compile it for a target, and report on the program.
 
-1. The function is traced and its program moved onto the target's mesh (`traced.py`, `relocate.py`).
-2. It is compiled, or found in the cache.
-3. What it holds, sends and waits for is read off the program, as of a step of jdp's.
-4. What it sends is compared with a strategy's row, or with given bytes (`against.py`).
+1. Trace the function and move its program onto the target's mesh (`traced.py`, `relocate.py`).
+2. Compile it, or read the result from the cache.
+3. Read memory, traffic and schedule from the program, as for a jdp step.
+4. Compare the traffic with a strategy's row, or with a number of bytes (`against.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def forecast(
     params: int | str | Sequence[str] | None = None,
     cache: bool = True,
 ) -> StepReport:
-    """Compile any jitted step for a target, and report what it holds, sends and waits for. Nothing runs."""
+    """Compile any jitted step for a target, and report its memory, traffic and schedule. Nothing runs."""
     check_target(target)
     if not callable(function):
         raise UserError(
-            f"The first argument is a step, jdp.verify(step, state, batch); given {described(function)}. Write the "
+            f"The first argument is a step, jdp.verify(step, state, batch); given {described(function)}. Pass the "
             "arguments in this order."
         )
     devices = named(target) if isinstance(target, str) else target
@@ -70,7 +70,7 @@ def forecast(
             for each in moved.traced.arguments
         ],
     )
-    placing = "no result has its shape, dtype and sharding. Return it so (out_shardings), or do not donate it."
+    placing = "no result has its shape, dtype and sharding. Return such a result (out_shardings), or do not donate it."
     signs = (*activations(sent, moved.batch_axes), *symptoms(reading, placing), *_not_donated(compiled, moved))
     notes = [*moved.notes, *caveats_on([(each.kind, each.caveats) for each in sent])]
     if limit is not None and limit.over_batch:
@@ -96,7 +96,7 @@ def forecast(
 
 
 def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument] | None) -> Reading:
-    """Read a step whose tensors are recognised as arguments: at rest, or gathered along the batch's axes."""
+    """Read a step; its tensors match arguments, at rest or gathered along the batch's axes."""
 
     def placement(argument: Argument) -> Placement:
         rest = PartitionSpec() if argument.sharding is None else argument.sharding.spec
@@ -112,7 +112,7 @@ def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument
 
 
 def _breaches(sent: Iterable[Sent], excess: float) -> Iterator[str]:
-    """Yield what is sent, most bytes first, until what is left is no longer too much."""
+    """Yield tensors sent, most bytes first, until the rest is within the bound."""
     for each in sent:
         if excess <= 0:
             return
@@ -121,7 +121,7 @@ def _breaches(sent: Iterable[Sent], excess: float) -> Iterator[str]:
 
 
 def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
-    """Arguments that a result of the same shape replaces, and that nobody donated."""
+    """Yield arguments that could be donated: a result has the same shape."""
     if any(each.donated for each in moved.traced.arguments):
         return
     results = Counter((v.aval.shape, v.aval.dtype) for v in moved.traced.closed.jaxpr.outvars)
@@ -135,5 +135,5 @@ def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:
         first = [path for _, path in sorted(replaced, reverse=True)]
         yield (
             f"Donation: no argument is donated, so {listed(first)} ({format_bytes(total)} a device) are held "
-            "beside their new values. Give them up: jax.jit(step, donate_argnums=...), and use what the step returns."
+            "beside their new values. Donate them: jax.jit(step, donate_argnums=...), and use the step's results."
         )

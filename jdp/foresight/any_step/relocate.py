@@ -1,11 +1,11 @@
 """A jitted function's program on other devices: the same axes with other sizes, and every mesh in it exchanged.
 
-1. The target's mesh has the axes of the arguments' mesh. One of them takes the devices that the others leave: `data`,
-   else the largest that the batch is split over (`moved_sizes`).
-2. Rows of a batch that the new mesh cannot split are rounded up, and the function is traced again (`_rows`).
+1. The target's mesh has the axes of the arguments' mesh. One axis takes the remaining devices: `data`, else the largest
+   axis of the batch (`moved_sizes`).
+2. If the new mesh cannot split a batch's rows, they are rounded up and the function is traced again (`_rows`).
 3. The function still closes over the old mesh: in `NamedSharding`s of constraints and of the jit, and in `shard_map`s.
-   These are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes, so its sizes must
-   stay, unless it takes the mesh of the context or is `jdp.value_and_grad`'s.
+   The jaxpr gets the new mesh in their place (`replace_mesh.py`). A `shard_map`'s body has one device's shapes, so its
+   sizes must stay, unless it takes the context's mesh or belongs to `jdp.value_and_grad`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Relocated:
 
     traced: Traced  # the program; its arguments are placed on `mesh`
     mesh: Mesh  # of the target's devices
-    batch_axes: tuple[str, ...]  # the axes that rows of a batch are split over
+    batch_axes: tuple[str, ...]  # the axes that shard a batch's rows
     batch: frozenset[int]  # numbers of the positional arguments that are a batch
-    notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
-    in_context: bool = False  # it was traced with `mesh` as the context's, and is lowered so
+    notes: tuple[str, ...] = ()  # changes to the arguments, a sentence each
+    in_context: bool = False  # trace and lower with `mesh` as the context's mesh
 
     def compile(self, target: Target, cache: Cache | None) -> Compiled:
         """Compile the program for `target`, whose devices its mesh is made of, or find the result in `cache`."""
@@ -71,8 +71,8 @@ def _move(
     if target is None:
         if isinstance(old, AbstractMesh):
             raise UserError(
-                "Without a target a step is compiled for its arguments' devices; given an abstract mesh, which has "
-                "none. Name a target, such as h100:1x8."
+                "Without a target a step is compiled for its arguments' devices; given an abstract mesh, which has no "
+                "devices. Name a target, such as h100:1x8."
             )
         return Relocated(traced, old, batch_axes or old.axis_names[:1], batch)
     new_sizes = moved_sizes(dict(old.shape), batch_axes, target, sizes)
@@ -80,7 +80,7 @@ def _move(
     rows, notes = _rows(traced, batch, old, mesh)
     if new_sizes != dict(old.shape):
         became = f"{factors(old.shape)} became {factors(new_sizes)}"
-        notes = (f"the arguments' mesh {became}; mesh={{axis: size}} has others", *notes)
+        notes = (f"the arguments' mesh {became}; mesh={{axis: size}} changes the sizes", *notes)
     on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
     for each in on_target.arguments:
         _check_divides(each, mesh)
@@ -91,7 +91,7 @@ def _move(
 
 
 def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
-    """Return the axis that takes the devices that the others leave: `data`, else the largest of the batch's."""
+    """Return the axis that takes the remaining devices: `data`, else the largest axis of the batch."""
     if sizes.get(DATA, 1) > 1:
         return DATA
     return max(batch_axes or sizes, key=lambda axis: sizes[axis])
@@ -103,8 +103,8 @@ def moved_sizes(
     """Return the sizes of the same axes on a target."""
     if unknown := [axis for axis in wanted or {} if axis not in sizes]:
         raise UserError(
-            f"mesh gives sizes to the axes that the arguments' mesh has: {', '.join(sizes)}; given {unknown[0]!r}. "
-            "Name one of these."
+            f"mesh sets the sizes of the arguments' mesh axes, {', '.join(sizes)}; given {unknown[0]!r}. "
+            "Name one of these axes."
         )
     free = [axis for axis, size in (wanted or {}).items() if size == -1]
     chosen = {**sizes, **(wanted or {})}
@@ -114,19 +114,19 @@ def moved_sizes(
     if len(free) == 1 and taken > 0 and count % taken == 0:
         chosen[free[0]] = count // taken
     if len(free) > 1 or min(chosen.values()) < 1 or math.prod(chosen.values()) != count:
-        words = " × ".join(f"{axis}={'what is left' if axis in free else size}" for axis, size in chosen.items())
+        words = " × ".join(f"{axis}={'the rest' if axis in free else size}" for axis, size in chosen.items())
         raise UserError(
-            f"The axes of a mesh multiply to its devices; given {words} for the {count} devices of {target}. Give "
-            "sizes that do, such as mesh={'" + next(iter(sizes)) + "': -1}, of which one may be -1."
+            f"The sizes of a mesh multiply to its devices; given {words} for the {count} devices of {target}. Change "
+            "them; one size may be -1, such as mesh={'" + next(iter(sizes)) + "': -1}."
         )
     return chosen
 
 
 def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return (the numbers of the arguments that are a batch, the axes that its rows are split over).
+    """Return (the numbers of the arguments that are a batch, the axes that shard its rows).
 
-    In a batch all sharded arrays are split by rows, equally many. Unlike weights, not all of them come back as a
-    result of the same shape.
+    All sharded arrays of a batch are sharded by rows and have the same number of rows. Unlike weights, not all of them
+    come back as a result of the same shape.
     """
     avals: list[Any] = [variable.aval for variable in traced.closed.jaxpr.outvars]
     results = {(aval.shape, aval.dtype) for aval in avals}
@@ -153,7 +153,7 @@ def _spec(argument: Argument) -> PartitionSpec:
 def _rows(
     traced: Traced, batch: frozenset[int], old: Mesh | AbstractMesh, mesh: Mesh
 ) -> tuple[dict[int, int], tuple[str, ...]]:
-    """Return (slot of an array -> its new number of rows, notes), of the batch's rows that `mesh` cannot split."""
+    """Return (slot -> new number of rows, notes) for the batch's arrays that `mesh` cannot split."""
     rows, notes = dict[int, int](), list[str]()
     for each in traced.arguments:
         along = axes_of(spec_entry(_spec(each), 0))
@@ -165,20 +165,20 @@ def _rows(
             rows[each.slot] = -(-each.shape[0] // unit) * unit
             axes = factors({axis: mesh.shape[axis] for axis in along})
             notes.append(
-                f"a batch's rows must divide by {axes}; given {each.shape[0]}: {rows[each.slot]} would be taken"
+                f"a batch's rows must divide by {axes}; given {each.shape[0]}: rounded up to {rows[each.slot]}"
             )
-    return rows, tuple(dict.fromkeys(note.replace("would be", "are") for note in notes))
+    return rows, tuple(dict.fromkeys(notes))
 
 
 def _check_divides(argument: Argument, mesh: Mesh) -> None:
-    """Raise ValueError if an array's sharding does not divide it."""
+    """Raise ValueError if a sharding does not divide its array."""
     for dim, entry in enumerate(_spec(argument)):
         count = math.prod(mesh.shape[axis] for axis in axes_of(entry))
         if argument.shape[dim] % count:
             raise UserError(
-                f"An argument's dimensions divide by the axes that they are sharded over; given {argument.path} "
+                f"An argument's dimensions must divide by the axes that shard them; given {argument.path} "
                 f"{list(argument.shape)}, whose dimension {dim} is sharded over {', '.join(axes_of(entry))}, "
-                f"{count} on the target. Take other sizes (mesh={{axis: size}}), or another sharding or shape."
+                f"{count} on the target. Change the sizes (mesh={{axis: size}}), the sharding or the shape."
             )
 
 
@@ -190,10 +190,11 @@ def _trace_for(
 ) -> tuple[Traced, bool]:
     """Return (the program on `mesh`, whether it was traced with `mesh` as the context's).
 
-    It is traced under the caller's mesh and exchanged, or traced under `mesh` itself.
+    It is traced under the caller's mesh and then moved, or traced under `mesh` itself.
 
-    A caller's `jax.set_mesh` is followed first, as what takes the context's mesh then has the target's sizes. Without
-    one, the context is set only where nothing else helps: libraries look at it, and would make another program.
+    If the caller has set a mesh (`jax.set_mesh`), `mesh` takes its place first: code that reads the context's mesh then
+    sees the target's sizes. Else the context is set only if nothing else works, because libraries read it and would
+    make another program.
     """
     in_context = not jax.sharding.get_abstract_mesh().empty
     exchange = Exchange(old, mesh)

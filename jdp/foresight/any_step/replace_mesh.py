@@ -21,7 +21,7 @@ class OtherSize(UserError):
 
 
 class Exchange:
-    """Exchanges one mesh for another in whatever a jaxpr's equations have as parameters."""
+    """Replaces one mesh by another in the parameters of a jaxpr's equations."""
 
     def __init__(self, old: Mesh | AbstractMesh, new: Mesh) -> None:
         self.old, self.new = old, new
@@ -39,7 +39,7 @@ class Exchange:
         )
 
     def argument(self, argument: Argument) -> Argument:
-        """Return an argument on the new mesh, if it was on an abstract one too."""
+        """Return an argument on the new mesh, also from an abstract mesh."""
         return replace(argument, sharding=self._concrete(argument.sharding))
 
     def _concrete(self, sharding: NamedSharding | None) -> NamedSharding | None:
@@ -49,7 +49,7 @@ class Exchange:
         return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
     def __call__(self, value: Any) -> Any:
-        """Return a value with the new mesh for the old one, at any depth. Raises ValueError for a third mesh."""
+        """Return a value with the new mesh in place of the old, at any depth. Raises ValueError for a third mesh."""
         if isinstance(value, NamedSharding):
             return NamedSharding(self._mesh(value.mesh), value.spec, memory_kind=value.memory_kind)
         if isinstance(value, Mesh | AbstractMesh):
@@ -63,7 +63,7 @@ class Exchange:
         return value
 
     def _jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-        """Exchange in each equation; a jaxpr that several share stays one, which jax lowers once."""
+        """Replace the mesh in each equation; a shared jaxpr stays shared, so jax lowers it once."""
         if id(jaxpr) not in self._jaxprs:
             exchanged = jaxpr.replace(
                 constvars=[*map(self._variable, jaxpr.constvars)],
@@ -76,7 +76,7 @@ class Exchange:
         return self._jaxprs[id(jaxpr)][1]
 
     def _variable(self, variable: Any) -> Any:
-        """Return a variable or literal whose type names the new mesh, where it named the old; the same for the same."""
+        """Return the variable or literal whose type names the new mesh in place of the old; always the same object."""
         sharding = getattr(variable.aval, "sharding", None)
         if sharding is None or sharding.mesh.empty:
             return variable
@@ -91,9 +91,9 @@ class Exchange:
     def _equation(self, equation: Any) -> Any:
         if equation.primitive.name == "shard_map" and (given := equation.params["mesh"]).shape != self.new.shape:
             raise OtherSize(
-                f"A shard_map over a mesh of its own has that mesh's sizes in its shapes, and cannot follow to others; "
+                f"A shard_map over its own mesh has that mesh's sizes in its shapes, so they cannot change; "
                 f"given {factors(given.shape)}{_line(equation)}, and {factors(self.new.shape)} on the target. "
-                "Leave shard_map's mesh= out and call under jax.set_mesh(mesh); or make the mesh of as many virtual "
+                "Leave out mesh= and call under jax.set_mesh(mesh); or make the mesh from as many virtual "
                 f"devices: JAX_NUM_CPU_DEVICES={self.new.size}."
             )
         parameters = {name: self(value) for name, value in equation.params.items()}
@@ -105,7 +105,7 @@ class Exchange:
         )
 
     def _context(self, context: Any) -> Any:
-        """Return what jax sets while it lowers an equation, with the new mesh as the context's where it had the old."""
+        """Return the context in which jax lowers an equation, with the new mesh in place of the old."""
         if context.cur_abstract_mesh.empty:
             return context
         if id(context) not in self._contexts:
@@ -122,9 +122,9 @@ class Exchange:
             return mesh
         if mesh.axis_names != self.old.axis_names:
             raise UserError(
-                f"A step names one mesh, that of its arguments, with the axes {', '.join(self.old.axis_names)}; given "
-                f"one with {', '.join(mesh.axis_names)} inside of it. Leave the target out to compile for the "
-                "arguments' own devices."
+                f"A step uses only the mesh of its arguments, with axes {', '.join(self.old.axis_names)}; given "
+                f"a second mesh with {', '.join(mesh.axis_names)} inside it. Leave out the target to compile for the "
+                "arguments' devices."
             )
         if isinstance(mesh, Mesh):
             return Mesh(self.new.devices, mesh.axis_names, axis_types=mesh.axis_types)
@@ -133,7 +133,7 @@ class Exchange:
 
 
 def _line(equation: Any) -> str:
-    """Return " at file:line" of what the user wrote; empty where jax has not kept it."""
+    """Return " at file:line" in the user's code; empty if jax has not recorded it."""
     traceback = equation.source_info.traceback
     frames = [] if traceback is None else [f"{each.file_name}:{each.line_num}" for each in traceback.frames]
     line = users_line(frames)

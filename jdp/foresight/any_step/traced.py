@@ -1,10 +1,10 @@
-"""Any jitted function as a program: its jaxpr, the arguments it takes, and the mesh that they are placed on.
+"""Any jitted function as a program: its jaxpr, its arguments and their mesh.
 
 1. `Arguments.of` lists the arrays in a call's arguments, with their paths; NNX modules are opened.
-2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. Whatever wrapped it (`jax.jit`, `nnx.jit`,
-   `eqx.filter_jit`), this leaves one `jit` equation. Its jaxpr is what XLA would be given, with the shardings,
-   donations and compiler options of the function.
-3. `mesh_in` finds the one mesh that arguments and jitted function name.
+2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. Any wrapper (`jax.jit`, `nnx.jit`,
+   `eqx.filter_jit`) leaves one `jit` equation. XLA would compile its jaxpr, with the function's shardings, donations
+   and compiler options.
+3. `mesh_in` finds the one mesh of the arguments and the function.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from jdp.foresight.targets.relocate import dtype_on_device
 class Argument:
     """An array that a jitted function takes."""
 
-    path: str  # in the call: "state/params/kernel"; "(a number)" of an array that jax made of one
+    path: str  # in the call: "state/params/kernel"; "(a number)" if jax made the array from a number
     shape: tuple[int, ...]  # global
     dtype: Any
-    sharding: NamedSharding | None  # None where the call leaves it to the compiler, as for NumPy arrays
-    number: int = -1  # of the positional argument that it is in; -1 outside of them
-    slot: int = -1  # its place among the call's arrays; -1 outside of them
-    weak_type: bool = False  # as jax has it for Python's numbers
+    sharding: NamedSharding | None  # None if the call leaves it to the compiler, as for NumPy arrays
+    number: int = -1  # number of its positional argument, or -1
+    slot: int = -1  # number among the call's arrays, or -1
+    weak_type: bool = False  # weakly typed, like Python's numbers
     donated: bool = False  # the step may write results into its memory
 
     def abstract(self, *, located: bool = True) -> jax.ShapeDtypeStruct:
-        """Return its shape, dtype and, where `located`, its sharding."""
+        """Return its shape, dtype and, if `located`, its sharding."""
         sharding = self.sharding if located else None
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding, weak_type=self.weak_type)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a jitted function is called with."""
+    """The arguments of a call."""
 
     arrays: tuple[Argument, ...]  # the arrays in it
-    # makes the positional arguments of as many other arrays
+    # builds the positional arguments from as many other arrays
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]] = field(repr=False)
 
     @classmethod
     def of(cls, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Arguments:
-        """List the arrays among positional arguments: anything with a shape and a dtype; the rest stays as it is."""
+        """List the arrays among positional arguments: anything with a shape and a dtype."""
         opened, back = flax_nnx.plain(inputs)
         leaves, treedef = jax.tree.flatten_with_path(opened)
         names = _parameter_names(function, len(inputs))
@@ -86,7 +86,7 @@ class Arguments:
 
 
 def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """Return a name for each positional argument: the function's own; their numbers where it has none."""
+    """Return a name for each positional argument: the function's own, else its number."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -104,7 +104,7 @@ def _sharding(leaf: Any, path: str) -> NamedSharding | None:
         return None
     raise UserError(
         f"A step's arguments are placed on a mesh with named axes; given {path} as {sharding}. Place it with "
-        "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), on the mesh of the others."
+        "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), on the mesh of the other arguments."
     )
 
 
@@ -116,10 +116,10 @@ class Traced:
     closed: core.ClosedJaxpr = field(repr=False)  # the jaxpr
     arguments: tuple[Argument, ...]  # one for each of the jaxpr's inputs
     out_shardings: tuple[NamedSharding | None, ...]  # of its results; None: not given to the jit
-    options: Mapping[str, Any]  # of the compiler, that the function was jitted with
+    options: Mapping[str, Any]  # the function's compiler options
 
     def lower(self) -> jax.stages.Lowered:
-        """Lower the program for the devices of its arguments' mesh, arguments that it does not use included."""
+        """Lower the program for its mesh, and keep unused arguments."""
         function: Any = core.jaxpr_as_fun(self.closed)
         donated = tuple(number for number, each in enumerate(self.arguments) if each.donated)
         jitted = jax.jit(
@@ -135,7 +135,7 @@ class Traced:
 def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
     """Trace a jitted function."""
 
-    def arrays_of(*arrays: Any) -> list[Any]:  # the only results jax.make_jaxpr takes: Python's numbers are constants
+    def arrays_of(*arrays: Any) -> list[Any]:  # jax.make_jaxpr takes only arrays as results
         return [leaf for leaf in jax.tree.leaves(function(*arguments.rebuild(arrays))) if isinstance(leaf, jax.Array)]
 
     outer = jax.make_jaxpr(arrays_of)
@@ -173,7 +173,7 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
 
 @contextmanager
 def _options_taken() -> Generator[list[tuple[str, Any]]]:
-    """Collect the compiler options of jits that are traced, which jax refuses inside of another trace."""
+    """Collect the compiler options of traced jits, which jax refuses inside another trace."""
     rule, options = custom_staging_rules[jit_p], list[tuple[str, Any]]()
 
     def without_options(trace: Any, source_info: Any, *arguments: Any, **parameters: Any) -> Any:
@@ -193,8 +193,8 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
     meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
     if not meshes:
         raise UserError(
-            "A step's arguments, real or abstract, name the mesh that they are placed on; given none that does. Place "
-            "them with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or give "
+            "A step's arguments, real or abstract, must be on a mesh; none of these is. Place them with "
+            "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or pass "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
         )
     mesh, path = next((pair for pair in meshes if isinstance(pair[0], Mesh)), meshes[0])
@@ -203,7 +203,7 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
         if other.shape != mesh.shape or (len(concrete) == 2 and concrete[0] != concrete[1]):
             raise UserError(
                 f"All arguments of a step are placed on one mesh; given {path} on {_axes(mesh)} and {there} on "
-                f"{_axes(other)}. Place them on one, with spec PartitionSpec() for what every device has whole."
+                f"{_axes(other)}. Place them on one mesh, replicated arrays with spec PartitionSpec()."
             )
     return mesh
 

@@ -1,13 +1,13 @@
-"""What a compiled program sends: every collective of an XLA module, counted as often as it runs.
+"""The collectives of a compiled program, each counted as often as it runs.
 
 `collectives(compiled.as_text())` works in three phases:
 1. The text is parsed (`module.py`).
 2. The call graph is walked from the entry. A loop multiplies its body by its trip count, a conditional counts the
-   branch that sends most, an asynchronous wrapper is the instruction inside.
-3. Each collective is read off its own line: bytes from its shapes, groups, and source lines from its metadata.
+   branch that sends most, an asynchronous wrapper counts as the instruction inside.
+3. Each collective is read from its own line: bytes from its shapes, groups, and source lines from its metadata.
 
-Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
-Transfers that are no collectives (`send` and `recv`, or inside custom calls) are not counted.
+It reads the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
+Other transfers (`send` and `recv`, or inside custom calls) are not counted.
 """
 
 import functools
@@ -37,20 +37,20 @@ class Collective:
     """One collective instruction, at one place in the call graph."""
 
     kind: str  # one of `KINDS`
-    dtype: str  # XLA's element type; of tensors combined into one instruction all that differ, joined by "+"
+    dtype: str  # XLA's element type; the distinct types of combined tensors, joined by "+"
     # the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an all-gather, one
-    # device's operand for the other kinds (of a ragged-all-to-all: the most that it can receive). Combined tensors are
-    # summed.
+    # device's operand for the other kinds (for a ragged-all-to-all, the most that it can receive). Combined tensors
+    # are summed.
     payload_bytes: int
-    # the devices that exchange data, as positions in the mesh's device order; of a permute its (source, target) pairs
+    # devices that exchange data, as positions in the mesh's device order; (source, target) pairs for a permute
     groups: tuple[tuple[int, ...], ...] = field(repr=False)
     is_async: bool  # other work may run between its start and its done
-    name: str  # the instruction's; of an asynchronous pair the start's
-    op_name: str | None = None  # jax's path to the operation; None where the text does not have it
+    name: str  # the instruction's; for an asynchronous pair the start's
+    op_name: str | None = None  # jax's path to the operation; None if the text lacks it
     source_lines: tuple[str, ...] = ()  # "file:line" of the operation and of its callers, innermost first
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of each tensor of the result
-    loops: tuple[int | None, ...] = ()  # trip counts around it, outermost first; None: XLA does not know
-    in_conditional: bool = False  # it is in a branch, which may not be taken
+    loops: tuple[int | None, ...] = ()  # trip counts around it, outermost first; None: unknown
+    in_conditional: bool = False  # it is in a branch of a conditional
 
     @property
     def source(self) -> str | None:
@@ -59,7 +59,7 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Devices in a group; 2 for a permute, whose groups are pairs; 1 when nothing leaves a device."""
+        """Devices in a group; 2 for a permute, whose groups are pairs; 1 if nothing leaves a device."""
         return max(len(set(group)) for group in self.groups)
 
     @property
@@ -69,7 +69,7 @@ class Collective:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Why `count` may differ from what runs, a sentence each; empty when it is exact."""
+        """The reasons why `count` may be inexact, a sentence each."""
         unknown = ("inside a loop of unknown trip count: counted once",) if None in self.loops else ()
         branch = ("inside a conditional: the branch that sends most is counted",) if self.in_conditional else ()
         return unknown + branch
@@ -79,8 +79,8 @@ class Collective:
         """Bytes that each device sends a step, by the ring algorithms (Patarasuk and Yuan 2009; nccl-tests,
         doc/PERFORMANCE.md).
 
-        Of the payload, times `count`: 2(N−1)/N for an all-reduce, (N−1)/N for reduce-scatter, all-gather and
-        all-to-all. Permute and broadcast send all of it.
+        Payload × `count` × 2(N−1)/N for an all-reduce, (N−1)/N for reduce-scatter, all-gather and all-to-all, and 1 for
+        permute and broadcast.
         """
         n = self.group_size
         if n == 1:
@@ -107,7 +107,7 @@ def total_wire_bytes(counted: Iterable[Collective]) -> float:
 
 
 def traffic(counted: Iterable[Collective]) -> dict[str, int]:
-    """Return payload bytes a step by kind, as the communication contract states them. A group of one sends nothing."""
+    """Return payload bytes a step by kind, as in the communication contract. A group of one sends nothing."""
     totals: dict[str, int] = {}
     for c in counted:
         if c.group_size > 1:
@@ -123,7 +123,7 @@ _CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 def _of_instruction(
     step: Instruction, program: Program, of_computation: Callable[[str], tuple[Collective, ...]]
 ) -> Iterable[Collective]:
-    """Return the collectives of one execution of an instruction, called ones included; a done repeats its start."""
+    """Return the collectives of one execution of an instruction, also in called computations."""
     if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
         return []
     if step.kind in KINDS:
@@ -149,7 +149,7 @@ def collective_of(step: Instruction, program: Program) -> Collective:
     """Return an instruction of one of `KINDS` as a `Collective`, without the loops around it."""
     groups = _groups(step.bare, program.devices)
     results = shapes(_result_type(step))
-    # The result of a reduce-scatter is one device's shard: the operand has one for every device of the group.
+    # The result of a reduce-scatter is one device's shard: the operand has a shard for every device of the group.
     times = max(map(len, groups)) if step.kind == "reduce-scatter" else 1
     return Collective(
         kind=step.kind,
@@ -173,7 +173,7 @@ def _result_type(step: Instruction) -> str:
     """Return the result in an instruction's type.
 
     A start has the type (operand, result) or ((operands), (results)), perhaps with more elements. But an
-    all-reduce-start of jax 0.10 has the type of its result alone, a flat tuple when there are several.
+    all-reduce-start of jax 0.10 has the type of its result alone, a flat tuple for several.
     """
     if not step.is_start or not step.type.startswith("("):
         return step.type
@@ -189,17 +189,17 @@ _GROUPS = re.compile(rf"\b(?:replica_groups|source_target_pairs)=({_LISTED}|{_IO
 
 def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Return the device groups of a line without strings. Raises ValueError for an unknown notation."""
-    if "source_target_pairs={}" in bare:  # of a permute: nobody sends; of groups, `{}` is everyone
+    if "source_target_pairs={}" in bare:  # a permute in which no device sends; as groups, `{}` is all devices
         return ((0,),)
     match = _GROUPS.search(bare)
     if match is None:
-        raise UserError(f"no device groups in a notation known here: {bare.strip()[:300]}")
+        raise UserError(f"no device groups in a known notation: {bare.strip()[:300]}")
     return _expanded(match[1], devices)
 
 
 @functools.lru_cache(maxsize=256)
 def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`; of `{}`, one of all."""
+    """Return the groups of `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`; `{}` is one of all."""
     if notation.startswith("{"):
         listed = tuple(map(ints, re.findall(r"\{([\d,]+)\}", notation)))
         return listed or (tuple(range(devices)),)
@@ -214,7 +214,7 @@ def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
 def _mesh_groups(notation: str) -> np.ndarray:
     """Return the [groups, size] ids of `mesh['a'=2,'b'=4] {'b'}`: a group differs along the named axes only.
 
-    An axis may be named in part: `'b':(2)2` of size 4 is split into 2 x 2, and the second factor is meant. Devices may
+    A name may be a part of an axis: `'b':(2)2` of size 4 splits it into 2 x 2 and takes the second factor. Devices may
     be in another order than 0, 1, …: `, device_ids=([2,4]T(1,0))` (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
     """
     mesh, _, named = notation.rpartition(" {")

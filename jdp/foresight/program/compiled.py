@@ -1,7 +1,7 @@
-"""A compiled step: the scheduled program as text, its memory, XLA's warnings; from the compiler, or from the cache.
+"""A compiled step, from the compiler or the cache: the scheduled program as text, its memory, XLA's warnings.
 
 `compile_step(lowered)` compiles one program at a time, because XLA writes its warnings to the process' standard error:
-what arrives there meanwhile is this program's. Lines that are no warnings about sharding or memory are passed on.
+lines that arrive there meanwhile belong to this program. Lines about anything but sharding and memory are passed on.
 """
 
 import json
@@ -36,18 +36,18 @@ class CompileError(UserError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was read off one compiled step. Sizes are bytes per device, from XLA's memory analysis."""
+    """One compiled step. Sizes are bytes per device, from XLA's memory analysis."""
 
     text: str = field(repr=False)  # the scheduled program
     argument_bytes: int  # the step's inputs
     output_bytes: int  # its results
-    alias_bytes: int  # the part of the results that is written into donated inputs
-    temp_bytes: int  # what else it allocates while it runs
+    alias_bytes: int  # results written into donated inputs
+    temp_bytes: int  # temporaries while it runs
     code_bytes: int  # the program itself
-    warnings: tuple[str, ...]  # lines about resharding and memory that XLA wrote while it compiled
-    seconds: float  # how long compiling took
-    cached: bool = False  # whether it was read from the cache
-    host_bytes: int = 0  # in host memory, for this device; in none of the others
+    warnings: tuple[str, ...]  # XLA's lines about resharding and memory
+    seconds: float  # time of compilation
+    cached: bool = False  # read from the cache
+    host_bytes: int = 0  # in host memory, for this device; not in the other sizes
 
     @cached_property
     def program(self) -> Program:
@@ -61,7 +61,7 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        """What a device must hold: arguments, results that are not written into an argument, temporaries, code."""
+        """Bytes that a device must hold: arguments, results not written into arguments, temporaries, code."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
 
@@ -84,8 +84,8 @@ _VERSION = "4"  # of an entry's fields
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
     """Return the cache's key: a hash of the program, devices, versions, and the sources that the program refers to.
 
-    The source lines themselves are left out: they have the line that the step was called from. So are the sources of
-    installed packages: who calls through them varies, and what they put into the program is in its text.
+    Line numbers are left out because they include the line that called the step. Sources of installed packages are
+    left out because callers vary, and the program's text has what they contribute.
     """
     located = lowered.as_text(debug_info=True)
     files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', located)))]
@@ -129,10 +129,10 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile, and once more with cuBLAS' kernels where XLA finds no tiles for a matrix product.
+    """Compile; again with cuBLAS' kernels if XLA finds no tiles for a matrix product.
 
-    Without a device to try kernels on, XLA may choose tiles that the product's sizes do not have (lengths such as a
-    ViT's 197), and give up. What is sent stays the same.
+    Without a device to try kernels on, XLA may choose tiles that do not fit the product's sizes (such as a ViT's 197),
+    and give up. The traffic stays the same.
     """
     try:
         return lowered.compile()
@@ -144,12 +144,12 @@ def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def _explained(error: Exception) -> str:
-    """Return the first line of XLA's error, with what to do where memory ran out."""
+    """Return the first line of XLA's error, with a fix if memory ran out."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
         return (
-            f"XLA ran out of device memory while it compiled this step: {first}. Let a device hold less: another "
-            "strategy, more microbatches (accumulate), rematerialisation, a smaller batch"
+            f"XLA ran out of device memory while it compiled this step: {first}. Reduce the memory of a device: "
+            "another strategy, more microbatches (accumulate), rematerialisation, a smaller batch"
         )
     return f"XLA did not compile this step: {first}"
 
@@ -162,7 +162,7 @@ _KEPT = re.compile(r"rematerializ|[Rr]esharding|spmd|SPMD|memory use below|excee
 
 @contextmanager
 def _standard_error() -> Generator[list[str]]:
-    """Collect the lines about sharding and memory that are written to file descriptor 2, by C++ too; pass on others."""
+    """Collect lines about sharding and memory on file descriptor 2, also from C++; pass on the rest."""
     lines = list[str]()
     try:
         sys.stderr.flush()

@@ -1,8 +1,8 @@
 """A compiled XLA module as objects: computations in schedule order, instructions with operands, types and callees.
 
-`parse(compiled.as_text())` takes one pass over the text and keeps each line; what takes time to find (called
-computations, operands, bytes) is read off a line when it is asked for. Known are the forms that XLA:GPU and XLA:CPU
-print in jax 0.10 to 0.12.
+`parse(compiled.as_text())` takes one pass over the text and keeps each line; properties that take time to parse (called
+computations, operands, bytes) are read from a line on demand. It reads the forms that XLA:GPU and XLA:CPU print in jax
+0.10 to 0.12.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Instruction:
     type: str  # the result's type as printed, such as "f32[8,4]{1,0}" or "(f32[], bf16[16,3])"
     opcode: str  # as printed, such as "fusion", "dot", "all-gather-start"
     line: str  # the whole line
-    is_root: bool = False  # whether it is its computation's result
+    is_root: bool = False  # it is its computation's result
 
     @cached_property
     def bare(self) -> str:
-        """The line with its strings emptied: an op_name may hold anything, look-alikes of attributes included."""
+        """The line with its strings emptied: an op_name may hold anything, even look-alikes of attributes."""
         return _STRING.sub('""', self.line)
 
     @cached_property
@@ -74,12 +74,12 @@ class Instruction:
 
     @property
     def parameter_number(self) -> int | None:
-        """Of a parameter: which of its computation's it is; None of another instruction."""
+        """The number of a parameter in its computation; None for any other instruction."""
         return int(self._arguments) if self.opcode == "parameter" else None
 
     @property
     def trip_count(self) -> int | None:
-        """Of a while: how often its body runs; None where XLA does not know."""
+        """The rounds of a `while`; None if XLA does not know them."""
         match = _TRIPS.search(self.line)
         return int(match[1]) if match else None
 
@@ -111,7 +111,7 @@ class Program:
 
     def __getitem__(self, computation: str) -> tuple[Instruction, ...]:
         if computation not in self.computations:
-            raise UserError(f"the HLO text calls computation {computation!r} and does not hold it: was it cut off?")
+            raise UserError(f"the HLO text calls computation {computation!r} but lacks it: was it cut off?")
         return self.computations[computation]
 
     @cached_property
@@ -120,7 +120,7 @@ class Program:
         return {key: {step.name: step for step in steps} for key, steps in self.computations.items()}
 
     def source_lines(self, step: Instruction) -> tuple[str, ...]:
-        """Return where the operation was written, "file:line", innermost first; empty where the text does not tell."""
+        """Return the operation's source lines, "file:line", innermost first; empty if the text has none."""
         if match := _FRAME.search(step.line):
             return self.frames.get(match[1], ())
         place = _SOURCE.search(step.line)  # older texts have only the innermost
@@ -142,7 +142,7 @@ class Program:
 
     @cached_property
     def written_into(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-        """(path in the result, parameter's number, path in it) of each result that is written into an argument."""
+        """(path in the result, parameter's number, path in it) of each result written into an argument."""
         table = self.header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", table)
         return tuple((ints(output), int(number), ints(path)) for output, number, path in found)
@@ -212,7 +212,7 @@ def array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
 
 
 def bits(dtype: str) -> int:
-    """Return the bits of an element, which are the digits in `bf16`, `f8e4m3fn`, `s4`, `c64`; "token" has none."""
+    """Return the bits of an element: the digits in `bf16`, `f8e4m3fn`, `s4`, `c64`; "token" has none."""
     named = _BITS.match(dtype)
     if named is not None:
         return int(named[1])

@@ -1,13 +1,13 @@
-"""A user's own cluster as a file: a known GPU, and the numbers in which this one differs.
+"""A cluster described in a file: a known GPU, and the numbers that differ.
 
     # cluster.toml, used as --target cluster.toml:64x8
     like = "h100"
     network_bandwidth_gb_s = 25        # one 200 Gb/s card a GPU
     memory_gib = 79.1
-    gpu_target_config = "dump.pbtxt"   # of other chips: what XLA dumped on the machine; its path starts at this file
+    gpu_target_config = "dump.pbtxt"   # for other chips: XLA's dump on the machine, relative to this file
 
-`read(path)` parses the file, refuses unknown keys, takes the known GPU's numbers, replaces those that the dump has, and
-then those that the file itself gives.
+`read(path)` parses the file and refuses unknown keys. It starts from the known GPU's numbers, then applies the dump's,
+then the file's own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from jdp.foresight.targets.gpu_config import with_config, written
 
 @dataclass(frozen=True)
 class _Key:
-    """What a key of the file sets: a field of `Gpu`, to `scale` times the number given; rounded where `is_integer`."""
+    """A key of the file: sets a field of `Gpu` to `scale` times the number, rounded if `is_integer`."""
 
     field: str
     scale: float
@@ -62,20 +62,18 @@ def read(path: Path) -> tuple[Gpu, str]:
     try:
         given = parse(content)
     except ValueError as error:
-        raise UserError(f"{path}: no TOML: it {error}") from error
+        raise UserError(f"{path}: not TOML: it {error}") from error
     _check_names(given, (*_OTHER, *_RATES), path, "a key")
     like, dump = given.get("like"), given.get("gpu_target_config")
     if not isinstance(like, str) or like not in GPUS:
         hint = nearest(like, GPUS) if isinstance(like, str) else ""
-        raise UserError(
-            f"{path}: like must name the GPU it starts from, one of {', '.join(GPUS)}; given {like!r}{hint}"
-        )
+        raise UserError(f"{path}: like must name the GPU to start from, one of {', '.join(GPUS)}; given {like!r}{hint}")
     if dump is None:
         gpu = _changed(GPUS[like], given, path)
         return gpu, written(gpu)
     if not isinstance(dump, str) or not dump:
         raise UserError(
-            f"{path}: gpu_target_config must be the path of a text XLA dumped; given {dump!r}: name that file"
+            f"{path}: gpu_target_config must be the path of a text that XLA dumped; given {dump!r}: name that file"
         )
     try:
         text = (path.parent / dump).read_text(encoding="utf-8")
@@ -89,7 +87,7 @@ def read(path: Path) -> tuple[Gpu, str]:
 
 
 def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
-    """Return `gpu` with the name and the rates that the file gives."""
+    """Return `gpu` with the file's name and rates."""
     changes = dict[str, object]()
     for key, value in entries.items():
         if (rate := _RATES.get(key)) is not None:
@@ -97,7 +95,7 @@ def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
             changes[rate.field] = round(number) if rate.is_integer else number
     name = entries.get("name", gpu.name)
     if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set('"\\'):
-        raise UserError(f"{path}: name must be a line of text without quotes or backslashes; given {name!r}: rename it")
+        raise UserError(f"{path}: name must be one line without quotes or backslashes; given {name!r}: rename it")
     peaks = entries.get("matmul_tflops", {})
     if not isinstance(peaks, dict):
         raise UserError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; given {peaks!r}: write one")
@@ -107,7 +105,7 @@ def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
 
 
 def _number(value: object, key: str, path: Path) -> float:
-    """Return a value of the file as a number. Raises ValueError if it is none, or out of its key's range."""
+    """Return a value of the file as a number. Raises ValueError if it is not a number, or out of range."""
     most = 1 if key in _AT_MOST_ONE else 1e9
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if not 0 <= number <= most or (number == 0 and key not in _MAY_BE_ZERO):  # nan is in no range

@@ -1,8 +1,8 @@
-"""The text by which XLA:GPU knows which GPU to compile for: its GpuTargetConfigProto, written and read.
+"""XLA:GPU's description of the GPU to compile for: its GpuTargetConfigProto as text, written and read.
 
 `written(gpu)` makes it from published numbers (openxla/xla, xla/stream_executor/device_description.proto). On a machine
-with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file `*gpu_target_config.pbtxt`), from which `with_config` takes
-the chip's numbers. The version of CUDA is that of XLA's own descriptions (xla/backends/gpu/target_config/specs).
+with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file `*gpu_target_config.pbtxt`), and `with_config` takes the
+chip's numbers from it. The version of CUDA is that of XLA's own descriptions (xla/backends/gpu/target_config/specs).
 """
 
 import re
@@ -58,7 +58,7 @@ def fields(text: str) -> dict[str, str]:
     while at < end:
         token = _TOKEN.match(text, at)
         if token is None:
-            raise UserError(f"no text proto: {text[at : at + 60].strip()!r}")
+            raise UserError(f"not a text proto: {text[at : at + 60].strip()!r}")
         opened, name, value, closed = token.groups()
         if opened:
             path.append(opened)
@@ -66,15 +66,15 @@ def fields(text: str) -> dict[str, str]:
             scalars[".".join((*path, name))] = value.strip('"')
         elif closed:
             if not path:
-                raise UserError("no text proto: one } too many")
+                raise UserError("not a text proto: one } too many")
             path.pop()
         at = token.end()
     if path:
-        raise UserError(f"no text proto: {path[-1]} is not closed")
+        raise UserError(f"not a text proto: {path[-1]} is not closed")
     return scalars
 
 
-# Not of the device but of an installation, or another form of what other fields say.
+# Fields of the installation, not of the device, or repetitions of other fields.
 _SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_toolkit_version", "name")
 
 
@@ -83,7 +83,7 @@ def device_fields(text: str) -> dict[str, str]:
     prefix, scalars = "gpu_device_info.", fields(text)
     device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
     if "core_count" not in device:
-        raise UserError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
+        raise UserError("the text describes no GPU: give XLA's *gpu_target_config.pbtxt")
     name = scalars.get("device_description_str") or device.get("name", "")
     return {k: v for k, v in device.items() if k not in _SOFTWARE} | {"name": name}
 

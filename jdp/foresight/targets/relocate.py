@@ -1,11 +1,11 @@
-"""A step on other devices: what was written for this machine, as abstract values on a target's mesh.
+"""A step on other devices: its state and batch become abstract values on a target's mesh.
 
-1. The mesh keeps its axes; `data` takes the devices that are left.
-2. The state's leaves become shapes, dtypes and the shardings that the plan gives them there.
-3. The batch's leaves likewise; rows that the new mesh cannot split are rounded up (`round_up_rows`).
-4. Before jax traces fused attention it looks at the GPU and the cuDNN of this machine, which need not have either
-   (`jax._src.cudnn.fused_attention_stablehlo`): it is answered for GPUs that are described. XLA's compiler does not
-   need cuDNN: the program holds calls of `__cudnn$fmha...`, which are resolved where it runs.
+1. The mesh keeps its axes; `data` takes the remaining devices.
+2. The state's leaves become shapes, dtypes and the shardings of the plan there.
+3. So do the batch's leaves; rows that the new mesh cannot split are rounded up (`round_up_rows`).
+4. Before jax traces fused attention it checks this machine's GPU and cuDNN, which may not exist
+   (`jax._src.cudnn.fused_attention_stablehlo`): jdp answers for the described GPU. XLA's compiler does not need cuDNN:
+   the program calls `__cudnn$fmha...`, which is resolved at run time.
 """
 
 import threading
@@ -42,11 +42,11 @@ def candidate_name(strategy: str, accumulate: int) -> str:
 class Candidate:
     """One way to run a step: the step and its abstract operands on one mesh."""
 
-    step: Step  # on the mesh; its partitioning is settled when it is lowered
+    step: Step  # on the mesh; lowering decides its partitioning
     state: TrainState  # `jax.ShapeDtypeStruct` leaves with their shardings, as in the batch
     batch: Batch
-    notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
-    cudnn: int | None = None  # the version that described devices are taken to have; None: they are at hand
+    notes: tuple[str, ...] = ()  # changes to the arguments, a sentence each
+    cudnn: int | None = None  # the assumed version on described devices; None: real devices
 
     @property
     def name(self) -> str:
@@ -67,33 +67,33 @@ class Candidate:
 def compile_for(
     target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any], cache: Cache | None
 ) -> Compiled:
-    """Compile a step that was lowered with compiler options for a target, or find the result in `cache`."""
+    """Compile a lowered step for a target, or find the result in `cache`."""
     words = [f"{name}={value!r}" for name, value in sorted(options.items())]
     return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]))
 
 
 MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
-"""What jax says where a function's own mesh is not the context's."""
+"""jax's messages if a function's mesh is not the context's."""
 _OTHER_MESH = (
-    "The loss names a mesh, which is another one on the target: a NamedSharding made for this machine's devices, say. "
+    "The loss uses a mesh of this machine's devices, in a NamedSharding for example; the target has another mesh. "
     "Write jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(...)) and train under jax.set_mesh(mesh); or "
-    "leave the target out to compile for this machine's devices."
+    "leave out the target to compile for this machine's devices."
 )
 _IMPOSSIBLE = {
     "Unknown backend": "The step calls back to the host (jax.debug.print, jax.debug.callback, pure_callback, "
-    "io_callback), and a callback cannot be compiled for devices that are only described. Take it out of the loss, or "
-    "leave the target out to compile for this machine's devices.",
+    "io_callback), and a callback cannot be compiled for devices that are only described. Remove it from the loss, or "
+    "leave out the target to compile for this machine's devices.",
     **dict.fromkeys(MISMATCHES, _OTHER_MESH),
 }
-"""What jax says when a step cannot be lowered for a target -> what to do about it."""
+"""jax's message if a step cannot be lowered for a target -> the fix."""
 
 
 @contextmanager
 def lowering_for(device: Device, cudnn: int | None) -> Generator[None]:
-    """Lower for a device inside of the context: answer for its cuDNN, explain jax's errors, hide a warning."""
+    """Lower for a device inside the context: answer for its cuDNN, explain jax's errors, hide a warning."""
     try:
         with warnings.catch_warnings(), answered_for(device, cudnn):
-            # Which arguments were not donated is read off the program, with their paths (`traffic.symptoms`).
+            # `traffic.symptoms` reads the arguments that were not donated from the program, with their paths.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             yield
     except (RuntimeError, ValueError) as error:
@@ -131,28 +131,28 @@ def abstract_on(
 
 
 def cudnn_of(target: Target) -> int | None:
-    """Return the version of cuDNN that described devices are taken to have; None for devices at hand."""
+    """Return the assumed version of cuDNN on described devices; None for real devices."""
     if target.config is None and type(target.devices[0].client).__name__ != "CompileOnlyPyClient":
         return None
     return version_in(target.config or "")
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
-    """Return the next number of rows that divides by the unit, and a note if that is another one.
+    """Return the number of rows rounded up to a multiple of the unit, and a note if it changes.
 
-    What is planned for a target should not depend on the number of devices that the batch was written for.
+    A plan for a target should not depend on the devices that the batch was written for.
     """
     raised = unit.round_up(rows)
     if raised == rows:
         return rows, ()
     rule = unit.rule(rows)
     if raised >= 2**31:
-        raise UserError(f"{rule}: {raised} would be taken, and a batch has fewer than 2^31 rows: lower accumulate")
-    return raised, (f"{rule}: {raised} are taken",)
+        raise UserError(f"{rule}: rounded up to {raised}, but a batch has fewer than 2^31 rows: lower accumulate")
+    return raised, (f"{rule}: rounded up to {raised}",)
 
 
 def _mesh(step: Step, state: TrainState, on: Target | None) -> Mesh:
-    """Return the plan's axes on the target, of which `data` takes all devices that the others leave."""
+    """Return the plan's axes on the target; `data` takes the remaining devices."""
     if on is None:
         return mesh_of(state) or step.plan.mesh
     try:
@@ -168,18 +168,18 @@ def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: 
 
 
 def dtype_on_device(dtype: Any) -> Any:
-    """Return the dtype that jax gives an array of this one: float32 of NumPy's float64; a key's own."""
+    """Return the dtype of an array on a device: float32 for NumPy's float64; a key keeps its dtype."""
     is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
     return dtype if is_key else jax.dtypes.canonicalize_dtype(dtype)
 
 
 ASSUMED = 91_000
-"""cuDNN 9.10, as `gpu_config.written` has it, for a description that names none."""
+"""cuDNN 9.10, as in `gpu_config.written`, for a description without a version."""
 _LOCK = threading.RLock()
 
 
 def version_in(config: str) -> int:
-    """Return the version of cuDNN that a GPU's description names, as cuDNN itself counts: 91000 is 9.10.0."""
+    """Return the version of cuDNN in a GPU's description, in cuDNN's own numbers: 91000 is 9.10.0."""
     scalars = fields(config)
     major, minor, patch = (int(scalars.get(f"dnn_version_info.{part}", "0")) for part in ("major", "minor", "patch"))
     return 10_000 * major + 100 * minor + patch or ASSUMED
@@ -187,7 +187,7 @@ def version_in(config: str) -> int:
 
 @contextmanager
 def answered_for(device: Device | None, version: int | None) -> Generator[None]:
-    """Answer jax's questions for a described GPU while the context lasts, in which a program for it is traced."""
+    """Answer jax's checks for a described GPU inside the context."""
     if device is None or version is None or device.platform != "gpu":
         yield
         return

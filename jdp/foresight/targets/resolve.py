@@ -1,14 +1,14 @@
 """Devices to compile for that this machine need not have.
 
-`target("h100:8x8")` reads the name, checks that XLA's compiler for that kind is installed, and describes the chip to it
-by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts, which go into a mesh like real
-ones. A step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those devices would
-run. No GPU, driver or CUDA library is needed, only the compiler: `pip install 'jdp[aot]'`; for TPUs (`tpu-v5e:4x4`)
-`pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
+`target("h100:8x8")` parses the name, checks that XLA's compiler for that kind is installed, and describes the chip to
+it by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts, which form a mesh like real
+devices. A step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those devices
+would run. This needs the compiler, `pip install 'jdp[aot]'`, but no GPU, driver or CUDA library; for TPUs
+(`tpu-v5e:4x4`) `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
 `target("cluster.toml:64x8")` GPUs that a file describes (`cluster_file.py`).
 `target_of(None)` is the devices of this machine or cluster.
 
-Nothing happens on import: jax's plugins are looked for when a target that needs one is first asked for.
+Nothing happens on import: jax's plugins are loaded for the first target that needs one.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ _INSTALL_TPU = "pip install 'jdp[tpu]'"
 
 KINDS = (*CHIPS, "cpu")
 MOST_DEVICES = 16384
-"""Four times what jdp is made for: a larger number is a typing mistake, or a very long compilation."""
+"""Four times the size that jdp is made for: a larger number is a typing error, or a very long compilation."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Target:
     Attributes:
         kind: the name before the colon, such as "h100".
         hosts, per_host: how many machines, and how many devices each has.
-        devices: of all hosts; `devices[i].process_index` is the host of device i.
+        devices: the devices of all hosts; `devices[i].process_index` is the host of device i.
         memory_bytes: memory of one device; None on CPU, whose virtual devices share the machine's.
-        description: the name that jax gives as `device_kind`.
-        chip: the published rates; None where none are known, as on CPU.
-        config: the text that described a GPU to XLA; None for other devices.
+        description: jax's `device_kind`.
+        chip: the published rates; None if unknown, as on CPU.
+        config: XLA's description of a GPU; None for other devices.
         shape: the text after the colon, such as "8x8"; empty for the devices of this machine, except CPUs.
     """
 
@@ -75,7 +75,7 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """Everything about the target that decides what the compiler makes for it, as text."""
+        """Everything about the target that affects compilation, as text."""
         named = (self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or "")
         return "\n".join(named)
 
@@ -87,8 +87,8 @@ def target(name: str) -> Target:
         name: KIND:HOSTSxPER_HOST, such as `h100:8x8` or `my/cluster.toml:8x8`; `tpu-v5e:4x4`; `cpu:8`.
 
     Raises:
-        ValueError: the name does not parse, or the file of a cluster is not right. The compiler is missing, of another
-            version than jaxlib, or could not start. This process has too few CPU devices. The message has the fix.
+        ValueError: the name does not parse, or a cluster's file is wrong. The compiler is missing, has another version
+            than jaxlib, or did not start. This process has too few CPU devices. The message has the fix.
     """
     kind, shape = _parse(name)
     sizes = [int(size) for size in shape.split("x")]
@@ -107,7 +107,7 @@ def _parse(name: str) -> tuple[str, str]:
     """Return the kind and the text after the last colon."""
     kind, _, shape = name.rpartition(":")
     kind = kind if kind.endswith(".toml") else kind.lower()
-    size = "[1-9][0-9]{0,17}"  # Python reads no number of more than 4300 digits
+    size = "[1-9][0-9]{0,17}"  # Python parses at most 4300 digits
     shapes = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
     if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
         raise UserError(f"{_GRAMMAR}; given {name!r}: write one of these")
@@ -119,7 +119,7 @@ def _parse(name: str) -> tuple[str, str]:
     if not re.fullmatch(shapes.get(kind, f"{size}x{size}"), shape):
         raise UserError(f"{_GRAMMAR}; given {name!r}: write one of these")
     if math.prod(map(int, shape.split("x"))) > MOST_DEVICES:
-        raise UserError(f"a target has at most {MOST_DEVICES} devices; given {name!r}: name fewer")
+        raise UserError(f"a target has at most {MOST_DEVICES} devices; given {name!r}: use fewer")
     return kind, shape
 
 
@@ -146,7 +146,7 @@ def _installed(package: str) -> str | None:
 
 
 def _check_compiler(name: str) -> None:
-    """Raise ValueError with what to install, before jax or XLA fail less clearly."""
+    """Raise ValueError with the package to install, before jax or XLA fail less clearly."""
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
     family = next((f for f in families if all(map(_installed, f))), None)
     if family is None:
@@ -188,12 +188,12 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
     except NotImplementedError:  # a RuntimeError too: it comes first
         raise UserError(
             f"target {name!r}: the CUDA plugin did not start when jax first looked for devices, most likely because it "
-            "found no working GPU (jax logged why). Start the process with JAX_PLATFORMS=cpu: the compiler needs none"
+            "found no working GPU (jax logged why). Start the process with JAX_PLATFORMS=cpu: compiling needs no GPU"
         ) from None
     except RuntimeError as error:
         raise UserError(
-            f"target {name!r}: this jax's XLA does not accept the description of the GPU (a dumped one holds for the "
-            f"version that wrote it). It says: {error}"
+            f"target {name!r}: this jax's XLA rejects the description of the GPU (a dumped description is valid for "
+            f"the version that wrote it): {error}"
         ) from error
     return tuple(described.devices)
 
@@ -244,13 +244,13 @@ def _tpu_target(name: str, kind: str, shape: str) -> Target:
 def check_target(named: object) -> None:
     """Check that a target is a name or a `Target`. Raises ValueError."""
     if named is not None and not isinstance(named, str | Target):
-        raise UserError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Name devices so.')
+        raise UserError(f'A target is text such as "h100:1x8" or "cpu:8"; given {described(named)}. Pass such a name.')
 
 
 def target_of(named: str | Target | None, state: PyTree = None) -> Target:
-    """Return the target that was named; else the devices that `state` is placed on; else all of this cluster.
+    """Return the named target; else the devices of `state`; else all devices of this cluster.
 
-    A GPU of a kind that `base.chips` knows has that chip's published rates; of another GPU only its memory is known.
+    A GPU in `base.chips` has that chip's published rates; of any other GPU only the memory is known.
     """
     if named is not None:
         return target(named) if isinstance(named, str) else named
@@ -267,7 +267,7 @@ def target_of(named: str | Target | None, state: PyTree = None) -> Target:
 
 
 def allocatable_bytes(device: Device) -> int | None:
-    """Return what the device's allocator may take; None for a device that is only described, or does not report it."""
+    """Return the limit of the device's allocator; None if the device is only described or does not report it."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except (AttributeError, jax.errors.JaxRuntimeError, NotImplementedError):

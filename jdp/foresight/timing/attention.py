@@ -1,14 +1,14 @@
-"""Fused attention: the calls to cuDNN in a compiled program, how much they compute, and how long that takes.
+"""Fused attention: the calls to cuDNN in a compiled program, their FLOPs and their time.
 
-`attention(step, computation, program)` reads a call `__cudnn$fmha...`: heads, queries, keys, mask, and whether it is
-the backward pass. Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and
-adds twice: q·k, p·v. The backward pass does so five times: the scores again, and the gradients of p, v, q and k. That
-is 4 or 10 x batch x heads x queries x keys x width FLOPs, half under a causal mask (Dao 2023, arXiv:2307.08691, 4.1).
+`attention(step, computation, program)` reads a call `__cudnn$fmha...`: heads, queries, keys, mask, forward or backward.
+Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and adds twice: q·k, p·v.
+The backward pass does so five times: the scores again, and the gradients of p, v, q and k. That is
+4 or 10 x batch x heads x queries x keys x width FLOPs, half under a causal mask (Dao 2023, arXiv:2307.08691, 4.1).
 
 `attention_seconds` adds the exponential of each score to the products. An H100 computes 16 a clock and core, so at
 width 128 they take half as long as the products, and kernels hide little of that (Shah et al. 2024, FlashAttention-3,
-arXiv:2407.08608, section 3.1). The rest is fitted (`AttentionModel`). The backward pass then rewrites its gradient of
-the queries, summed in float32, in kernels of their own (`Attention.pass_bytes`).
+arXiv:2407.08608, section 3.1). The rest is fitted (`AttentionModel`). Further kernels of the backward pass rewrite the
+queries' gradient, which is summed in float32 (`Attention.pass_bytes`).
 
 Compared with the rates of cuDNN 9 in figures 5 and 6 of that paper, the times are within 19 %, 6 % in the median (H100,
 16k tokens, length 512 to 16k, both passes, with and without a mask, width 64 and 128: 30 rates). Width 256 is up to
@@ -28,19 +28,19 @@ TARGET = "__cudnn$fmha"
 class Attention:
     """One call of a fused kernel, forward or backward."""
 
-    heads: int  # query heads of all sequences, which is batch x heads
+    heads: int  # query heads of all sequences: batch x heads
     queries: int  # of a sequence
     keys: int  # of a sequence
     width: int  # elements of a head of queries and keys
     value_width: int  # elements of a head of values
     dtype: str  # XLA's name of the operands' type
-    causal: bool = False  # whether a query sees no later keys
-    window: int = 0  # how many keys a query sees at most; 0 for all
-    backward: bool = False  # whether it is the backward pass
+    causal: bool = False  # a query sees no later keys
+    window: int = 0  # most keys that a query sees; 0 for all
+    backward: bool = False  # the backward pass
 
     @property
     def seen(self) -> float:
-        """Keys that a query sees, in the mean."""
+        """Mean number of keys that a query sees."""
         if not self.causal:
             return min(self.keys, self.window or self.keys)
         window = min(self.window or self.keys, self.keys)
@@ -59,12 +59,12 @@ class Attention:
 
     @property
     def pass_bytes(self) -> int:
-        """Memory traffic beside the main kernel's, in other kernels.
+        """Memory traffic of the kernels beside the main one.
 
-        In the backward pass one multiplies the result with its gradient and clears the float32 sums of the queries'
-        gradient; another rounds these to the operands' type. The call's workspace holds the sums, [batch, heads,
-        queries, width], and a number a query. For 8 x 12 heads, 1024 queries and width 64 that is 25,559,296 bytes, all
-        but 256.
+        In the backward pass one kernel multiplies the result with its gradient and clears the float32 sums of the
+        queries' gradient; another rounds the sums to the operands' type. The call's workspace holds the sums, [batch,
+        heads, queries, width], and a number a query. For 8 x 12 heads, 1024 queries and width 64 that is 25,559,296
+        bytes, all but 256.
         """
         each = 4 * self.value_width + 4 * self.width + 4 * self.width + 2 * self.width
         return self.heads * self.queries * each if self.backward else 0
@@ -77,24 +77,22 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionModel:
-    """What is fitted to the rates in the module's docstring."""
+    """Constants fitted to the rates in the module's docstring."""
 
     product_efficiency: float = 0.8  # share of the dense peak that the products reach between exponentials
-    # a block of queries takes as long as for this many keys more than it sees: filling the pipeline with the first
-    # keys, and writing the result
+    # overhead of a block of queries, in keys: filling the pipeline with the first keys, and writing the result
     ramp_keys: float = 90.0
-    # that many more with a causal mask: blocks on the diagonal are computed whole, and blocks of queries that see few
-    # keys end before others
+    # further keys with a causal mask: blocks on the diagonal are computed whole, and blocks of queries that see few
+    # keys finish early
     diagonal_keys: float = 200.0
-    # the backward pass over products and exponentials alone: sums of the queries' gradient, which several cores add to
-    # in memory
+    # time of the backward pass / its products and exponentials: several cores add to the queries' gradient in memory
     backward_factor: float = 1.37
 
 
 def attention(step: Instruction, computation: str, program: Program) -> Attention | None:
-    """Return what an instruction of `computation` computes if it is a call of cuDNN's attention, else None.
+    """Return an instruction of `computation` as a call of cuDNN's attention; None if it is another.
 
-    Packed sequences count as if each row were one sequence; their lengths are not in the program.
+    Packed sequences count as one sequence a row, because their lengths are not in the program.
     """
     if step.opcode != "custom-call" or not (target := custom_call_target(step)).startswith(TARGET):
         return None
@@ -119,7 +117,7 @@ def attention(step: Instruction, computation: str, program: Program) -> Attentio
 
 
 def attention_seconds(call: Attention, peak_flops: float, exponentials: float, model: AttentionModel) -> float:
-    """Return how long the main kernel computes."""
+    """Return the seconds of the main kernel."""
     core = call.flops / (model.product_efficiency * peak_flops) + call.scores / exponentials
     ramp = model.ramp_keys + (model.diagonal_keys if call.causal else 0.0)
     return core * (1 + ramp / call.seen) * (model.backward_factor if call.backward else 1.0)

@@ -1,7 +1,7 @@
-"""How long a collective of a compiled program takes on a target's links.
+"""The time of a compiled program's collectives on a target's links.
 
-`collective_cost` counts who takes part in each group, times a group of GPUs by NCCL's model (`base/link_times.py`), and
-returns the slowest group's, since all start together. A TPU slice has no published model: see `_torus`.
+`collective_cost` counts the members of each group, times a group of GPUs by NCCL's model (`base/link_times.py`), and
+returns the slowest group's time, because all start together. TPU slices have no published model: see `_torus`.
 """
 
 import functools
@@ -20,14 +20,14 @@ _TORUS_HOP = 1e-6
 
 
 def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: Target) -> float:
-    """Return `collective_cost(...).seconds`: of one execution."""
+    """Return `collective_cost(...).seconds`, for one execution."""
     return collective_cost(kind, payload_bytes, groups, target).seconds
 
 
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
     """Return the time of one execution of a collective; a group of one device takes none."""
     if kind not in (kinds := (*RINGS, *DIRECT, "collective-broadcast")):
-        raise UserError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one")
+        raise UserError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one of these")
     if target.chip is None:
         raise UserError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
     chip, worst = target.chip, NOTHING
@@ -42,13 +42,13 @@ def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Tar
 
 @functools.lru_cache(maxsize=256)
 def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[Group, ...]:
-    """Return the groups that differ in members or hosts, smallest first, without those of one device."""
+    """Return the distinct groups by members and hosts, smallest first, without groups of one device."""
     distinct = set[Group]()
     for group in groups:
         if not all(0 <= member < devices for member in group):
             raise UserError(
-                f"a program's groups must be among the target's {devices} devices; given device {max(group)}: time it "
-                "for the target that it was compiled for"
+                f"a program's groups must be within the target's {devices} devices; given device {max(group)}: use the "
+                "target that the program was compiled for"
             )
         shared = Counter(member // per_host for member in set(group))  # devices are ordered host by host
         if (members := shared.total()) > 1:
@@ -57,9 +57,9 @@ def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[Group, ...]:
 
 
 def _torus(kind: str, payload: float, group: Group, chip: Chip, target: Target) -> CollectiveCost:
-    """On a TPU slice: rings along all axes of the torus in both directions, over the chip's whole interconnect.
+    """Return the time on a TPU slice: rings along all axes of the torus, both directions, the whole interconnect.
 
-    Optimistic for a group along one axis, and for slices so small that their axes do not close to rings.
+    Optimistic for a group along one axis, and for slices too small for closed rings.
     """
     n = group.members
     rounds = RINGS.get(kind, 1)

@@ -1,9 +1,9 @@
-"""What one instruction of a compiled program costs: FLOPs, memory traffic, seconds.
+"""The cost of one instruction of a compiled program: FLOPs, memory traffic, seconds.
 
-`cost(step, computation, program)` counts: matrix products and convolutions (`matmuls.py`), element-wise work, and the
-bytes that a kernel reads and writes. A fusion reads what its result needs. Of a parameter that is only sliced the slice
-counts, and of a buffer updated in place the update. `seconds(cost, rates, model)` turns that into time: the slowest of
-tensor cores, vector units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
+`cost(step, computation, program)` counts matrix products and convolutions (`matmuls.py`), element-wise work, and the
+bytes that a kernel reads and writes. A fusion reads only the elements that its result needs: a slice of a sliced
+parameter, the update of a buffer that is updated in place. `seconds(cost, rates, model)` turns that into time: the
+slowest of tensor cores, vector units and memory, each at `CostModel`'s share of its published peak, plus the launch.
 """
 
 import math
@@ -18,46 +18,46 @@ from jdp.foresight.timing.matmuls import LIBRARY_PRODUCTS, Product, custom_call_
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device can do in a second."""
+    """The peak rates of one device."""
 
     matmul_flops: Mapping[str, float] = field(repr=False)  # element type -> FLOP/s of products
     vector_flops: float  # FLOP/s outside tensor cores, float32, a fused multiply-add counted as two
     memory_bandwidth: float  # bytes/s
-    cores: int  # how many work on one product, a tile each
+    cores: int  # the number that share one product, a tile each
 
 
 @dataclass(frozen=True)
 class CostModel:
     """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Rates`) that a kernel reaches.
 
-    "Fitted" are those with which the kernels of three forms of GPT-2 124M take as long as measured on an H100. A
-    copy into another layout is as fast as a plain one, through shared memory (Ruetsch and Micikevicius, "Optimizing
-    Matrix Transpose in CUDA", NVIDIA 2009). Left out: what stays in a cache from one kernel to the next.
+    "Fitted" constants reproduce the measured kernel times of three forms of GPT-2 124M on an H100. A copy into another
+    layout is as fast as a plain copy, through shared memory (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in
+    CUDA", NVIDIA 2009). The model ignores caching between kernels.
     """
 
-    # share of the dense peak that a large matrix product reaches. Fitted; a chip has its own for long runs
-    # (`Chip.matmul_efficiency`), in which the clock falls under the power limit.
+    # share of the dense peak that a large matrix product reaches. Fitted; a chip has its own share for long runs
+    # (`Chip.matmul_efficiency`), because the power limit lowers the clock.
     matmul_efficiency: float = 0.75
-    # the same of products of 8-bit operands, over that of 16-bit ones: 70.9% of 80.3% on an H100 (Bekman, "Maximum
+    # the share for 8-bit operands over the share for 16-bit operands: 70.9% / 80.3% on an H100 (Bekman, "Maximum
     # Achievable Matmul FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025)
     narrow_efficiency: float = 0.88
     # share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's own model of products takes 0.8
     # (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
     memory_efficiency: float = 0.85
-    # what a launch, and the time until all cores are busy, add to a kernel that does not wait for the host. Fitted;
-    # XLA's kKernelLaunchOverhead is 1e-6 (xla/service/gpu/model/gpu_performance_model_base.h).
+    # time of a launch until all cores are busy, for a kernel that does not wait for the host. Fitted; XLA's
+    # kKernelLaunchOverhead is 1e-6 (xla/service/gpu/model/gpu_performance_model_base.h).
     kernel_seconds: float = 1.9e-6
-    # rows and columns of the result that a core computes at a time; 0 for no quantisation. Whole tiles in whole waves
+    # rows and columns of the tile that a core computes at a time; 0 for no quantisation. Whole tiles in whole waves
     # over the cores: NVIDIA, "Matrix Multiplication Background User's Guide", section 3.
     tile: int = 128
-    smallest_tile: int = 16  # what tensor cores multiply at once; thinner products are padded to it
-    # into how many parts, of a tile at least, the contracted dimension may be cut where tiles are fewer than cores:
-    # XLA's autotuner tries up to 16 (xla/backends/gpu/autotuner, Triton's split_k)
+    smallest_tile: int = 16  # of tensor cores; thinner products are padded to it
+    # most parts of the contracted dimension, each at least a tile, if tiles are fewer than cores: XLA's autotuner tries
+    # up to 16 (xla/backends/gpu/autotuner, Triton's split_k)
     split: int = 16
-    # lane-cycles of exp, log, sqrt and the like, against one of an addition: 16 results a clock and core against 128
+    # lane-cycles of exp, log, sqrt etc. relative to an addition: 16 results a clock and core against 128
     # (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0)
     special_function_cost: float = 8.0
-    integer_cost: float = 2.0  # lane-cycles of integer arithmetic, against a float addition: 64 results against 128
+    integer_cost: float = 2.0  # lane-cycles of integer arithmetic relative to a float addition: 64 results against 128
     attention: AttentionModel = field(default_factory=AttentionModel)  # of fused attention
 
 
@@ -71,7 +71,7 @@ class KernelCost:
     integer_operations: float = 0.0
     special_functions: float = 0.0
     launches: int = 0  # kernels
-    attention: Attention | None = None  # of a call of fused attention, which has no other work
+    attention: Attention | None = None  # a call of fused attention, which has no other work
 
     @property
     def flops(self) -> int:
@@ -84,7 +84,7 @@ class KernelCost:
 
 
 def seconds(cost: KernelCost, rates: Rates, model: CostModel) -> float:
-    """Return how long an instruction runs: tensor cores, vector units and memory work at the same time."""
+    """Return the time of an instruction: tensor cores, vector units and memory work in parallel."""
     if not cost.launches:
         return 0.0
     lanes = rates.vector_flops / 2  # one operation a cycle and lane, where the peak counts multiply-adds as two
@@ -97,12 +97,12 @@ def seconds(cost: KernelCost, rates: Rates, model: CostModel) -> float:
     if (call := cost.attention) is not None:
         rate = _matmul_rate(call.dtype, rates)
         matmul += attention_seconds(call, rate, lanes / model.special_function_cost, model.attention)
-        passes = call.pass_bytes / bandwidth  # after the main kernel, which the rest of the bytes are read in
+        passes = call.pass_bytes / bandwidth  # after the main kernel, which reads the remaining bytes
     return cost.launches * model.kernel_seconds + max(matmul, vector / lanes, memory) + passes
 
 
 def product_seconds(product: Product, rates: Rates, model: CostModel) -> float:
-    """Return how many seconds the tensor cores take for a matrix product, without reading its operands."""
+    """Return the seconds of a matrix product on the tensor cores, without reading its operands."""
     flops = product.flops * product.passes * (4 if product.dtype.startswith("c") else 1)  # complex: four real products
     rate = _matmul_rate(product.dtype, rates) * (model.narrow_efficiency if product.dtype in _NARROW else 1.0)
     return flops / (rate * model.matmul_efficiency * utilisation(product, rates.cores, model))
@@ -113,7 +113,7 @@ _NEAREST = {"f16": "bf16", "c64": "f32", "c128": "f64", "u8": "s8", "s4": "s8", 
 
 
 def _matmul_rate(dtype: str, rates: Rates) -> float:
-    """FLOP/s for operands of a type; that of the vector units for one that tensor cores do not multiply."""
+    """Return the FLOP/s for operands of a type; the vector units' rate if tensor cores do not support it."""
     similar = "f8e4m3fn" if dtype.startswith("f8") else _NEAREST.get(dtype, "vector")
     return rates.matmul_flops.get(dtype) or rates.matmul_flops.get(similar) or rates.vector_flops
 
@@ -121,8 +121,8 @@ def _matmul_rate(dtype: str, rates: Rates) -> float:
 def utilisation(product: Product, cores: int, model: CostModel) -> float:
     """Return the share of the cores' work that contributes to the result, at the best split of the contraction.
 
-    1 for tiles that fill the cores evenly; less for results that are no whole number of tiles, and for tiles that are
-    no whole number of waves. As in XLA's CalculateComputeTimeWithTileAndWaveQuantization, with splits besides.
+    1 if the tiles fill the cores evenly; less for a fractional number of tiles or of waves. As in XLA's
+    CalculateComputeTimeWithTileAndWaveQuantization, plus splits.
     """
     if not model.tile:
         return 1.0
@@ -155,7 +155,7 @@ _SPECIAL = (
 
 
 def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
-    """Return the work of one execution of an instruction of `computation`, no loop, call or collective."""
+    """Return the work of one execution of an instruction of `computation`, not a loop, call or collective."""
     if step.opcode in _FREE or step.opcode.endswith("-done"):
         return KernelCost()
     inside = computation
@@ -176,38 +176,38 @@ def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
 
 
 def unknown_work(step: Instruction) -> str | None:
-    """Return the name of a custom call whose FLOPs do not follow from the text; None for everything else."""
+    """Return the name of a custom call whose FLOPs the text does not show; None for any other instruction."""
     if step.kind != "custom-call" or (target := custom_call_target(step)).startswith((*LIBRARY_PRODUCTS, ATTENTION)):
         return None
     return target or "custom-call"
 
 
 class _Demand:
-    """How many elements of each value a kernel needs, from its results backwards to its inputs."""
+    """The elements of each value that a kernel needs, from its results back to its inputs."""
 
     def __init__(self, steps: tuple[Instruction, ...], by_name: dict[str, Instruction]) -> None:
         self.by_name = by_name
         self.made = {step.name for step in steps if step.opcode != "parameter"}
         self.elements: dict[str, float] = {}  # name -> elements needed, by all users together
         self.in_place = set[str]()
-        # bytes of the results; element-wise work to compute what is needed
+        # bytes of the results; element-wise work for the needed elements
         self.written = self.operations = self.integer_operations = self.special_functions = 0.0
         root = next((step for step in steps if step.is_root), steps[-1])
         for name in root.operands if root.opcode == "tuple" else (root.name,):
             self.written += self._write(by_name[name])
-        for step in reversed(steps):  # users before what they use: texts are in the other order
+        for step in reversed(steps):  # users before operands
             if step.name in self.made and (needed := self.elements.get(step.name, 0.0)) > 0:
                 self._need(step, min(needed, _size(step)))
-        # bytes of the inputs, as far as they are needed
+        # needed bytes of the inputs
         self.read = sum(self._bytes(by_name[name]) for name in self.elements if name not in self.made)
 
     def _bytes(self, operand: Instruction) -> float:
-        """Bytes of an input that are read: elements that are needed twice are read once."""
+        """Return the bytes read of an input: elements needed twice are read once."""
         size = _size(operand)
         return operand.result_bytes * min(1.0, self.elements[operand.name] / size) if size else 0.0
 
     def _write(self, root: Instruction) -> float:
-        """Need a result; return the bytes that writing it takes: of a buffer updated in place, the update's."""
+        """Need a result; return the bytes written: for a buffer updated in place, the update's."""
         step = self._behind_bitcasts(root)
         self.elements[root.name] = max(1, _size(root))
         if step.opcode in ("dynamic-update-slice", "scatter") and step.name in self.made:
@@ -216,7 +216,7 @@ class _Demand:
                 self.in_place.add(step.name)
                 update = self.by_name[step.operands[1 if step.opcode == "dynamic-update-slice" else -1]].result_bytes
                 return update if step.opcode == "dynamic-update-slice" else 2 * update  # read, added to, written
-        if root.opcode == "custom-call":  # after the results comes its workspace
+        if root.opcode == "custom-call":  # its workspace follows the results
             results = root.shapes[:-1] if len(root.shapes) > 1 and root.shapes[-1][0] in ("u8", "s8") else root.shapes
             return sum(array_bytes(*shape) for shape in results)
         return root.result_bytes / (2 if root.is_start else 1)  # a copy-start's type holds source and result
@@ -227,7 +227,7 @@ class _Demand:
         return step
 
     def _need(self, step: Instruction, needed: float) -> None:
-        """Count the work of computing `needed` elements of a value, and the elements of its operands for that."""
+        """Count the work for `needed` elements of a value, and the elements that this needs of its operands."""
         size = _size(step)
         operands = [self.by_name[name] for name in step.operands if name in self.by_name]
         for i, operand in enumerate(operands):
@@ -245,7 +245,7 @@ class _Demand:
             self.operations += needed
 
     def _operand_elements(self, step: Instruction, i: int, size: int, needed: float, share: float) -> float:
-        """Elements of operand `i`, of `size`, that `needed` elements, a `share` of the result, are computed from."""
+        """Return the elements of operand `i` (`size` in all) for `needed` elements, a `share`, of the result."""
         match step.opcode:
             case "slice" | "dynamic-slice" | "gather":
                 return min(needed, size) if i == 0 else size

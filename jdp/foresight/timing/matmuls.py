@@ -1,8 +1,7 @@
-"""The matrix products and convolutions of a compiled program: how large each is, and in which element type.
+"""The matrix products and convolutions of a compiled program: their sizes and element types.
 
-`products(step, computation, program)` returns those of an instruction. It may be a dot or convolution, call a fusion or
-another computation with some, or call a library in their place (cuBLAS, cuDNN, oneDNN). Sizes follow from the operands'
-shapes.
+`products(step, computation, program)` returns the products of an instruction: a dot or convolution, a fusion or call
+that contains some, or a library call (cuBLAS, cuDNN, oneDNN). Sizes follow from the operands' shapes.
 """
 
 import math
@@ -23,17 +22,17 @@ class Product:
     m: int
     n: int
     k: int
-    dtype: str  # that operands are multiplied in, by XLA's name; "vector": full float32, not on tensor cores
-    passes: int = 1  # how often it is multiplied, where the algorithm splits operands into several of a narrower type
+    dtype: str  # XLA's type of the multiplication; "vector": full float32, not on tensor cores
+    passes: int = 1  # multiplications, if the algorithm splits operands into several of a narrower type
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions, each pass but the first not counted."""
+        """Multiplications and additions of one pass."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 def products(step: Instruction, computation: str, program: Program) -> tuple[Product, ...]:
-    """Return every product that one execution of an instruction of `computation` does; none of a loop's body."""
+    """Return the products of one execution of an instruction of `computation`; not of a loop's body."""
     return tuple(_products(step, computation, program))
 
 
@@ -54,7 +53,7 @@ def _products(step: Instruction, computation: str, program: Program) -> Iterator
 
 
 def custom_call_target(step: Instruction) -> str:
-    """Return what a custom call calls, such as "__cublas$gemm"; empty where the text does not have it."""
+    """Return the target of a custom call, such as "__cublas$gemm"; "" if the text lacks it."""
     match = re.search(r'custom_call_target="([^"]*)"', step.line)
     return match[1] if match else ""
 
@@ -74,10 +73,9 @@ _ALGORITHM_TYPES = {"any_f8": "f8e4m3fn", "tf32": "f32"}
 
 
 def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
-    """Return the type that a product is multiplied in, and its passes: the algorithm's, else the wider operand's.
+    """Return the type of a product's multiplication, and its passes: the algorithm's, else the wider operand's.
 
-    Float32 operands are rounded to TF32 for the tensor cores, which is XLA:GPU's default; not if the highest precision
-    was requested.
+    By default XLA:GPU rounds float32 operands to TF32 for the tensor cores, unless the highest precision was requested.
     """
     if (match := _ALGORITHM.search(step.bare)) is not None:
         dtype = "vector" if match[1] == "f32" else _ALGORITHM_TYPES.get(match[1], match[1])
@@ -91,7 +89,7 @@ def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
 def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
     """Return a convolution as a product, by group: output positions × (kernel size × features) × features.
 
-    Multiplications with padding count; those with the zeros of a dilated input do not.
+    Multiplications with padding count; multiplications with the zeros of a dilated input do not.
     """
     match = re.search(r"\bdim_labels=\w+_(\w+)->", step.bare)
     features = kernel[1][match[1].index("o")] if match else kernel[1][-1]

@@ -1,12 +1,12 @@
-"""Model FLOPs of a step, and model FLOPs utilisation (MFU): the share of the devices' peak that they make use of.
+"""Model FLOPs of a step, and model FLOPs utilisation (MFU): the share of the devices' peak that a step uses.
 
-The loss is traced forward, abstractly, and the multiplications and additions of its matrix products and convolutions
-are counted, loops included. The backward pass costs twice the forward pass (one product for each operand's gradient),
-so a step is three times that. Recomputation is not counted: MFU leaves it out by definition. Frozen parameters have no
-gradient, one of the three products that each takes part in: their share of the parameters is left out of that third.
+The forward loss is traced abstractly. The multiplications and additions of its matrix products and convolutions are
+counted, also in loops. The backward pass costs twice the forward pass (one product for each operand's gradient), so a
+step is three times the forward pass. MFU excludes recomputation by definition. Frozen parameters have no gradient,
+which is one of the three products: their share of the parameters is subtracted from that third.
 
 MFU = FLOPs of a step / (seconds × devices × peak FLOP/s of one), Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
-appendix B. Where the peak is not known there is no MFU.
+appendix B. Without a known peak there is no MFU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jdp.foresight.targets.relocate import dtype_on_device
 
 
 def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
-    """Return the FLOPs of one training step over the global batch, all devices together."""
+    """Return the FLOPs of one training step over the global batch, on all devices together."""
     adapter = state.static.adapter
 
     def loss(params: Any, model_state: Any, batch: Batch, rng: jax.Array) -> list[Any]:
@@ -43,10 +43,10 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
     return (2 + share) * forward
 
 
-# How a device is matched to a chip: by its whole `device_kind`. Part of a name would not do: "NVIDIA H100 PCIe" and
-# "NVIDIA H100 NVL" have other peaks than the "NVIDIA H100 80GB HBM3" that `CHIPS` describes. The kinds below are those
-# with the same matrix units at the same rate: the A100 datasheet has one column of peaks for all four cards, and TPUs
-# go by two names, depending on libtpu's version.
+# A device matches a chip by its whole `device_kind`. Part of a name is not enough: "NVIDIA H100 PCIe" and "NVIDIA H100
+# NVL" have other peaks than the "NVIDIA H100 80GB HBM3" in `CHIPS`. The kinds below have the same matrix units at the
+# same rate: the A100 datasheet has one column of peaks for all four cards, and TPUs have two names, depending on
+# libtpu's version.
 _SAME_PEAK = {
     "NVIDIA A100-SXM4-40GB": "a100",
     "NVIDIA A100-PCIE-40GB": "a100",
@@ -59,14 +59,14 @@ _ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the dense peak of one device's matrix units in FLOP/s; None where it is not known."""
+    """Return the dense peak of one device's matrix units in FLOP/s; None if unknown."""
     named = {chip.name: chip for chip in CHIPS.values()} | {kind: CHIPS[name] for kind, name in _SAME_PEAK.items()}
     chip = named.get(device_kind)
     return None if chip is None else chip.matmul_flops.get(_ELEMENT.get(dtype, dtype))
 
 
 def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None:
-    """Return the seconds of a training step at every device's peak; divided by its time, that is the MFU."""
+    """Return the seconds of a training step at every device's peak: the MFU times the step's seconds."""
     devices = step.plan.mesh.devices
     peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.settings.precision.compute_dtype).name)
     if peak is None:

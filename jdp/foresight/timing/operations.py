@@ -1,9 +1,8 @@
 """A compiled step as timed operations: each kernel, collective, loop and call of every computation, with its seconds.
 
-`Schedule(program, target)` reads a computation once, when it is needed: `operations(name)` in schedule order, which is
-the order of launch, and `executed(name)`, what one execution runs, loops included. Kernels are timed by `kernels.py`
-with the chip's published rates, collectives by `collectives.py`.
-What the text does not have, or the model leaves out, is listed in `caveats`.
+`Schedule(program, target)` reads a computation once, on demand: `operations(name)` in schedule order, which is the
+order of launch, and `executed(name)`, everything that one execution runs, also in loops. `kernels.py` times kernels
+with the chip's published rates, `collectives.py` collectives. `caveats` list what the text lacks and the model ignores.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from jdp.foresight.timing.kernels import CostModel, KernelCost, Rates, cost, sec
 class TimedOp:
     """One instruction, timed."""
 
-    # "kernel", "start", "done", "sync" (a collective that overlaps with nothing), "host start" and "host sync" (a copy
-    # from or to host memory), "loop", "call" or "branch"
+    # "kernel", "start", "done", "sync" (a synchronous collective), "host start" and "host sync" (a copy from or to host
+    # memory), "loop", "call" or "branch"
     kind: str
     step: Instruction  # the instruction
     seconds: float = 0.0  # on its lane
-    bytes: float = 0.0  # memory traffic of a kernel, payload of a collective or of a copy
+    bytes: float = 0.0  # memory traffic of a kernel, payload of a collective or copy
     cost: KernelCost = field(default_factory=KernelCost)  # of a kernel
-    inner: tuple[str, ...] = ()  # the computations that it runs
+    inner: tuple[str, ...] = ()  # computations that it runs
     trips: int = 1  # rounds of a loop
 
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 LANES = {"kernel": COMPUTE, "start": COMMUNICATION, "sync": COMMUNICATION, "host start": HOST, "host sync": HOST}
-"""Kind of operation -> the lane that it keeps busy."""
+"""Kind of operation -> its lane."""
 
 
 class Schedule:
@@ -47,7 +46,7 @@ class Schedule:
     def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:
         if (chip := target.chip) is None:
             raise UserError(
-                f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target"
+                f"a timeline needs a device with published rates; given {target}: choose a GPU or TPU target"
             )
         self.program, self.target = program, target
         cores, lanes = (chip.cores, chip.lanes) if isinstance(chip, Gpu) else (1, 128)
@@ -62,7 +61,7 @@ class Schedule:
         self._operations: dict[str, tuple[TimedOp, ...]] = {}
 
     def operations(self, computation: str) -> tuple[TimedOp, ...]:
-        """Return a computation's operations in schedule order, without those that take no time."""
+        """Return a computation's operations that take time, in schedule order."""
         if computation not in self._operations:
             timed = (self._timed(step, computation) for step in self.program[computation])
             self._operations[computation] = tuple(op for op in timed if op is not None)
@@ -78,24 +77,24 @@ class Schedule:
         if step.kind == "while":
             return self._loop(step)
         if step.kind == "conditional":
-            self._warn("of a conditional's branches the one that takes longest is counted", step)
+            self._warn("a conditional counts its longest branch", step)
             return TimedOp("branch", step, inner=called)
         if step.kind == "call":
             return TimedOp("call", step, inner=called)
         copies = is_host_copy(step, computation, self.program)
         if copies and (rate := self._host_rate) is not None:
-            moved = cost(step, computation, self.program).bytes / 2  # what is read is written
+            moved = cost(step, computation, self.program).bytes / 2  # each byte is read and written
             return TimedOp("host start" if step.is_start else "host sync", step, moved / rate, moved)
         if copies or step.kind in ("send", "recv", "infeed", "outfeed"):
             self._warn("transfers to or from the host are timed as if they stayed on the device", step)
         if (target := unknown_work(step)) is not None:
-            self._warn(f"the work inside {target} is not known: timed by its bytes alone", step)
+            self._warn(f"the work inside {target} is unknown: timed by its bytes alone", step)
         work = cost(step, computation, self.program)
         duration = seconds(work, self._rates, self._model)
         return TimedOp("kernel", step, duration, work.bytes, work) if work.launches else None
 
     def _collectives(self, step: Instruction) -> Iterator[tuple[float, float]]:
-        """(seconds, payload bytes) of what an instruction sends, itself or inside a wrapper."""
+        """Yield (seconds, payload bytes) of each collective of an instruction, also inside a wrapper."""
         if step.kind in KINDS:
             c = collective_of(step, self.program)
             payload = c.payload_bytes if c.group_size > 1 else 0
@@ -106,7 +105,7 @@ class Schedule:
                     yield from self._collectives(inner)
 
     def _loop(self, step: Instruction) -> TimedOp:
-        """Return a loop: its body, and its condition too if its trip count is not known before it runs."""
+        """Return a loop: its body, and its condition if the trip count is unknown."""
         (body,), (condition,) = step.called["body"], step.called["condition"]
         if step.trip_count is not None:
             return TimedOp("loop", step, inner=(body,), trips=step.trip_count)
@@ -118,7 +117,7 @@ class Schedule:
         self.caveats[f"{caveat} ({line})" if line else caveat] = None
 
     def executed(self, computation: str, times: int = 1) -> Iterator[tuple[TimedOp, int]]:
-        """Yield what `times` executions of a computation run, and how often; of a conditional its longest branch."""
+        """Yield the operations of `times` executions, and how often each runs; conditionals run the longest branch."""
         for op in self.operations(computation):
             if op.kind not in ("loop", "call", "branch"):
                 yield op, times
@@ -127,12 +126,12 @@ class Schedule:
                 yield from self.executed(name, times * op.trips)
 
     def busy(self, computation: str) -> Counter[str]:
-        """Return lane -> seconds that one execution keeps it busy, as if none overlapped."""
+        """Return lane -> busy seconds of one execution, without overlap."""
         lanes = Counter[str]()
         for op, times in self.executed(computation):
             lanes[LANES.get(op.kind, "")] += op.seconds * times  # pyright: ignore[reportArgumentType]
         return lanes
 
     def longest_branch(self, op: TimedOp) -> str:
-        """Return the branch of a conditional that keeps the lanes busy longest."""
+        """Return the branch of a conditional with the most busy seconds."""
         return max(op.inner, key=lambda name: self.busy(name)[COMPUTE] + self.busy(name)[COMMUNICATION])

@@ -1,14 +1,13 @@
-"""When a compiled step computes and when it waits: its schedule, simulated on three lanes.
+"""The schedule of a compiled step, simulated on three lanes: when it computes and when it waits.
 
 `timeline(program, target)` takes the step's timed operations (`operations.py`) and walks the entry in the order of
 launch: a kernel advances the compute lane; an asynchronous start queues its collective on the communication lane, and
-its done makes compute wait for it; a synchronous collective holds both. Copies from and to host memory queue likewise
-on a lane of their own, one after another in either direction. A loop's rounds are walked until two take equally long:
-the others do too.
+its done makes compute wait for it; a synchronous collective holds both. Copies from and to host memory queue on a third
+lane, one at a time. A loop's rounds are walked until two take equally long; the rest repeat them.
 
-The time that compute waits is exposed communication, or waiting for the host: compute + both = step. Assumed is that
-the lanes do not slow each other, that the host launches in time, and that no kernel finds in the cache what the one
-before it wrote. `parts` adds up the seconds of computing by what they are spent on.
+While compute waits, communication is exposed, or the step waits for the host: compute + both = step. The model assumes
+that lanes do not slow each other, that the host launches in time, and that kernels do not share data in the cache.
+`parts` divides the seconds of computing by kind of work.
 """
 
 from __future__ import annotations
@@ -24,47 +23,47 @@ from jdp.foresight.timing.kernels import CostModel
 from jdp.foresight.timing.operations import COMMUNICATION, COMPUTE, HOST, LANES, Schedule, TimedOp
 
 MOST_EVENTS = 5000
-_ROUNDS_SHOWN = 2  # of a loop, one by one
+_ROUNDS_SHOWN = 2  # rounds of a loop with events of their own
 _STEADY = 1e-9  # relative difference below which two rounds take equally long
 
 
 @dataclass(frozen=True)
 class Event:
-    """Time that one operation keeps one lane busy."""
+    """One operation on one lane."""
 
     name: str  # the instruction
     lane: str  # "compute", "communication" or "host"
     start: float  # since the step began
-    seconds: float  # how long the lane is busy
-    what: str  # jax's path to the operation, or the kind of instruction where the text does not have it
+    seconds: float  # busy time of the lane
+    what: str  # jax's path to the operation, or the kind of instruction if the text lacks it
     source: str | None = None  # "file:line" that wrote it
-    times: int = 1  # how many rounds of a loop it stands for
+    times: int = 1  # rounds of a loop that it represents
     bytes: float = 0.0  # memory traffic of a kernel, payload of a collective
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as simulated; everything per device."""
+    """A simulated step, per device."""
 
-    step_seconds: float  # from its first kernel to the end of its last
-    compute_seconds: float  # how long the lane is busy
-    communication_seconds: float  # likewise
-    exposed_seconds: float  # communication that overlaps with no computation: compute waits
-    flops: float  # executed, of matrix products, convolutions and fused attention; recomputation included
-    matmul_seconds: float  # of all kernels that contain a matrix product, fused attention among them
-    # both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`
+    step_seconds: float  # from the start of its first kernel to the end of its last
+    compute_seconds: float  # busy time of the compute lane
+    communication_seconds: float  # busy time of the communication lane
+    exposed_seconds: float  # communication without computation: compute waits
+    flops: float  # of matrix products, convolutions and fused attention, with recomputation
+    matmul_seconds: float  # of all kernels that contain a matrix product or fused attention
+    # all lanes, by start; a loop has its first rounds and one event for the others; at most `MOST_EVENTS`
     events: tuple[Event, ...] = field(repr=False)
-    caveats: tuple[str, ...]  # where the model may be wrong about this program
+    caveats: tuple[str, ...]  # possible errors of the model for this program
     attention_seconds: float = 0.0  # of fused attention
     host_seconds: float = 0.0
-    host_wait_seconds: float = 0.0  # that compute waits for copies from and to host memory
-    # seconds of computing by what they are spent on (`_part`), the costliest first
+    host_wait_seconds: float = 0.0  # compute waits for copies from and to host memory
+    # seconds of computing by kind of work (`_part`), the costliest first
     parts: Mapping[str, float] = field(default_factory=dict[str, float], repr=False)
-    error: float | None = None  # the chip's `time_error`, of these seconds; None where it is not known
+    error: float | None = None  # the chip's `time_error`, relative to these seconds; None if unknown
 
     @property
     def exposed_fraction(self) -> float:
-        """Share of the communication that overlaps with no computation; 0 when nothing is sent."""
+        """Share of the communication that overlaps with no computation; 0 if nothing is sent."""
         return min(self.exposed_seconds / self.communication_seconds, 1.0) if self.communication_seconds else 0.0
 
 
@@ -78,7 +77,7 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
             flops += op.cost.flops * times
     walk = _Walk(schedule)
     walk.computation(program.entry)
-    walk.wait_for_host(walk.host)  # for what leaves last
+    walk.wait_for_host(walk.host)  # for the last copies
     step, caveats, events = max(walk.compute, walk.lane), list(schedule.caveats), walk.events
     if len(events) > MOST_EVENTS:
         events = sorted(events, key=lambda event: event.seconds)[-MOST_EVENTS:]
@@ -105,7 +104,7 @@ class _Walk:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        # seconds at which the compute, the communication and the host's lane are free again
+        # seconds at which the compute, communication and host lanes are free
         self.compute = self.lane = self.host = 0.0
         self.host_wait = 0.0  # seconds that compute waited for the host's lane
         self.events = list[Event]()
@@ -148,7 +147,7 @@ class _Walk:
                         self.computation(inner)
 
     def wait_for_host(self, until: float) -> None:
-        """Have compute wait for a copy that ends then."""
+        """Make compute wait for a copy that ends at `until`."""
         self.host_wait += max(0.0, until - self.compute)
         self.compute = max(self.compute, until)
 
@@ -176,7 +175,7 @@ class _Walk:
         self.recording = outer
 
     def _lag(self) -> tuple[float, float]:
-        """Return how far communication and the host's copies are behind computing."""
+        """Return how far the communication and host lanes are ahead of compute."""
         return max(0.0, self.lane - self.compute), max(0.0, self.host - self.compute)
 
     def _record(self, op: TimedOp, start: float) -> None:
@@ -185,7 +184,7 @@ class _Walk:
             self.events.append(Event(op.step.name, LANES[op.kind], start, op.seconds, what, source, bytes=op.bytes))
 
     def _record_remaining_rounds(self, op: TimedOp) -> None:
-        """Record one event a lane for the rounds not shown, as long as the lane is busy in them."""
+        """Record one event for each lane for the remaining rounds, with their busy seconds."""
         if not self.recording:
             return
         times, busy = op.trips - _ROUNDS_SHOWN, Counter[str]()
@@ -206,7 +205,7 @@ _COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeez
 
 
 def _part(op: TimedOp) -> str:
-    """Return what a kernel's time is spent on; attention is that of fused kernels."""
+    """Return the kind of a kernel's work; "attention" means fused kernels."""
     if op.cost.flops:
         return ATTENTION if op.cost.attention else PRODUCTS
     name, operation = op.step.op_name, (op.step.op_name or op.step.kind).rpartition("/")[2]

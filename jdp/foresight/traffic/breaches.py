@@ -1,12 +1,12 @@
-"""Why a program breaks the contract: which collective, which parameter, which source line, and how to fix it.
+"""Why a program breaks the contract: the collective, the parameter, the source line, and the fix.
 
-Each tensor of each collective along the batch axes, of a kind that goes beyond its promise, is compared with it:
+If a kind of collective exceeds its promise along the batch axes, each of its tensors is compared with the promise:
 1. no parameter has its shape: something else is sent;
 2. the row does not name the kind: a leaf that could not be sharded, or a gradient that is reduced unsharded;
-3. it runs for every microbatch, and is promised once a step;
+3. it runs for every microbatch, but is promised once a step;
 4. its parameters' share of the promise is used up: its elements are wider than promised, or it is sent too often.
-Tensors with the same fault are one sentence (`Fault`); the sentences are in the order of the bytes they explain. What
-belongs to no parameter (1) is looked for in every program (`strays`), whether it keeps its contract or not.
+Tensors with the same fault share one sentence (`Fault`); sentences are sorted by the bytes they explain. Every program
+is searched for traffic that belongs to no parameter (1, `strays`), whether it keeps its contract or not.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollectiv
 from jdp.foresight.traffic.origin import Parameters, Piece, Reading, is_own_line, users_line
 from jdp.foresight.traffic.theory import Promise, Theory
 
-_MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
+_MENTIONED = 0.002  # of theory: a fault that explains less gets no sentence, unless none explains more
 
-_COMPLETE = "Take one that works on each element, or jdp.muon, which divides the matrices among the devices."
+_COMPLETE = "Use an elementwise optimizer, or jdp.muon, which divides the matrices among the devices."
 
 
 @dataclass(frozen=True)
 class Reason:
-    """What is wrong with a tensor."""
+    """The fault of a tensor."""
 
-    words: str  # as a clause
-    remedy: str  # as a sentence
-    share: float = 1.0  # of the tensor's bytes, what is too much
-    bytes_at_rest: int = 0  # of a leaf that could not be sharded: what it takes at rest on every device
+    words: str  # a clause
+    remedy: str  # a sentence
+    share: float = 1.0  # excess share of the tensor's bytes
+    bytes_at_rest: int = 0  # bytes at rest on every device of a leaf that could not be sharded
 
 
 @dataclass
 class Fault:
     """Tensors sent by one kind of collective, in one dtype, from one source line, for the same reason."""
 
-    reason: Reason  # of the first of them, as `sent_by` is
+    reason: Reason  # of the first tensor, like `sent_by`
     sent_by: MeshCollective
-    dtype: str  # of all of them, as `source_line` is
+    dtype: str  # of all tensors, like `source_line`
     source_line: str | None
-    paths: dict[str, None] = field(default_factory=dict[str, None])  # their parameters'
-    payload_bytes: int = 0  # of one execution, together
-    excess_bytes: float = 0.0  # what a device sends too much in a step, together
+    paths: dict[str, None] = field(default_factory=dict[str, None])  # of their parameters
+    payload_bytes: int = 0  # of one execution, summed
+    excess_bytes: float = 0.0  # excess of a device in a step, summed
 
     def __str__(self) -> str:
         c = self.sent_by.collective
@@ -65,10 +65,9 @@ class Fault:
 
 
 def strays(collectives: Iterable[MeshCollective], promised: Theory, reading: Reading, step: Step) -> list[Fault]:
-    """Return what runs along the batch axes and has no parameter's shape: activations, data; most bytes first.
+    """Return traffic along the batch axes without a parameter's shape: activations, data; most bytes first.
 
-    Left out are the statistics of batch norms, as far as they are planned, and what is no larger than counts and
-    metrics are.
+    Planned batch norm statistics, and tensors no larger than counts and metrics, are left out.
     """
     tensors = _tensors((each for each in collectives if each.over_batch), promised, reading)
     unknown = ((each, piece) for each, piece in tensors if not reading.parameters.like(piece.dims))
@@ -84,7 +83,7 @@ def breaches(
     step: Step,
     stray: Sequence[Fault] = (),
 ) -> tuple[str, ...]:
-    """Return why the contract is not kept, one sentence a reason; empty when it is. `stray`: what `strays` found."""
+    """Return why the contract is broken, a sentence for each reason. `stray`: the faults of `strays`."""
     if verdict.kept:
         return ()
     blamed = {row.kind for row in verdict.rows if not row.kept}
@@ -99,7 +98,7 @@ def breaches(
     if of_weight:
         mentioned = [fault for fault in of_weight if fault.excess_bytes >= _MENTIONED * promised.wire_bytes]
         return tuple(map(str, mentioned or of_weight[:1]))
-    # No tensor is at fault: what is all-reduced by plan may send more than theory has for it.
+    # No tensor is at fault: parameters left unsharded by the plan may send more than theory allows for them.
     total, bound = format_bytes(verdict.wire_bytes), format_bytes(promised.wire_bytes)
     sentence = f"a device sends {total} a step where {bound} are promised."
     if unsharded.paths:
@@ -122,14 +121,14 @@ def _tensors(
 
 
 class _Judge:
-    """Compares tensors with the promises, and keeps what is left of each parameter's share of them."""
+    """Compares tensors with the promises, and tracks the unused part of each parameter's share."""
 
     def __init__(self, promised: Theory, parameters: Parameters, step: Step) -> None:
         self.promised, self.parameters, self.step = promised, parameters, step
         self._left: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def faults(self, tensors: Iterable[tuple[MeshCollective, Piece]]) -> list[Fault]:
-        """Return the faults, most excess bytes first; the promises are used up in the order given."""
+        """Return the faults, most excess bytes first; tensors use up the promises in order."""
         faults: dict[tuple[object, ...], Fault] = {}
         for sent_by, piece in tensors:
             c, parameters = sent_by.collective, self.parameters.like(piece.dims)
@@ -137,7 +136,7 @@ class _Judge:
             if reason is None:
                 continue
             if not parameters:
-                # Where the step's trace has a collective like this one, its source line is exact.
+                # If the step's trace has a collective like this one, its source line is exact.
                 issued = self._issued(c.kind, piece)
                 lines = {written for each in issued if (written := users_line(each.source_lines)) is not None}
                 line = lines.pop() if len(lines) == 1 else line
@@ -149,7 +148,7 @@ class _Judge:
         return sorted(faults.values(), key=lambda fault: -fault.excess_bytes)
 
     def _reason(self, sent_by: MeshCollective, piece: Piece, parameters: tuple[Placement, ...]) -> Reason | None:
-        """Return what is wrong with a tensor of these parameters' shape; None where the promise covers it."""
+        """Return the fault of a tensor with these parameters' shape; None if the promise covers it."""
         c, step, row = sent_by.collective, self.step, self.step.plan.row
         promise, size = self._promise(c.kind, parameters), piece.payload_bytes * c.count
         packed = self.promised.packed.get(c.kind, 0)  # codes, or parts of matrices, of any shape
@@ -160,7 +159,7 @@ class _Judge:
         if UPDATE in (c.op_name or "") and bits(piece.dtype) >= 32 and piece.payload_bytes > TINY:
             return Reason("the optimizer's update computes with complete arrays", _COMPLETE)
         if not parameters:
-            words = "no parameter has this shape, so it is activations or a part of the batch"
+            words = "no parameter has this shape, so these are activations or parts of the batch"
             return Reason(words, self._keep_local())
         paths, remedy = tuple(placement.path for placement in parameters), self._manual(c.kind, piece)
         if c.kind == "all-reduce" and all(path in self.promised.unsharded.paths for path in paths):
@@ -175,7 +174,7 @@ class _Judge:
         if promise is None:
             return self._unpromised(c.kind, parameters, remedy)
         if sent_by.in_accumulation_loop and promise.rounds == 1:
-            words = "sent for every microbatch, and promised once a step"
+            words = "sent for every microbatch, but promised once a step"
             return Reason(words, remedy, 1 - 1 / max(step.settings.accumulate, 1))
         allowance = self._allowance(promise, parameters)
         left = self._use_up((c.kind, paths), allowance, size)
@@ -187,19 +186,19 @@ class _Judge:
             if c.kind == "all-gather":
                 compute = step.settings.precision.compute
                 remedy = f"Cast it to {compute} before it is gathered, or use the working copy that the loss gets."
-            words = f"sent in {itemsize} bytes an element, and {promise.itemsize} are promised"
+            words = f"sent in {itemsize} bytes an element, but {promise.itemsize} are promised"
             return Reason(words, remedy, excess)
         requested = sum(each.payload_bytes for each in self.promised.gathered or ())
         if requested > TOLERANCE * self.promised.most_gathered_bytes:
             remedy = (
-                "The step itself asks for it: a weight that is given to several layers or layer loops is gathered, and "
-                "its gradient reduced, in each. Use it outside of jdp.scan_layers, where both are done once a "
-                "microbatch, or take zero2."
+                "The step itself requests it: a weight shared by several layers or layer loops is gathered, and its "
+                "gradient reduced, in each. Use the weight outside jdp.scan_layers, where both happen once a "
+                "microbatch, or use zero2."
             )
         return Reason("sent more often than promised", remedy, excess)
 
     def _unpromised(self, kind: str, parameters: tuple[Placement, ...], remedy: str) -> Reason:
-        """Return what is wrong with a kind that the strategy's row does not name; `remedy`: that of `_manual`."""
+        """Return the fault of a kind that the strategy's row does not name; `remedy` comes from `_manual`."""
         plan = self.step.plan
         if kind != "all-reduce" or not plan.row.shard_state:
             return Reason(f"{plan.row.name} promises no {kind}", self._keep_local())
@@ -209,10 +208,10 @@ class _Judge:
                 remedy = "Lower Plan(min_shard_size=...), so that it is sharded."
             words = f"is not sharded, so its gradient is summed on every device; it is {unsharded[0].reason}"
             return Reason(words, remedy, bytes_at_rest=sum(placement.bytes_per_device for placement in unsharded))
-        return Reason("reduced whole on every device, where a shard would do", remedy)
+        return Reason("reduced whole on every device, although a shard would do", remedy)
 
     def _promise(self, kind: str, parameters: tuple[Placement, ...]) -> Promise | None:
-        """Return the promise that covers these parameters: of leaves that no dimension divides, that of ddp."""
+        """Return the promise that covers these parameters: ddp's for leaves that no dimension divides."""
         promises = self.promised.of_kind(kind)
         if kind == "all-reduce" and self.step.plan.row.shard_state:
             whole = bool(parameters) and all(each.is_indivisible for each in parameters)
@@ -220,7 +219,7 @@ class _Judge:
         return next(iter(promises), None)
 
     def _allowance(self, promise: Promise, parameters: tuple[Placement, ...]) -> float:
-        """Payload bytes a step that are promised for these parameters."""
+        """Return the payload bytes a step promised for these parameters."""
         if promise.kind == "all-gather" and self.promised.gathered is not None:
             gathered, paths = self.promised.gathered, {placement.path for placement in parameters}
             total = sum(each.payload_bytes for each in gathered)
@@ -231,13 +230,13 @@ class _Judge:
         return promise.payload_bytes * self.parameters.working_elements(counted) / max(promise.parameters, 1)
 
     def _use_up(self, key: tuple[str, tuple[str, ...]], allowance: float, size: float) -> float:
-        """Take `size` off what is left of an allowance; return what was left before."""
+        """Subtract `size` from the rest of an allowance; return the rest before."""
         left = self._left.get(key, allowance)
         self._left[key] = left - size
         return left
 
     def _issued(self, kind: str, piece: Piece) -> list[Issued]:
-        """Return the collectives of the step's trace that may be the one that sends this tensor."""
+        """Return the collectives of the step's trace that may send this tensor."""
         sizes = [size for size in piece.dims if size > 1]
         issued = self.step.sends.issued if self.step.sends is not None else ()
         return [each for each in issued if each.kind == kind and [size for size in each.dims if size > 1] == sizes]
@@ -247,14 +246,14 @@ class _Judge:
         if self.step.partitioning == "manual":
             innermost = [line for each in self._issued(kind, piece) for line in each.source_lines[:1]]
             if innermost and all(map(is_own_line, innermost)):
-                return "jdp itself sends it, not the loss: report that as a fault of jdp."
-            return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
-        return "Use partitioning='manual': each device sums its own first, and they synchronise once."
+                return "jdp sends it, not the loss: please report this bug."
+            return "The step uses partitioning='manual' already, so the loss requests it: check that line."
+        return "Use partitioning='manual': each device sums its own gradients first, and all synchronise once."
 
     def _keep_local(self) -> str:
         """Return the remedy: keep a tensor on its device."""
         if self.step.partitioning == "manual":
-            return "The loss asks for it: leave that collective out, or take its traffic as the loss' own."
+            return "The loss requests it: remove that collective, or accept its traffic as part of the loss."
         return (
             "Keep it on its device: constrain it to the batch's sharding at that line (jax.lax.with_sharding_constraint"
             "), or use partitioning='manual'."

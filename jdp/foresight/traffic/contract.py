@@ -1,12 +1,12 @@
-"""Whether a compiled step keeps the communication contract: what its program sends, compared with `theory.py`.
+"""Whether a compiled step keeps the communication contract: its traffic, compared with `theory.py`.
 
-1. `collectives_on` places each collective of the program: the mesh axes it runs along, in or out of the loop over the
-   microbatches. Collectives along the model's own axes only are counted apart. So are the statistics of batch norms and
-   metrics (`origin.BatchStatistics`), up to what they take.
-2. `compare` decides. It is kept when a device sends at most 1.02 times the theory's bytes along the batch axes. Each
-   kind of collective that the row does not name may send at most 1% of them, and so may what belongs to no parameter
-   (`breaches.strays`). zero3's gathers by themselves may send at most 1.02 times those of the trace. Gradients of
-   parameters too small to shard are all-reduced by plan (`theory.Unsharded`), within the same total.
+1. `collectives_on` places each collective of the program: its mesh axes, inside or outside the loop over microbatches.
+   Collectives along the model's own axes only are counted separately. So are batch norm statistics and metrics
+   (`origin.BatchStatistics`), up to their size.
+2. `compare` decides. A step keeps the contract if a device sends at most 1.02 times the theory's bytes along the batch
+   axes. Each kind of collective that the row does not name may send at most 1% of them, and so may traffic that belongs
+   to no parameter (`breaches.strays`). zero3's gathers alone may send at most 1.02 times the gathers of the trace. The
+   plan all-reduces gradients of parameters too small to shard (`theory.Unsharded`), within the same total.
 """
 
 from collections.abc import Iterable
@@ -23,14 +23,14 @@ from jdp.foresight.traffic.origin import BatchStatistics, Reading
 from jdp.foresight.traffic.theory import Theory
 
 TOLERANCE = 1.02
-"""Wire bytes over theory that still keep the contract."""
+"""Largest ratio of wire bytes to theory that keeps the contract."""
 SLACK = 0.01
-"""Share of theory that any other kind of collective may carry beside `Unsharded`: scalars, indivisible leaves."""
+"""Share of theory for any other kind of collective, beside `Unsharded`: scalars, indivisible leaves."""
 TINY = 256
 """Bytes: sums of no parameter's shape up to this size are counts and metrics."""
 
 
-# What the program sends.
+# The program's traffic.
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class MeshCollective:
     """A collective of the program, placed on the mesh."""
 
     collective: Collective  # as read
-    axes: tuple[str, ...]  # the mesh axes that its groups vary along; empty when nothing leaves a device
+    axes: tuple[str, ...]  # the mesh axes along which its groups vary; empty if nothing leaves a device
     in_accumulation_loop: bool  # it runs for every microbatch
     over_batch: bool  # it varies along `replica` or `data`, so the contract counts it
-    statistics_bytes: int = 0  # the part of its payload, a step, that is batch statistics; the contract leaves that out
+    statistics_bytes: int = 0  # batch statistics in its payload, a step, which the contract leaves out
 
     @property
     def payload_bytes(self) -> int:
@@ -101,22 +101,22 @@ def axes_along(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> tuple[str, ..
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of collective: what was promised and what was found."""
+    """One kind of collective: bytes promised and bytes sent."""
 
     kind: str  # of collective
     expected_bytes: float  # payload a step
     found_bytes: int  # payload a step
-    in_loop_bytes: int  # the part of `found_bytes` that is sent in the loop over the microbatches
-    wire_bytes: float  # what each device sends a step
-    theory_wire_bytes: float  # what is promised of that
-    # this kind alone stays in bounds: promised ones within the tolerance, others within the slack, where an all-reduce
-    # may have the gradients that are all-reduced by plan
+    in_loop_bytes: int  # the part of `found_bytes` in the loop over the microbatches
+    wire_bytes: float  # bytes that each device sends a step
+    theory_wire_bytes: float  # bytes promised
+    # this kind alone is within bounds: the tolerance for a promised kind, the slack for any other; an all-reduce may
+    # also send the gradients that the plan leaves unsharded
     kept: bool
-    count: int = 0  # how many collectives of more than a few bytes a step has
+    count: int = 0  # collectives of more than a few bytes in a step
 
     @property
     def ratio(self) -> float | None:
-        """Found over expected payload; None where none is expected."""
+        """Payload sent / payload expected; None if none is expected."""
         return self.found_bytes / self.expected_bytes if self.expected_bytes else None
 
     def to_json(self) -> dict[str, Any]:
@@ -137,27 +137,27 @@ class Verdict:
     """Whether a program keeps the contract."""
 
     kept: bool  # it does
-    wire_bytes: float  # what each device sends a step along the batch axes
-    theory_wire_bytes: float  # what is promised of that
-    rows: tuple[Row, ...]  # one a kind; the promised ones first
+    wire_bytes: float  # bytes that each device sends a step along the batch axes
+    theory_wire_bytes: float  # bytes promised
+    rows: tuple[Row, ...]  # by kind, promised kinds first
     model_axes: tuple[Row, ...] = field(default=())  # along the model's own axes only: nothing is promised
-    statistics: Row | None = None  # of the batch norms' statistics; None where there are none
+    statistics: Row | None = None  # batch norm statistics, if any
 
     @property
     def ratio(self) -> float:
-        """Found over promised wire bytes; 0 where nothing is promised, because there is no other device."""
+        """Wire bytes sent / promised; 0 on a single device, where nothing is promised."""
         return self.wire_bytes / self.theory_wire_bytes if self.theory_wire_bytes else 0.0
 
 
 def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes: float = 0.0) -> Verdict:
-    """Compare what a program sends with what was promised."""
+    """Compare a program's traffic with the promise."""
     counted, along_model = list[MeshCollective](), list[MeshCollective]()
     for each in collectives:
         (counted if each.over_batch else along_model).append(each)
     total, bound = sum(each.wire_bytes for each in counted), promised.wire_bytes
     kinds = dict.fromkeys((*promised.payload_bytes, *(each.collective.kind for each in counted)))
     rows = tuple(_row(kind, counted, promised) for kind in kinds)
-    # Exact rows need no look at each kind: the total covers them. But reductions in a narrower dtype leave it a margin.
+    # The total covers exact rows, so kinds need no check of their own. But narrower reductions leave a margin.
     checked = {"all-gather"} if promised.gathered is not None else set[str]()
     checked |= promised.packed.keys()
     each_kept = all(row.kept for row in rows if promised.promise(row.kind) is None or row.kind in checked)
@@ -169,7 +169,7 @@ def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes
 
 
 def _statistics_row(counted: Iterable[MeshCollective], promised: Theory) -> Row | None:
-    """Return the row of batch statistics: sent, and expected; what exceeds it counts as other all-reduces."""
+    """Return the row of batch statistics, sent and expected; any excess counts as other all-reduces."""
     expected, sums = promised.statistics.payload_bytes, [each for each in counted if each.statistics_bytes]
     if not sums:
         return None
@@ -180,7 +180,7 @@ def _statistics_row(counted: Iterable[MeshCollective], promised: Theory) -> Row 
 
 
 def _row(kind: str, collectives: Iterable[MeshCollective], promised: Theory | None) -> Row:
-    """Return one kind's row; it is always kept if nothing is promised about it (None)."""
+    """Return one kind's row; without a promise (None) it is always kept."""
     same = [each for each in collectives if each.collective.kind == kind]
     payload, wire = sum(each.payload_bytes for each in same), sum(each.wire_bytes for each in same)
     looped = sum(each.payload_bytes for each in same if each.in_accumulation_loop)

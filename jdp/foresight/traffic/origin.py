@@ -1,12 +1,12 @@
-"""Where a collective's tensors come from: the loop around it, its tensors, their source lines, their parameters.
+"""The origin of a collective: the loop around it, its tensors, their source lines, their parameters.
 
-1. The loop: a collective runs once a microbatch when a `while` around it is the scan over the microbatches.
+1. The loop: a collective runs once a microbatch if a `while` around it is the scan over the microbatches.
 2. The tensors: XLA joins many into one collective, and flattens an all-reduce's into one vector; both are undone.
-3. The source line: of those that jax kept, innermost first, the first that the user wrote.
-4. The parameters: those that have a tensor's shape, whole or one device's shard, stacked or one layer's slice. A shape
-   is evidence, not proof.
+3. The source line: the innermost line in jax's traceback that the user wrote.
+4. The parameters: those with a tensor's shape, whole or one device's shard, stacked or one layer's slice. A shape is
+   evidence, not proof.
 
-`Reading` is a compiled step beside what is known of its arguments: every report of one is read from this.
+`Reading` is a compiled step together with its known arguments. Every report is made from a `Reading`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Names = dict[str, Instruction]
 class Piece:
     """One tensor of a collective."""
 
-    dtype: str  # as one device holds it
+    dtype: str  # on one device
     dims: tuple[int, ...]  # of an all-gather's result, a reduce-scatter's shard, else the operand
-    payload_bytes: int  # of the whole tensor, once, as `Collective.payload_bytes` counts
-    source_line: str | None = None  # "file:line" of the collective; else of what made the tensor, or uses it
+    payload_bytes: int  # of the whole tensor, once, as in `Collective.payload_bytes`
+    source_line: str | None = None  # "file:line" of the collective; else of the tensor's producer or consumer
 
 
 @dataclass(frozen=True)
 class Sites:
-    """A program's call graph, from each instruction upwards to its callers."""
+    """A program's call graph, from each instruction up to its callers."""
 
     program: Program  # the compiled step
     accumulate: int = 1  # its microbatches, K
@@ -71,12 +71,12 @@ class Sites:
 
     @cached_property
     def _scan(self) -> Instruction | None:
-        """The loop over the microbatches, where XLA left one."""
+        """The loop over the microbatches, if XLA left one."""
         loops = [s for steps in self.program.computations.values() for s in steps if s.opcode == "while"]
         return next((loop for loop in loops if self._is_scan(loop)), None)
 
     def _is_scan(self, loop: Instruction) -> bool:
-        """Recognise jdp's scan by its source line; where XLA dropped that, by its rounds and what is inside."""
+        """Recognise jdp's scan by its source line; if XLA dropped it, by its rounds and its contents."""
         if lines := self.program.source_lines(loop):
             return lines[0].replace("\\", "/").startswith(_SCANNED_IN)
         inside = [step for name in loop.called.get("body", ()) for step in self.program[name]]
@@ -86,8 +86,8 @@ class Sites:
     def in_accumulation_loop(self, collective: Collective) -> bool:
         """Return True if a collective runs for every microbatch.
 
-        The call graph decides: what XLA moved out of the loop runs once, whatever jax's path to the operation is. Only
-        where XLA peeled rounds off the loop (its trip count is not K), the path decides whether an instruction outside
+        The call graph decides, not jax's path to the operation: instructions that XLA moved out of the loop run once.
+        Only if XLA peeled rounds off the loop (its trip count is not K), the path shows whether an instruction outside
         is a copy of one inside.
         """
         if self.accumulate == 1:
@@ -98,7 +98,7 @@ class Sites:
         return not unpeeled and _in_scan(collective.op_name)
 
     def pieces(self, collective: Collective) -> list[Piece]:
-        """Return the tensors that XLA joined into a collective, each with the dimensions it had before."""
+        """Return the tensors that XLA joined into a collective, each with its original dimensions."""
         names = self.program.by_name.get(self._computation_of.get(collective.name, ""), {})
         step = names.get(collective.name)
         operands = [names[name] for name in step.operands if name in names] if step is not None else []
@@ -118,7 +118,7 @@ class Sites:
         return pieces
 
     def _source_line(self, collective: Collective, index: int, made_by: Instruction, names: Names) -> str | None:
-        """Where a tensor's sending was written. Of collectives that XLA joined, only the first kept its lines."""
+        """Return a tensor's source line. If XLA joined collectives, only the first kept its lines."""
         alone = len(collective.shapes) == 1
         above = (self.program.source_lines(step) for step in _upwards(made_by, names))
         below = (self.program.source_lines(step) for step in _uses(collective.name, index, alone, names))
@@ -127,7 +127,7 @@ class Sites:
         return next(written, next((lines[0] for lines in candidates if lines), None))
 
     def _concatenated(self, operand: Instruction, names: Names) -> list[Instruction]:
-        """Return what was concatenated into an operand; the operand itself where nothing was."""
+        """Return the parts of a concatenated operand; else the operand."""
         if operand.opcode == "concatenate":
             return [names[name] for name in operand.operands]
         for called in operand.called.get("calls", ()):
@@ -160,7 +160,7 @@ def _upwards(step: Instruction, names: Names, steps: int = 8) -> Iterator[Instru
 
 
 def _uses(name: str, index: int, alone: bool, names: Names, steps: int = 8) -> Iterator[Instruction]:
-    """Yield what reads a collective's tensor number `index`, what reads that, and so on, in its computation."""
+    """Yield the readers of a collective's tensor number `index`, their readers, and so on, in its computation."""
     reached = {name}
     for step in names.values():
         if not steps or reached.isdisjoint(step.operands):
@@ -169,7 +169,7 @@ def _uses(name: str, index: int, alone: bool, names: Names, steps: int = 8) -> I
         if is_element and step.attribute("index") != str(index):
             continue
         reached.add(step.name)
-        if alone or not step.opcode.endswith("-done"):  # the done of a joined one has the source lines of the first
+        if alone or not step.opcode.endswith("-done"):  # a joined collective's done has the lines of its first tensor
             steps -= 1
             yield step
 
@@ -195,7 +195,7 @@ _STEP = re.compile(rf"{re.escape(_PACKAGE)}/(?:core/(?:step|gradients/loss_call)
 
 
 def line_of(source_lines: Sequence[str]) -> str | None:
-    """Return the innermost line that the user wrote; where there is none, the innermost; None of no lines."""
+    """Return the innermost line that the user wrote, else the innermost, else None."""
     return users_line(source_lines) or next(iter(source_lines), None)
 
 
@@ -204,7 +204,7 @@ def users_line(source_lines: Iterable[str]) -> str | None:
     for line in source_lines:
         posix = line.replace("\\", "/")
         if _STEP.match(posix):
-            return None  # next is the line that calls the step
+            return None  # the next line calls the step
         if not _LIBRARIES.search(posix) and not is_own_line(line):
             return line
     return None
@@ -220,9 +220,9 @@ def is_own_line(line: str) -> bool:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A plan's parameters, found by the shape of a tensor on one device."""
+    """A plan's parameters, looked up by the shape of a tensor on one device."""
 
-    placements: tuple[Placement, ...]  # one for each parameter, its path without "params/"
+    placements: tuple[Placement, ...]  # of each parameter, with its path without "params/"
     mesh_shape: dict[str, int]  # axis -> size
     of_any_step: bool = False  # layers may be stacked on any dimension that is not sharded, not only on the first
 
@@ -233,11 +233,11 @@ class Parameters:
         return cls(tuple(placements), dict(plan.mesh.shape))
 
     def like(self, dims: tuple[int, ...]) -> tuple[Placement, ...]:
-        """Return the parameters with these dimensions, without those of 1 and in any order: XLA chooses layouts.
+        """Return the parameters with these dimensions, in any order and without dimensions of 1: XLA chooses layouts.
 
-        Compared with, in order of preference: the working copy or the shard; one layer of either; the global array.
-        Then come all shards, or those of one layer, side by side along a dimension of their own, as CPUs gather them.
-        Last, of any step's, the matrix that XLA makes of an array with more dimensions, such as heads, in a product.
+        The order of preference: the working copy or the shard; one layer of either; the global array. Then all shards,
+        or those of one layer, along a dimension of their own, as CPUs gather them. Last, for steps that jdp did not
+        make, the matrix that XLA makes from an array with more dimensions, such as heads, for a product.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())
@@ -260,7 +260,7 @@ class Parameters:
         return tables
 
     def _stacked_on(self, placement: Placement) -> list[int]:
-        """Return the dimensions that may be layers: the first, if not sharded, and of matrices or shared by others."""
+        """Return the dimensions that may be layers: unsharded, and either first in a stack or shared by others."""
         alike = sum(other.shape[:1] == placement.shape[:1] for other in self.placements)
         rank = len(placement.shape)
         first = [0] if rank > 1 and placement.dim != 0 and (alike > 1 or rank > 2) else []
@@ -277,7 +277,7 @@ class Parameters:
         )
 
     def working_elements(self, placements: Iterable[Placement]) -> int:
-        """Return how many elements of these parameters' working copies a device computes with."""
+        """Return the number of elements of these parameters' working copies on a device."""
         return sum(math.prod(self.local(placement)) for placement in placements)
 
 
@@ -286,26 +286,26 @@ def _key(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 ITEMSIZE = 4
-"""Bytes: statistics are summed in float32, whatever is computed in."""
+"""Bytes: statistics are summed in float32 for every compute dtype."""
 
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The statistics that a step takes over all devices."""
+    """Batch statistics that a step computes over all devices."""
 
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the running averages, two for each BatchNorm, layers stacked
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the running averages, two for each BatchNorm, with stacked layers
     rounds: int = 1  # microbatches a step
-    metrics: tuple[tuple[int, ...], ...] = ()  # shapes of metrics that are arrays, and of no parameter's shape
+    metrics: tuple[tuple[int, ...], ...] = ()  # shapes of array metrics, except shapes of parameters
 
     @property
     def elements(self) -> int:
-        """What is summed in one direction of one microbatch: 2C + 1 for each norm."""
+        """Elements summed in one direction of one microbatch: 2C + 1 for each norm."""
         counts = sum(math.prod(shape[:-1]) for shape in self.shapes) // 2
         return sum(map(math.prod, self.shapes)) + counts
 
     @property
     def payload_bytes(self) -> int:
-        """A step: forward and backward, and of metrics the sum and the weight, over all microbatches."""
+        """Bytes a step over all microbatches: forward and backward, plus the sum and weight of metrics."""
         return 2 * self.rounds * ITEMSIZE * (self.elements + sum(map(math.prod, self.metrics)))
 
     def fits(self, piece: Piece) -> bool:
@@ -322,11 +322,11 @@ class Reading:
     """One compiled step."""
 
     compiled: Compiled
-    mesh: Mesh  # of the devices that it was compiled for
-    batch_axes: tuple[str, ...]  # the axes that rows of a batch are split over
-    parameters: Parameters  # the arguments that a tensor is recognised as
+    mesh: Mesh  # of the target's devices
+    batch_axes: tuple[str, ...]  # the axes that shard a batch's rows
+    parameters: Parameters  # the arguments that tensors are matched with
     donated: Mapping[int, str] = field(repr=False)  # number -> path of the arguments that a result should replace
-    offloads: bool = False  # copies to the host's memory were asked for
+    offloads: bool = False  # copies to the host's memory are intended
     accumulate: int = 1  # its microbatches, K
 
     @cached_property

@@ -1,6 +1,6 @@
-"""What a step sends, tensor by tensor: by kind of collective, source line, and the arguments of its shape.
+"""The traffic of a step, tensor by tensor: kind of collective, source line, and the arguments with its shape.
 
-Under zero3 also what its own trace gathers of each parameter, by layer or at the top.
+Under zero3 also the gathers of each parameter in the step's trace, by layer or at the top.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jdp.foresight.traffic.contract import TINY, MeshCollective
 from jdp.foresight.traffic.origin import Reading
 
 _LISTED = 12  # rows of a table
-_SHARE = 0.01  # of what a device sends, below which a line is not worth a sentence
-_LINES = 4  # that get one
+_SHARE = 0.01  # of the bytes that a device sends: a source line with less gets no sentence
+_LINES = 4  # most source lines with a sentence
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Sent:
     kind: str  # of collective
     dtype: str  # of each tensor
     dims: tuple[int, ...]  # an all-gather's result, a reduce-scatter's shard, else the operand, on one device
-    axes: tuple[str, ...]  # of the mesh, along which it is sent
-    over_batch: bool  # among them are the batch's
+    axes: tuple[str, ...]  # mesh axes of the collective
+    over_batch: bool  # they include batch axes
     source: str | None  # "file:line" that the user wrote, else the library's; None: the program has neither
-    like: tuple[str, ...]  # paths of the arguments that have the shape, whole or a shard; empty: an activation, say
-    count: int  # how many a step, rounds of loops included
-    wire_bytes: float  # what each device sends of all of them, a step, by the ring algorithms
-    caveats: tuple[str, ...] = ()  # why `count` may differ from what runs
+    like: tuple[str, ...]  # paths of the arguments with this shape, whole or a shard; empty for activations
+    count: int  # executions a step, in all rounds of loops
+    wire_bytes: float  # bytes that each device sends for all of them, a step, by the ring algorithms
+    caveats: tuple[str, ...] = ()  # why `count` may be inexact
 
     def __str__(self) -> str:
         times = f" {self.count} times" if self.count > 1 else ""
@@ -48,7 +48,7 @@ class Sent:
 
 
 def sent_by(reading: Reading, collectives: Sequence[MeshCollective]) -> tuple[Sent, ...]:
-    """Return what a compiled step sends, most bytes first."""
+    """Return the tensors that a compiled step sends, most bytes first."""
     sent = dict[tuple[Any, ...], Sent]()
     for each in collectives:
         c, axes = each.collective, each.axes
@@ -63,7 +63,7 @@ def sent_by(reading: Reading, collectives: Sequence[MeshCollective]) -> tuple[Se
 
 
 def sent_table(sent: Sequence[Sent]) -> list[tuple[str, ...]]:
-    """Return headings, and a row for each of the tensors that send most."""
+    """Return headings, and a row for each of the largest tensors."""
     rows = [("collective", "tensor", "times", "axes", "wire a device", "at", "the shape of")]
     for each in sent[:_LISTED]:
         tensor, like = f"{each.dtype}{list(each.dims)}", listed(each.like, 2) or "no argument"
@@ -74,7 +74,7 @@ def sent_table(sent: Sequence[Sent]) -> list[tuple[str, ...]]:
 
 
 def activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:
-    """Tensors that no argument has the shape of, sent along the batch's axes, by line."""
+    """Yield a sentence for each line that sends tensors without an argument's shape along the batch's axes."""
     total, lines = sum(each.wire_bytes for each in sent), dict[str | None, list[Sent]]()
     for each in sent:
         if each.over_batch and not each.like:
@@ -84,36 +84,36 @@ def activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str
         if wire >= _SHARE * total and wire > TINY:
             kinds = ", ".join(f"{each.kind} of {each.dtype}{list(each.dims)}" for each in those[:2])
             yield (
-                f"Activations: {format_bytes(wire)} a device, {format_percent(wire / total)} of what it sends, are "
+                f"Activations: {format_bytes(wire)} a device, {format_percent(wire / total)} of its traffic, are "
                 f"{kinds}{' and others' * (len(those) > 2)}{f' ({line})' if line else ''}: no argument has these "
-                f"shapes, so it is activations or a part of the batch that travels along {', '.join(batch_axes)}. Keep "
-                "each row on its device: jax.lax.with_sharding_constraint(x, "
-                f"PartitionSpec({', '.join(map(repr, batch_axes))})) on what that line computes with."
+                f"shapes, so activations or parts of the batch travel along {', '.join(batch_axes)}. Keep each row on "
+                "its device: apply jax.lax.with_sharding_constraint(x, "
+                f"PartitionSpec({', '.join(map(repr, batch_axes))})) to that line's inputs."
             )
 
 
-# What zero3 holds gathered. It is read from the step's own trace, not from the program that is compared with it. A
-# weight that is gathered at the top is held by every device until the backward pass is done with it. Where most weights
-# are, the strategy is zero3 by name, and zero2 by memory.
+# zero3's gathers come from the step's own trace, not from the program that is compared with it. Every device holds a
+# weight that is gathered at the top until the backward pass is done with it. If most weights are, the strategy is
+# zero3 by name, but zero2 by memory.
 
 MOSTLY = 0.5
-"""Share of the gathered parameters' bytes; a zero3 that gathers more than this at the top is called a zero2."""
+"""Share of the gathered parameters' bytes: a zero3 that gathers more at the top is reported as like zero2."""
 _TWICE = 1.5
-"""Times a microbatch above which the backward pass gathers again what is gathered at the top, and nothing is held."""
+"""Gathers a microbatch: above this, the backward pass gathers again, and nothing is held."""
 
 
 @dataclass(frozen=True)
 class Gather:
-    """What a step gathers of one parameter, at the top or by layer."""
+    """The gathers of one parameter in a step, at the top or by layer."""
 
     parameter: str  # its path
     where: str  # "top" or "layer"
-    times_a_microbatch: float  # how often the whole parameter is gathered
+    times_a_microbatch: float  # gathers of the whole parameter
     payload_bytes: int  # a step
 
 
 def gathers(step: Step, state: TrainState) -> tuple[Gather, ...] | None:
-    """Return what a step gathers, as it was last lowered; None where it is not zero3, or nothing was lowered."""
+    """Return the gathers of a step as last lowered; None if it is not zero3, or was not lowered."""
     if step.sends is None or step.plan.row.gather != "use":
         return None
     sizes = dict(step.plan.mesh.shape)
@@ -127,7 +127,7 @@ def gathers(step: Step, state: TrainState) -> tuple[Gather, ...] | None:
 
 
 def like_zero2(gathered: Sequence[Gather], accumulate: int) -> str:
-    """Return a sentence if most of the parameters' bytes are held from the top on, else an empty string."""
+    """Return a sentence if most of the parameters' bytes are gathered at the top and held, else ""."""
     copies = [(each, each.payload_bytes / (accumulate * each.times_a_microbatch or 1)) for each in gathered]
     at_top = {each.parameter: held for each, held in copies if each.where == "top" and each.times_a_microbatch < _TWICE}
     top, layered = sum(at_top.values()), sum(held for each, held in copies if each.parameter not in at_top)
@@ -136,8 +136,8 @@ def like_zero2(gathered: Sequence[Gather], accumulate: int) -> str:
     remedy = "run the layers through jdp.scan_layers, which gathers one at a time; cast weights inside the block"
     if layered:
         remedy = (
-            "only what goes through jdp.scan_layers as it stands in the model is gathered by layer; cast or reshape it "
-            "inside the block"
+            "only parameters that reach jdp.scan_layers unchanged are gathered by layer; cast or reshape them inside "
+            "the block"
         )
     return (
         f"This zero3 holds its weights like zero2: {format_bytes(top)} of {format_bytes(top + layered)} gathered "

@@ -1,11 +1,11 @@
-"""Signs in a compiled step that it does what nobody meant it to do.
+"""Signs that a compiled step does something unintended.
 
 1. Resharding: XLA could not go from one sharding to another and copied a whole tensor to every device.
 2. Random numbers: keys or random bits travel between devices, although each could draw its own.
 3. The host: the step waits for it (debug prints, callbacks, memory on the host).
-4. Donation: a leaf of the state is not updated in place, so that it is held twice.
+4. Donation: a leaf of the state is not updated in place, so it is held twice.
 
-Each is a sentence that names a parameter or an operation, and a source line where the program has it.
+Each is a sentence that names a parameter or an operation, and a source line if the program has it.
 """
 
 import math
@@ -18,12 +18,12 @@ from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
 from jdp.foresight.traffic.origin import Parameters, Reading, line_of
 
-AS_PLANNED = "it is not placed where the plan has it. Place the state as the plan does (jdp.init_state, jdp.restore)."
-"""Why a leaf of a training step's state is not updated in place, and what to do."""
+AS_PLANNED = "its placement differs from the plan's. Place the state by the plan (jdp.init_state, jdp.restore)."
+"""Why a leaf of a training step's state is not updated in place, and the fix."""
 
 
 def symptoms(reading: Reading, placing: str = AS_PLANNED) -> tuple[str, ...]:
-    """Return every sign, a sentence each, none twice; `placing`: why a donated argument may be held twice."""
+    """Return every sign once, a sentence each; `placing`: why a donated argument may be held twice."""
     program = reading.compiled.program
     sentences = [
         *_resharded(reading.compiled, reading.parameters),
@@ -47,7 +47,7 @@ _MESH = re.compile(r"mesh\[(.*?)\], \[(.*)\]")
 
 
 def _resharded(compiled: Compiled, parameters: Parameters) -> Iterator[str]:
-    """XLA's warnings, with the tensor and the source line in place of HLO."""
+    """Yield XLA's warnings, with the tensor and the source line in place of HLO."""
     for warning in compiled.warnings:
         operation = _OPERATION.search(warning)
         if "ematerializ" not in warning or operation is None:
@@ -61,12 +61,12 @@ def _resharded(compiled: Compiled, parameters: Parameters) -> Iterator[str]:
         line = _copied_at(dims, operation[2] or "", compiled)
         yield (
             f"Resharding: a tensor {dtype}{list(dims)}{named} is copied whole to every device{shardings}{_at(line)}. "
-            "Constrain it to one sharding on both sides, or go there in two steps, one dimension each."
+            "Constrain it to one sharding on both sides, or change one dimension at a time."
         )
 
 
 def _global_dims(local: tuple[int, ...], sharding: str) -> tuple[int, ...]:
-    """Return the global dimensions of a shard: its own times the tiles of its sharding.
+    """Return the global dimensions of a shard: its dimensions times the tiles of its sharding.
 
     jax 0.10 prints `{devices=[4,1,2]<=[8] …}`, jax 0.12 `{mesh['data'=4,'model'=2], [{'data'}, {}]}`.
     """
@@ -82,9 +82,9 @@ def _global_dims(local: tuple[int, ...], sharding: str) -> tuple[int, ...]:
 
 
 def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str | None:
-    """Return a copy's source line: of a collective that makes the whole tensor, of the same operation or a sibling.
+    """Return a copy's source line: of a collective that makes the whole tensor, for the same operation or a sibling.
 
-    The warning's own does not hold in the compiled program, whose stack frames XLA numbers anew.
+    The warning's own line is invalid in the compiled program, because XLA renumbers the stack frames.
     """
     parent = op_name.rpartition("/")[0]
     same_shape = [c for c in compiled.collectives if any(sorted(shape) == sorted(dims) for _, shape in c.shapes)]
@@ -96,7 +96,7 @@ def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str |
 
 # Random numbers.
 
-# jax's names of what draws: of primitives (random_bits, threefry2x32) and of the functions around them (_bernoulli).
+# jax's names for random draws: primitives (random_bits, threefry2x32) and the functions around them (_bernoulli).
 _DRAWS = re.compile(
     r"random_|threefry|rng_|\b_?(?:bernoulli|uniform|normal|normal_real|truncated_normal|gumbel|categorical|randint|"
     r"shuffle|permutation|dropout)\b"
@@ -126,13 +126,13 @@ _TRANSFERS = ("infeed", "outfeed", "send", "recv")
 
 
 def _host(program: Program, *, offloads: bool) -> Iterator[str]:
-    """Yield what moves to or from the host inside the step; with `offloads`, copies are what was asked for."""
+    """Yield a sentence for each transfer to or from the host in the step; with `offloads`, copies are intended."""
     for step in (step for steps in program.computations.values() for step in steps):
         if callback := _CALLBACK.search(step.line):
             operation = (step.op_name or step.name).rpartition("/")[2]
             yield (
                 f"The host: {operation} calls back into Python ({callback[1]}){_line(program, step)}, and the step "
-                "waits. Take it out, or return what it shows as a metric."
+                "waits. Remove it, or return its values as metrics."
             )
         elif step.opcode in _TRANSFERS:
             channel = "the host" if "is_host_transfer=true" in step.line or "feed" in step.opcode else "a peer"
@@ -155,7 +155,7 @@ _MENTIONED_BYTES = 1024
 
 
 def donated_state(program: Program) -> dict[int, str]:
-    """Return number -> path of the leaves of a training step's state: all were donated, as a step returns them all."""
+    """Return number -> path of the leaves of a training step's state, which are all donated."""
     parameters = [(step.parameter_number, step.op_name or "") for step in program[program.entry]]
     return {
         number: path_of_name(name) for number, name in parameters if number is not None and name.startswith("state.")
@@ -163,7 +163,7 @@ def donated_state(program: Program) -> dict[int, str]:
 
 
 def _held_twice(program: Program, donated: Mapping[int, str], placing: str) -> Iterator[str]:
-    """Arguments that were donated, and that XLA aliases with no result."""
+    """Yield a sentence for donated arguments that XLA does not alias with a result."""
     kept, large = {number for _, number, _ in program.written_into}, dict[str, int]()
     for step in program[program.entry]:
         number = step.parameter_number

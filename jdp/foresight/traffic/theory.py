@@ -1,7 +1,7 @@
 """The communication contract's row of a strategy: payload bytes a step by kind of collective, from a plan's placements.
 
 There are Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, and K microbatches.
-N devices are along `data`, R along `replica` (over which nothing is sent where R is 1):
+N devices are along `data`, R along `replica` (nothing is sent over replica if R is 1):
 
     strategy  all-reduce           reduce-scatter  all-gather
     ddp       r·Ψ, over all R·N    –               –
@@ -9,18 +9,18 @@ N devices are along `data`, R along `replica` (over which nothing is sent where 
     zero2     r·Ψ/N over replica   K·r·Ψ           c·Ψ
     zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
 
-A leaf that no dimension divides is replicated, and sent as ddp sends it: r for each element, over all R·N, once a step.
+A leaf that no dimension divides is replicated and sent as under ddp: r for each element, over all R·N, once a step.
 
-Which gathers zero3 makes is read from its own trace (`core/reading/collectives.py`). Two things are sent beside the
-row, by plan: statistics of batch norms, and metrics (`origin.BatchStatistics`), and gradients of parameters too small
-to shard (`Unsharded`).
+zero3's gathers are read from its own trace (`core/reading/collectives.py`). Two further kinds of traffic are planned:
+batch norm statistics and metrics (`origin.BatchStatistics`), and gradients of parameters too small to shard
+(`Unsharded`).
 
 Encoded gradients (`wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
 
-    ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves of fewer elements than devices × 256 as above
+    ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves with fewer elements than devices × 256 as above
     zero1-3    (K·)b·Ψ all-to-all over data; over replica b·Ψ/N all-to-all and b·Ψ/N all-gather
 
-`jdp.muon` sends beside it, for stacks of S bytes of matrices, padded to a multiple of N (`core/update/muon.py`):
+`jdp.muon` also sends, for stacks of S bytes of matrices, padded to a multiple of N (`core/update/muon.py`):
 
     ddp        all-gather of S
     zero1-3    all-to-all of S/N each way; stacks of replicated leaves as ddp
@@ -62,10 +62,10 @@ class Promise:
     kind: str  # of collective
     payload_bytes: float  # a step, over all microbatches
     axes: tuple[str, ...]  # the mesh axes it runs along
-    devices: int  # how many take part in one
-    rounds: int  # how often a step it runs: K where it runs for every microbatch, else 1
+    devices: int  # members of a group
+    rounds: int  # runs a step: K if it runs for every microbatch, else 1
     itemsize: int  # bytes an element
-    parameters: int  # elements it covers: of what is gathered all, of what is reduced those that are trained
+    parameters: int  # elements it covers: all for gathers, trained ones for reductions
 
     @property
     def wire_bytes(self) -> float:
@@ -76,10 +76,10 @@ class Promise:
 def encoded_reductions(
     plan: Plan, settings: StepSettings, leaves: Sequence[tuple[int, Placement]], rounds: int
 ) -> list[Promise]:
-    """Return what reducing encoded gradients promises to send: rows of the contract of their own.
+    """Return the promises of reducing encoded gradients, which have rows of their own in the contract.
 
-    `leaves` are (elements of a device, placement) of each trained parameter; a gradient that is reduced for every
-    microbatch is so `rounds` times a step.
+    `leaves` are (elements of a device, placement) of each trained parameter; gradients are reduced `rounds` times a
+    step.
     """
     sizes, r, wire = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize, settings.wire
     assert wire is not None
@@ -122,16 +122,16 @@ def _by_encoding(wire: Encoding, counts: Sequence[int], devices: int) -> tuple[l
 
 @dataclass(frozen=True)
 class Unsharded:
-    """Trained parameters that a ZeRO strategy leaves unsharded by plan, so that their gradients are all-reduced.
+    """Trained parameters that the plan leaves unsharded under a ZeRO strategy, so their gradients are all-reduced.
 
-    Those of fewer than `Plan.min_shard_size` elements; where that was raised, of fewer than its default all the same: a
-    plan that hardly shards does not keep a ZeRO contract.
+    They have fewer than `Plan.min_shard_size` elements. A value above the default counts as the default, because a plan
+    that hardly shards does not keep a ZeRO contract.
     """
 
     paths: tuple[str, ...] = ()  # of the parameters
-    fewer_than: int = 0  # elements that each has less than
+    fewer_than: int = 0  # bound on the elements of each
     payload_bytes: int = 0  # a step: r for each element, in every microbatch under zero2 and zero3
-    devices: int = 1  # that sum them: all that share the batch
+    devices: int = 1  # all devices that share the batch
 
     @property
     def wire_bytes(self) -> float:
@@ -143,13 +143,13 @@ class Unsharded:
 class Theory:
     """A row of the contract, in bytes."""
 
-    parameters: int  # Ψ, frozen ones among them, that each shard of the model's axes computes with
+    parameters: int  # Ψ, also frozen, in each shard of the model's axes
     promises: tuple[Promise, ...]  # the kinds of collective that the row names
-    statistics: BatchStatistics = field(default_factory=BatchStatistics)  # of batch norms, and metrics that are arrays
-    unsharded: Unsharded = field(default_factory=Unsharded)  # whose gradients are all-reduced by plan
-    gathered: tuple[Gathered, ...] | None = None  # under zero3, by the step's own trace; None: not known
-    most_gathered_bytes: float = 0.0  # that upper bound, 2·K·c·Ψ; for another strategy what its row gathers
-    # kind -> payload a step of collectives that carry codes, or parts of matrices: of no parameter's shape
+    statistics: BatchStatistics = field(default_factory=BatchStatistics)  # batch norm statistics and array metrics
+    unsharded: Unsharded = field(default_factory=Unsharded)  # their gradients are all-reduced by plan
+    gathered: tuple[Gathered, ...] | None = None  # under zero3, by the step's trace; None: unknown
+    most_gathered_bytes: float = 0.0  # upper bound, 2·K·c·Ψ; for other strategies the row's gathers
+    # kind -> payload a step of collectives that carry codes or parts of matrices, without a parameter's shape
     packed: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -159,7 +159,7 @@ class Theory:
         return {kind: sum(promise.payload_bytes for promise in self.of_kind(kind)) for kind in kinds}
 
     def of_kind(self, kind: str) -> list[Promise]:
-        """Return the promises of one kind of collective; more than one where it runs along several sets of axes."""
+        """Return the promises of one kind of collective; several if it runs along several sets of axes."""
         return [promise for promise in self.promises if promise.kind == kind]
 
     @property
@@ -168,12 +168,12 @@ class Theory:
         return sum(promise.wire_bytes for promise in self.promises)
 
     def promise(self, kind: str) -> Promise | None:
-        """Return what is promised of one kind of collective; None where the row does not name it."""
+        """Return the promise of one kind of collective; None if the row does not name it."""
         return next((promise for promise in self.promises if promise.kind == kind), None)
 
 
 Leaf = tuple[int, Placement]
-"""The elements of a parameter that a device computes with, and its placement."""
+"""The elements of a parameter on a device, and its placement."""
 
 
 def theory(
@@ -188,8 +188,8 @@ def theory(
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
-    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. `exchanged` is what an
-    update by `jdp.muon` sends (`core/update/muon.py`).
+    Frozen parameters have no gradients, so Ψ of the reductions counts the trained ones. `exchanged` is the traffic of
+    an update by `jdp.muon` (`core/update/muon.py`).
     """
     sizes, r = dict(plan.mesh.shape), settings.precision.reduce_dtype.itemsize
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -234,7 +234,7 @@ def _reductions(plan: Plan, rounds: int, r: int, trained: Sequence[Leaf]) -> Seq
 def _gathers(
     plan: Plan, settings: StepSettings, leaves: Sequence[Leaf], gathered: Sequence[Gathered] | None
 ) -> tuple[list[Promise], float]:
-    """Return (the promise of gathering weights, if the row has one; the bytes that it is at most)."""
+    """Return (the promise of gathering weights, if the row has one; its upper bound in bytes)."""
     leaves = [(count, leaf) for count, leaf in leaves if not leaf.is_indivisible]
     n, c = plan.mesh.shape[DATA], settings.precision.compute_dtype.itemsize
     times = {"never": 0, "step": 1, "use": 2 * settings.accumulate}[plan.row.gather]
@@ -250,7 +250,7 @@ def _gathers(
 
 
 def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharded:
-    """Return what is not sharded by plan; `bytes_each` are reduced of an element in a step."""
+    """Return the parameters left unsharded by the plan; a step reduces `bytes_each` of an element."""
     limit = min(plan.min_shard_size, MIN_SHARD_SIZE)
     if not plan.row.shard_state or plan.mesh.shape[DATA] == 1:
         return Unsharded()
@@ -261,7 +261,7 @@ def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharde
 
 
 def _gathered_bytes(elements: int, placement: Placement, itemsize: int) -> int:
-    """Bytes that one gather of a parameter's `elements` has as its result."""
+    """Return the bytes in the result of one gather of a parameter's `elements`."""
     if placement.trained and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
         return elements * itemsize
     return elements * min(itemsize, jnp.dtype(placement.dtype).itemsize)  # a frozen one in its dtype at rest

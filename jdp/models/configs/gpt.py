@@ -36,34 +36,34 @@ class GPTConfig:
             rounded up to a multiple of 64, which keeps the parameter count (arXiv:2002.05202).
         positions: "rotary" (arXiv:2104.09864) or "learned".
         position_std: standard deviation of learned positions at the start: 0.01 in openai/gpt-2, 0.02 in nanoGPT.
-        activation: "swiglu"; "gelu" in its tanh form, as GPT-2 has it, or "gelu_exact", with the error function.
+        activation: "swiglu"; "gelu" in the tanh form of GPT-2, or "gelu_exact", with the error function.
         norm: "rms" or "layer".
-        tied: logits by the embedding table instead of a matrix of their own (arXiv:1608.05859).
+        tied: logits from the embedding table instead of a separate matrix (arXiv:1608.05859).
         bias: biases in linear maps and in layer norms.
-        qkv_bias: biases in the maps to queries, keys and values alone, as Qwen2 has them.
-        qk_norm: an RMS norm of each head of queries and keys, as Qwen3 has it (arXiv:2010.04245).
+        qkv_bias: biases only in the maps to queries, keys and values, as in Qwen2.
+        qk_norm: an RMS norm of each head of queries and keys, as in Qwen3 (arXiv:2010.04245).
         window: a position attends to itself and the window - 1 before it (arXiv:2310.06825); None: to all before it.
         dropout: rate on the embedding and on both residual branches (attention weights are not dropped: fused attention
             never holds them).
         rope_theta: base of the rotary wavelengths.
-        rope_factor: divides the low rotary frequencies for a longer context, as Llama 3.1 has it (8; Llama 3.2: 32);
-            None: they stay.
-        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, frequencies of fewer rotations than the first in
-            the original context are divided, those of more than the second are kept, and those between interpolated.
+        rope_factor: divides the low rotary frequencies for a longer context, as in Llama 3.1 (8; Llama 3.2: 32); None:
+            no scaling.
+        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, frequencies with fewer rotations than the first
+            in the original context are divided, frequencies with more than the second stay, others are interpolated.
         rope_original_context: with rope_factor, tokens of the original context.
         norm_eps: added to the variance in norms.
-        scan: true: layers are stacked and compiled once, as a loop. false: each is stored and compiled by itself.
+        scan: true: layers are stacked and compiled once, as a loop. false: each is stored and compiled separately.
             "auto": they are stacked, and up to 48 on GPUs and 8 on CPUs are compiled one by one.
-        remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
+        remat: what each layer saves for the backward pass: None, everything; "dots", its matrix products;
             "dots_except_mlp", those of attention; "full", only its input.
-        attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype. "auto" is the
-            first where devices, dtype and shapes allow it, else the second. Long packed rows are then attended block by
-            block.
+        attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype. "auto" is
+            "cudnn" if devices, dtype and shapes allow it, else "xla". Attention in long packed rows is then computed
+            block by block.
         lora_rank: adds a low-rank update (arXiv:2106.09685) to kernels of the layers: `nnx.LoRAParam` leaves
-            `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train them alone:
+            `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train only these:
             `jdp.init_state(..., wrt=nnx.LoRAParam)`. None: no such leaves.
         lora_alpha: updates are multiplied by lora_alpha / lora_rank.
-        lora_targets: which kernels have one, of "query", "key", "value", "output", "gate", "up" and "down"; None: all.
+        lora_targets: kernels with an update: "query", "key", "value", "output", "gate", "up", "down"; None: all.
 
     Raises:
         ValueError: a size that does not fit another, or a choice that does not exist.
@@ -171,7 +171,7 @@ class GPTConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward has a gate beside its way up."""
+        """Whether the feed-forward has a gate."""
         return self.activation == "swiglu"
 
     @property

@@ -17,14 +17,14 @@ class ResNetConfig:
     """Shape and choices of a ResNet.
 
     Fields:
-        image_size: pixels of a side, for which FLOPs are counted; the network takes any size.
+        image_size: pixels of a side, for counting FLOPs; the network takes any size.
         channels, classes: of an image (3: colours); of the logits.
         blocks: number of residual blocks of each stage. Every stage but the first halves the image's sides.
         block: "basic" (two 3 x 3 convolutions) or "bottleneck" (1 x 1, 3 x 3, 1 x 1).
-        width: channels of the first stage's 3 x 3 convolutions; each later stage has twice as many as the one before.
-        stem: "imagenet" (7 x 7 stride 2, then 3 x 3 max pooling stride 2) or, for images of at most some 64 pixels,
+        width: channels of the first stage's 3 x 3 convolutions; each later stage doubles them.
+        stem: "imagenet" (7 x 7 stride 2, then 3 x 3 max pooling stride 2) or, for images of at most about 64 pixels,
             "small" (3 x 3, stride 1).
-        zero_init: blocks begin as their shortcuts.
+        zero_init: blocks start as their shortcuts.
         norm_momentum: weight of the old value in a running average.
         norm_eps: added to the variance in norms.
 
@@ -49,7 +49,7 @@ class ResNetConfig:
     def __post_init__(self) -> None:
         require(type(self.blocks) is tuple, "blocks is a tuple, one number a stage", repr(self.blocks), "Write (2, 2)")
         positive = self.blocks and all(type(count) is int and count > 0 for count in self.blocks)
-        require(bool(positive), "blocks are positive integers", repr(self.blocks), "Drop a stage that has none")
+        require(bool(positive), "blocks are positive integers", repr(self.blocks), "Remove empty stages")
         require_positive(self, "classes", "width", "image_size", "channels")
         require_choice(self, block=get_args(BlockKind), stem=get_args(Stem))
         decays = 0.0 <= self.norm_momentum < 1.0
@@ -58,5 +58,5 @@ class ResNetConfig:
 
     @property
     def features(self) -> int:
-        """Channels that the head reads."""
+        """Input channels of the head."""
         return self.width * 2 ** (len(self.blocks) - 1) * (EXPANSION if self.block == "bottleneck" else 1)

@@ -11,11 +11,11 @@ ModelConfig: TypeAlias = GPTConfig | MLPConfig | ResNetConfig | ViTConfig
 """The configuration of any model that experiments train."""
 
 # GPT-2 has 50257 = 29 * 1733 tokens. Padded to 50304 = 2**7 * 3 * 131, the table's largest dim divides over up to 128
-# devices and fills tensor-core tiles; the 47 rows more are never a target, and their logits learn to be low.
+# devices and fills tensor-core tiles; the 47 further rows are never a target, and their logits learn to be low.
 PADDED_GPT2_VOCABULARY = 50_304
 
 SIZES: dict[str, ModelConfig] = {
-    # Bytes as tokens; every modern part in small. 0.8 M parameters: minutes on two CPU cores.
+    # Bytes as tokens; every modern component at small size. 0.8 M parameters: minutes on two CPU cores.
     "gpt-nano": GPTConfig(vocab_size=256, context=256, layers=4, width=128, heads=4, kv_heads=2, tied=True),
     # GPT-2 small (Radford et al. 2019; openai/gpt-2). With vocab_size=50257 it has OpenAI's 124,439,808 parameters.
     "gpt2-124m": GPTConfig(

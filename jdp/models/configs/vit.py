@@ -28,8 +28,8 @@ class ViTConfig:
         channels, classes: of an image (3: colours); of the logits.
         layers, width, heads: depth; size of the residual stream; heads, each `width / heads` wide.
         mlp_width: hidden size of the feed-forward (gelu in its tanh form); None: 4 * width.
-        pool: the vector that is classified: "token", of a learned token that goes through the layers beside the
-            patches; or "mean", the mean of the patches.
+        pool: the vector to classify: "token", a learned token that goes through the layers beside the patches; or
+            "mean", the mean of the patches.
         dropout: rate on the embedding and on both residual branches.
         norm_eps: added to the variance in norms.
         scan, remat, attention: as for `GPTConfig`.
