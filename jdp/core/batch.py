@@ -193,7 +193,7 @@ def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan, *, a
     `again`: they agreed before on these shapes, and were called with others since.
     """
     fix = "Each process feeds as many rows as it has shards of the batch (jdp.process_rows), and all the same dtypes."
-    numbers = "\n".join(f"{path} = {text}" for path, text in local_numbers(state)) or "none"
+    numbers = "\n".join(f"{path} = {text}" for path, _, text in local_numbers(state)) or "none"
     facts = [
         Fact("The batch's shapes and dtypes", _shapes(batch), fix),
         Fact("The numbers that were set in the state", numbers, "Set them on every process."),
@@ -207,8 +207,8 @@ def agree_on_inputs(caller: str, state: AnyState, batch: Batch, plan: Plan, *, a
     agree(caller, facts, plan.mesh)
 
 
-def local_numbers(state: AnyState) -> tuple[tuple[str, str], ...]:
-    """Return (path, value) of scalars that a user set in a train state of several processes: in this process alone."""
+def local_numbers(state: AnyState) -> tuple[tuple[str, str, str], ...]:
+    """Return (path, dtype, value) of scalars that a user set in a train state, which are this process' alone."""
     names = ("params", "opt_state", "model_state") if isinstance(state, TrainState) else ()
     tree = {name: getattr(state, name) for name in names}
     try:
@@ -216,7 +216,8 @@ def local_numbers(state: AnyState) -> tuple[tuple[str, str], ...]:
             return ()
     except jax.errors.ConcretizationTypeError:  # a tracer, in a user's jitted function
         return ()
-    return tuple((path_of(p), f"{np.asarray(x)}") for p, x in jax.tree.leaves_with_path(tree) if not _is_ours(x))
+    found = ((path_of(p), np.asarray(x)) for p, x in jax.tree.leaves_with_path(tree) if not _is_ours(x))
+    return tuple((path, str(x.dtype), str(x)) for path, x in found)
 
 
 def _is_ours(leaf: Any) -> bool:

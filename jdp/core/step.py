@@ -22,7 +22,7 @@ from jdp.base.errors import UserError
 from jdp.base.notices import notice
 from jdp.base.public import public
 from jdp.base.words import Partitioning
-from jdp.core.batch import check_alive, check_operands, check_state, local_numbers, owned_batch, signature
+from jdp.core.batch import check_alive, check_operands, check_state, owned_batch, signature
 from jdp.core.compiling.options import Compiler, CompilerValue
 from jdp.core.gradients.partitioned_loss import PartitionedLoss, means, read_only
 from jdp.core.plan import Plan
@@ -146,7 +146,7 @@ class Step(Generic[Kind]):
         """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
         self.loss.agree(
             "the train step" if self.settings.train else "the evaluation step",
-            None if (shapes := signature(batch)) is None else (shapes, local_numbers(state)),
+            signature(batch),
             state,
             batch,
             lambda: self.jitted.lower(state, batch),  # what the check finds may change `jitted`

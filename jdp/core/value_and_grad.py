@@ -376,7 +376,7 @@ def _models_placements(plan: Plan, state: AnyState) -> PyTree:
     owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
     paths = [path_in_model(owner, models, leaf.path) for owner, leaf in zip(owners, leaves, strict=True)]
     marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
-    whole = [adapter.is_named(path) for path in paths]  # `jdp.init` and `jdp.place`, which know no `wrt`, replicate it
+    whole = [path in adapter.named for path in paths]  # `jdp.init` and `jdp.place`, which know no `wrt`, replicate it
     changes = {"rest": PartitionSpec(), "compute": PartitionSpec(), "reason": "replicated: no nnx.Param"}
     marked = [replace(leaf, **changes) if named else leaf for leaf, named in zip(marked, whole, strict=True)]
     return treedef.unflatten(marked)

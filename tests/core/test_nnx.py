@@ -275,6 +275,40 @@ class Writing(nnx.Module):
         return nnx.remat(run)(self.linear, x)
 
 
+HANDED_ON = {
+    "cond": lambda block, x: nnx.cond(x.sum() > 0, nnx.remat(lambda b, x: b(x)), lambda b, x: x, block, x),
+    "fori_loop": lambda block, x: nnx.fori_loop(
+        0, 3, lambda _, c: (c[0], nnx.remat(lambda b, x: b(x))(*c)), (block, x)
+    )[1],
+    "scan": lambda blocks, x: nnx.scan(nnx.remat(lambda b, x: b(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
+        blocks, x
+    ),
+    "jit in scan": lambda blocks, x: nnx.scan(nnx.jit(lambda b, x: b(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
+        blocks, x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_loops_and_branches_write_no_parameter(name):
+    """They return the parameters of a block that `nnx.remat` or `nnx.jit` hands on, unchanged."""
+
+    class Handing(nnx.Module):
+        def __init__(self, rngs):
+            make = lambda rngs: nnx.Linear(FEATURES, FEATURES, rngs=rngs)  # noqa: E731
+            self.block = nnx.vmap(make)(rngs.split(2)) if "scan" in name else make(rngs)
+
+        def __call__(self, x):
+            return HANDED_ON[name](self.block, x)
+
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]), "zero3")
+    state = jdp.abstract_state(lambda rng: Handing(nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
+    loss = lambda model, batch, rng: jdp.Loss(model(batch["x"]).sum(), jnp.float32(len(batch["x"])))  # noqa: E731
+    step = jdp.make_train_step(loss, plan, check_loss=False)
+    jax.eval_shape(step, state, {"x": np.ones((4, FEATURES), np.float32)})
+    assert step.partitioning == "manual"
+
+
 @pytest.mark.parametrize("partitioning", [None, "auto"])
 def test_a_call_that_writes_a_parameter_is_refused(partitioning):
     """Its path is named; parameters that leave nnx.remat as they were are no write."""

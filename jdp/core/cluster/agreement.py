@@ -15,6 +15,7 @@ another waits at a call that this process has passed, and reports it.
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -78,10 +79,15 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
 
 def passed(mesh: Mesh) -> None:
     """Tell that this process begins a call of a step or a gradient that it need not agree on, or has agreed on."""
-    group = repr(processes_of(mesh))
+    group = _group(mesh)
     if group in _refused:
         raise Mismatch(_refused[group])
     _calls[group] += 1
+
+
+@functools.lru_cache(maxsize=64)  # every call asks
+def _group(mesh: Mesh) -> str:
+    return repr(processes_of(mesh))
 
 
 def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -112,6 +118,7 @@ def _agree(
     _meet(store, "come", wait_seconds, caller, lambda: _refuse_passed(store, group, caller, facts))
     first = store.me == members[0]
     if first:
+        store.forget(f"{_prefix(group)}/{_rounds[group] - 1}")  # all have read it: they are here
         store.put("verdict", json.dumps(_first_difference(store.all("facts"), facts)))
     differing = json.loads(store.get("verdict", members[0], ANSWER_SECONDS))
     if differing is None:
@@ -147,16 +154,20 @@ def _refuse_passed(store: Store, group: str, caller: str, facts: Sequence[Fact])
 
 def _watch(client: Any, group: str, members: tuple[int, ...]) -> None:
     """Tell a process that waits at a call which this one has passed, and report its message."""
-    with contextlib.suppress(RuntimeError):  # the service has ended, or that process
-        while not _ending.wait(WATCH_SECONDS * max(1, len(members) / 256)):  # 256 questions a second to the service
-            number = _rounds[group] + 1
-            store = Store(client, f"{_prefix(group)}/{number}", members)
+    failures = 0
+    while failures < 3 and not _ending.wait(WATCH_SECONDS * max(1, len(members) / 256)):  # 256 questions a second
+        number = _rounds[group] + 1
+        store = Store(client, f"{_prefix(group)}/{number}", members)
+        try:
             waiting = [process for process, call in store.all("call").items() if int(call) < _calls[group]]
             if waiting and number == _rounds[group] + 1:
                 store.put("passed", "")
                 _refused[group] = client.blocking_key_value_get(f"{store.prefix}/message/{min(waiting)}", 10_000)
                 print(f"jdp: {_refused[group]}", file=sys.stderr, flush=True)  # the main thread may be in a collective
                 break
+            failures = 0
+        except RuntimeError:  # the service has ended, or that process
+            failures += 1
 
 
 def _end(thread: threading.Thread) -> None:

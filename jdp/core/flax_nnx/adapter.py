@@ -91,9 +91,10 @@ class Adapter:
         pairs = ((p, at(params, p) if p in self.variables else None, value_of(leaf)) for p, leaf in after.items())
         return [("/".join(map(str, path)), old, new) for path, old, new in pairs if not is_unchanged(old, new)]
 
-    def is_named(self, path: str) -> bool:
-        """Return True for the path of a parameter that is one because `wrt` selects it."""
-        return path in {"/".join(map(str, other)) for other in self.others}
+    @property
+    def named(self) -> frozenset[str]:
+        """Paths of the parameters that are parameters because `wrt` selects them."""
+        return frozenset("/".join(map(str, path)) for path in self.others)
 
     def is_parameter(self, path: tuple[Any, ...], variable: Any) -> bool:
         """Return True for a variable of the parameters."""

@@ -62,9 +62,10 @@ class Models:
         own = [() if adapter is None else adapter.written(tree, model) for adapter, tree, model in triples]
         return [(path_in_model(n, len(own), path), *pair) for n, found in enumerate(own) for path, *pair in found]
 
-    def is_named(self, path: str) -> bool:
-        """Return True for the path of a parameter that is one because `wrt` selects it."""
-        return any(adapter.is_named(path.partition(": ")[2] or path) for adapter in self._modules)
+    @property
+    def named(self) -> frozenset[str]:
+        """Paths of all models' parameters that are parameters because `wrt` selects them."""
+        return self._paths("named")
 
     @property
     def has_statistics(self) -> bool:
@@ -74,8 +75,10 @@ class Models:
     @property
     def synchronised(self) -> frozenset[str]:
         """Paths of the averages of all models' batch norms."""
-        count = len(self.adapters)
-        own = [() if adapter is None else adapter.synchronised for adapter in self.adapters]
+        return self._paths("synchronised")
+
+    def _paths(self, name: str) -> frozenset[str]:
+        count, own = len(self.adapters), [getattr(adapter, name, ()) for adapter in self.adapters]
         return frozenset(path_in_model(n, count, path) for n, paths in enumerate(own) for path in paths)
 
     @property

@@ -258,7 +258,7 @@ def trace_loss(
 
 
 def _written(path: str, adapter: Any) -> str:
-    if adapter.is_named(path):
+    if path in adapter.named:
         return (
             f"A parameter is changed by the optimizer alone; `wrt` selects {path}, and a call of the model writes it. "
             "Name the types that are trained: wrt=(nnx.Param, ...) leaves it to the calls."

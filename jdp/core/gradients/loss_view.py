@@ -193,8 +193,8 @@ def _refusal(spec: GradientSpec, name: Partitioning, reason: str, fix: str = "")
     parts += [f"accumulate={accumulate}"] if accumulate > 1 else []
     return (
         f"A loss that is called on parts of the batch ({' × '.join(parts)}) must be a sum over rows, and draw by row; "
-        f"{reason}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole batch."
-        f"{fix} check_loss=False turns the trial off."
+        f"{reason}. {'Take accumulate=1 and leave' if accumulate > 1 else 'Leave'} partitioning to jdp: it then sees "
+        f"all rows.{fix} check_loss=False turns the trial off."
     )
 
 
@@ -309,7 +309,8 @@ class _Reading:
         precision = settings.precision
         if self.partitioning == "auto" and self.spec.plan.batch_shards > 1 and precision.reduce != precision.compute:
             return f"; XLA then reduces gradients in {precision.compute}"
-        if self.partitioning == "manual" and (name := self.form.statistic):
+        name = self.form.statistic
+        if self.partitioning == "manual" and name and self.form.statistics[name].kind not in "iub":
             return f"; each device then computes {name} over its own rows, and the values are averaged"
         return ""
 

@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
-from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
+from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global, local_numbers
 from jdp.core.cluster.agreement import passed, processes_of
 from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients.loss_call import Sums
@@ -161,18 +161,23 @@ class PartitionedLoss:
         *,
         compiler_options: Mapping[str, CompilerValue] | None = None,
     ) -> None:
-        """Check that all processes agree before they compute together, if the shapes are not those of the last call."""
+        """Check that all processes agree before they compute together, unless nothing changed since the last call.
+
+        Shapes, and numbers that were set in the state, are compared at each change; the program once for its shapes.
+        """
         if shapes is None:
             return
-        if shapes != self._last_agreed:
+        numbers = local_numbers(state)
+        if (shapes, numbers) != self._last_agreed:
+            program = shapes, tuple(number[:2] for number in numbers)  # paths and dtypes
             check_global(batch)
-            agree_on_inputs(caller, state, batch, self.plan, again=shapes in self._agreed)
-            if shapes not in self._agreed:
+            agree_on_inputs(caller, state, batch, self.plan, again=program in self._agreed)
+            if program not in self._agreed:
                 if not self.is_checked:
                     self.check_first(state, batch)
                 agree_on_program(caller, lower(), self.plan, compiler_options or {})
-            self._agreed.add(shapes)
-            self._last_agreed = shapes
+            self._agreed.add(program)
+            self._last_agreed = shapes, numbers
         passed(self.plan.mesh)
 
     def param_placements(self, state: AnyState) -> PyTree:

@@ -59,16 +59,40 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def passed_on(jaxpr: Jaxpr) -> list[Any]:
-    """Return for each output the variable that it is, traced back through calls that hand an operand on unchanged."""
+    """Return for each output the variable that it equals, traced back through calls, loops and branches."""
     same: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in CALLS:
-            [inner] = jaxprs_in_params(eqn.params)
-            operands = dict(zip(inner.invars, eqn.invars, strict=True))
-            for var, out in zip(eqn.outvars, passed_on(inner), strict=True):
-                if not isinstance(out, Literal) and not isinstance(operand := operands.get(out), Literal | None):
-                    same[var] = same.get(operand, operand)
+        for out, number in zip(eqn.outvars, _operands_passed_on(eqn), strict=True):
+            if number is not None and not isinstance(operand := eqn.invars[number], Literal):
+                same[out] = same.get(operand, operand)
     return [var if isinstance(var, Literal) else same.get(var, var) for var in jaxpr.outvars]
+
+
+def _operands_passed_on(eqn: JaxprEqn) -> list[int | None]:
+    """Return for each output of an operation the number of the operand that it equals, or None."""
+    name, inner = eqn.primitive.name, list(jaxprs_in_params(eqn.params))
+    if name in CALLS:
+        return _passed_on_inputs(inner[0])
+    if name == "cond":  # the first operand chooses
+        found = [_passed_on_inputs(branch) for branch in inner]
+        return [None if len({*each}) > 1 or each[0] is None else each[0] + 1 for each in zip(*found, strict=True)]
+    if name == "scan":  # what is carried on unchanged, and rows that are given back
+        constants, carried = scan_counts(eqn)
+        found = _passed_on_inputs(inner[0])
+        kept = [n if n == constants + place else None for place, n in enumerate(found[:carried])]
+        return kept + [n if n is not None and n >= constants + carried else None for n in found[carried:]]
+    if name == "while":
+        constants, body = eqn.params["cond_nconsts"], eqn.params["body_jaxpr"].jaxpr
+        own = eqn.params["body_nconsts"]
+        found = _passed_on_inputs(body)
+        return [constants + n if n == own + place else None for place, n in enumerate(found)]
+    return [None] * len(eqn.outvars)
+
+
+def _passed_on_inputs(jaxpr: Jaxpr) -> list[int | None]:
+    """Return for each output the number of the input that it equals, or None."""
+    numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+    return [None if isinstance(var, Literal) else numbers.get(var) for var in passed_on(jaxpr)]
 
 
 def places_made(jaxpr: Jaxpr) -> list[int]:
