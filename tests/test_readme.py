@@ -53,12 +53,12 @@ def test_snippet_and_changed_loop_learn(word):
 @pytest.mark.aot
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command.split()[1] for command, _ in SHOWN])
 def test_commands_print_what_is_shown(command, shown):
-    """Some of their lines, as they stand."""
+    """Some of their lines, as they stand; rounding, which differs between processors, without its numbers."""
     done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     real = done.stdout.splitlines()
     for line in shown.splitlines():
-        assert line in real
+        assert line in real or ("difference" in line and form(line) in map(form, real))
 
 
 def test_training_prints_what_is_shown(tmp_path, monkeypatch, capsys):
