@@ -114,7 +114,7 @@ def test_whatever_changes_in_whichever_file_is_found_and_the_one_before_is_resto
         kinds["bit flip"](step / name)
         state = jdp.restore(directory, target())
         assert int(state.step) == 1, name
-        assert f"checkpoint 2 is damaged ({verdict_of(directory)}), and 1 is read in its" in capsys.readouterr().err
+        assert f"checkpoint 2 is damaged ({verdict_of(directory)}); 1 is read instead" in capsys.readouterr().err
         shutil.copyfile(copy / "2" / name, step / name)
     np.testing.assert_array_equal(state.params["w"], base.params["w"])
     assert int(jdp.restore(directory, target()).step) == 2
@@ -167,7 +167,7 @@ def test_where_none_is_whole_nothing_is_moved_and_all_are_named(own):
     flip(arrays_of(own / "1"), 5000)
     cut(own / "2" / "checkpoint.json")
     message = (
-        r"No checkpoint in .*own is whole \(2: checkpoint.json has .* bytes of .*; 1: state/.* has changed\)\. Put"
+        r"No checkpoint in .*own is whole \(2: checkpoint.json has .* bytes of .*; 1: state/.* has changed\)\. Replace"
     )
     with jdp.Checkpoints(own) as checkpoints, pytest.raises(jdp.CheckpointError, match=message):
         checkpoints.restore(target())

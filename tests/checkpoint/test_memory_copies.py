@@ -195,7 +195,7 @@ def test_a_copied_run_has_memory_of_its_own(tmp_path):
 def test_a_directory_whose_copies_a_live_run_writes_is_not_opened_twice(tmp_path):
     checkpoints = opened(tmp_path)
     checkpoints.save_in_memory(state_at(3), {"said": 3})
-    with pytest.raises(jdp.CheckpointError, match="for one run at a time"):
+    with pytest.raises(jdp.CheckpointError, match="allow one run at a time"):
         opened(tmp_path)
     killed(checkpoints)
     with opened(tmp_path) as checkpoints:

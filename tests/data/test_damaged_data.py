@@ -28,7 +28,7 @@ def test_a_damaged_npz_is_one_error(tmp_path, objects, bytes_left, read):
     path = tmp_path / "x.npz"
     np.savez(path, features=np.array([{}, []], object) if objects else np.arange(60.0))
     path.write_bytes(path.read_bytes()[:bytes_left])
-    with pytest.raises(UserError, match=rf"arrays must be readable; given {path}: .*; write the file anew"):
+    with pytest.raises(UserError, match=rf"arrays must be readable; given {path}: .*; write the file again"):
         read(path)
 
 

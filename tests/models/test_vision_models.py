@@ -311,7 +311,7 @@ def test_eight_devices_are_one_device(config, strategy, partitioning, accumulate
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: dataclasses.replace(BASIC, blocks=()), r"blocks are positive integers; given \(\)\. Drop"),
+        (lambda: dataclasses.replace(BASIC, blocks=()), r"blocks are positive integers; given \(\)\. Remove empty"),
         (lambda: dataclasses.replace(BASIC, blocks=[1]), r"blocks is a tuple, one number a stage; given \[1\]"),
         (lambda: dataclasses.replace(BASIC, width=0), r"width is a positive integer; given 0"),
         (lambda: dataclasses.replace(BASIC, block="wide"), r"no block of that name; given 'wide'\. .*'bottleneck'"),
