@@ -32,10 +32,8 @@ def batch(seed):
 def train(tx, steps=STEPS, wrt=None, strategy="zero1"):
     """The parameters before the first step and after each, and the last state."""
     plan = plan_of(strategy)
-    state, step = (
-        jdp.init_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt),
-        jdp.make_train_step(loss_fn, plan, check_loss=False),
-    )
+    state = jdp.init_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
+    step = jdp.make_train_step(loss_fn, plan, check_loss=False)
     seen = [jax.device_get(state.params)]
     for seed in range(steps):
         state, _ = step(state, batch(seed))

@@ -35,7 +35,7 @@ import jdp
 
 BOUND = 5e-6
 FIRST_DRAW = int(os.environ.get("JDP_FIRST_DRAW", "1000"))
-REFUSALS = "must be a sum over rows, and draw by row|on . microbatches|would be another one on each device"
+REFUSALS = "must be a sum over rows, and draw by row|on . microbatches|would depend on each device's rows"
 QUICK = ((171, 2), (205, 1), (218, 2), (219, 1))  # draws and settings: with KEPT they take every option
 KEPT = (
     # What a layer changes inside scan_layers, and what it reaches in its parent.

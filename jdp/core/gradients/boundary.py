@@ -1,7 +1,7 @@
 """The gather boundary: forward, a shard is cast and gathered; backward, its gradient is summed to the shard's spec.
 
-It is at each use of a parameter: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With several
-microbatches the values may be gathered already, and the gradients summed later.
+Each use of a parameter passes it: at the top of the loss, or in a layer loop (`jdp.core.layer_loop`). With several
+microbatches the values may be gathered before, and the gradients summed later.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +18,22 @@ from jdp.core.precision import Precision
 from jdp.core.reading.collectives import parameter_scope, reduction_scope
 from jdp.core.sharding.placement import Placement
 
-Collective = Callable[[jax.Array, Placement, int], jax.Array]
-"""(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""
-
-
-class Reduction(Protocol):
-    """A `Collective` that sums gradients, and may draw how they are rounded from a seed (uint32 scalar)."""
-
-    def __call__(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return the sum of a gradient."""
-        ...
+Collective = Callable[..., jax.Array]
+"""(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off. A
+collective that sums gradients also takes a seed (uint32 scalar), from which it may draw their rounding."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as the boundary takes it: the stack of all layers, or one layer's slice.
+    """A parameter at the boundary: the stack of all layers, or one layer's slice.
 
     Attributes:
         value: its shard at rest, or gathered and in compute dtype.
-        slot: zeros of the form of its gradient, by which the loss is differentiated; None for frozen parameters.
-        earlier: the gradient of the microbatches before, which is added before the sum over devices; or None.
-        seed: uint32 [first dimension], from which the gradient's rounding is drawn; None where it is not rounded.
+        slot: zeros in the form of its gradient: the loss is differentiated with respect to them. None for frozen
+            parameters.
+        earlier: the gradient of earlier microbatches, which is added before the sum over devices; or None.
+        seed: uint32 [first dimension], from which the gradient's rounding is drawn; None if it is not rounded.
     """
 
     value: Any
@@ -53,18 +47,18 @@ class Boundary:
     """How the weights of one call of the loss are gathered, and their gradients summed over devices.
 
     Attributes:
-        gather: gathers a shard; None where values are gathered already.
-        reduce: sums a gradient; None where it is summed later.
+        gather: gathers a shard; None if values are gathered before.
+        reduce: sums a gradient; None if it is summed later.
         precision: the dtypes.
         with_replicated: True if replicated parameters go through `reduce` too (ddp); else they are summed later.
         completes: True if `reduce` sums over all batch axes; else a step finishes the sum.
-        again: the backward pass gathers again (zero3); else it takes what the forward pass gathered.
-        in_loops: `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it takes weights
-            that were gathered at the top of the loss.
+        again: True if the backward pass gathers again (zero3); else it uses the forward pass' weights.
+        in_loops: True if `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it uses
+            weights that were gathered at the top of the loss.
     """
 
     gather: Collective | None = field(compare=False)
-    reduce: Reduction | None = field(compare=False)
+    reduce: Collective | None = field(compare=False)
     precision: Precision
     with_replicated: bool = False
     completes: bool = False
@@ -94,7 +88,7 @@ class Boundary:
             return self.reduce(gradient, placement, leading, seed)
 
     def __call__(self, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
-        """Return the parameter as `gathered` does; its gradient, `reduced`, is that of its slot.
+        """Return the `gathered` parameter; its gradient, `reduced`, is the gradient of its slot.
 
         Without a boundary XLA would move activations under ZeRO-3: 60 times the traffic.
         """
