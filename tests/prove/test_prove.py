@@ -20,7 +20,7 @@ import jdp
 from jdp.base.machine import available_memory
 from jdp.core.gradients import views
 from jdp.core.gradients.microbatch import Microbatch
-from jdp.core.random.row_keys import RowDraws
+from jdp.core.gradients.row_keys import RowDraws
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table
 from jdp.experiment.prove import prove_experiment
@@ -269,7 +269,7 @@ def test_a_mean_and_batch_statistics_have_one_microbatch():
     [
         ({"devices": 1}, r"at least 2; given 1\. .*--devices 8.*jax_num_cpu_devices"),
         ({"steps": 0}, "steps, the optimizer steps"),
-        ({"accumulate": (0,)}, "accumulate lists"),
+        ({"accumulate": (0,)}, "accumulate is .*; given 0"),
         (
             {"loss": lambda *args: jdp.Loss(0 * terms(*args).sum(), jnp.float32(0)), "steps": 1},
             "on one device is nan at",
