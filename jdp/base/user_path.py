@@ -40,18 +40,13 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     try:
         path = Path(text).expanduser()
     except RuntimeError:
-        user = Path(text).parts[0]
-        raise PathError(
-            f"a path must begin with a user who has a home folder, given {brief(text)}: {user} has none; write the "
-            "folder, or ./ before a name that begins with ~"
-        ) from None
+        rule = f"a path must begin with a user who has a home folder, given {brief(text)}"
+        raise PathError(f"{rule}: {Path(text).parts[0]} has none; write the folder") from None
     try:
         path.lstat()
     except OSError as error:
         if error.errno not in _ABSENT:
-            raise PathError(
-                f"a path must be one that the system can look up, given {brief(text)}: {error.strerror}; fix it"
-            ) from None
+            raise PathError(f"a path must be accessible, given {brief(text)}: {error.strerror}; change it") from None
     return path
 
 
