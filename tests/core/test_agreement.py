@@ -1,16 +1,10 @@
 """Processes that differ: the same words on all of them, before anything is computed. Two real processes, one run."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from own_process import python
-
-ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 from pathlib import Path
@@ -143,10 +137,7 @@ def reported(tmp_path_factory):
     """What each of two processes reported, case by case."""
     program = tmp_path_factory.mktemp("processes") / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False
-    )
+    done = python("-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^\[(\d)\] REPORTED (.*)$", done.stdout, re.MULTILINE)
     return {int(rank): json.loads(text) for rank, text in found}
@@ -154,7 +145,7 @@ def reported(tmp_path_factory):
 
 WORDS = {
     "key": r"Mismatch: The key must be the same on every process, at init_state; process 1 differs: process 0 has .*"
-    r"\[0, 0\], process 1 has .*\[0, 1\]\. Make it of one number .*jax\.random\.key\(0\)",
+    r"\[0, 0\], process 1 has .*\[0, 1\]\. Make it from a number .*jax\.random\.key\(0\)",
     "numpy randomness": r"Mismatch: The program \(its constants too\) must be the same .*, at init_state; process 1 "
     r"differs: process 0 has .*constant dense<#.*tensor<32x32xf32>.* numpy's or Python's own random numbers",
     "plan": "Mismatch: The plan must be the same .*: process 0 has ddp, process 1 has zero1",

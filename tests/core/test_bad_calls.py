@@ -104,10 +104,6 @@ CALLS = {
     "rng is several keys": (lambda: state(rng=jax.random.split(KEY)), r"rng is one key, .*; given keys of shape \[2\]"),
     "wrt is a number": (lambda: state(linear, wrt=3), r"`wrt` is None, a path pattern .*; given 3"),
     "accumulate is a float": (lambda: step(accumulate=2.0), "accumulate is .*; given 2.0. Give an integer"),
-    "clip_norm is text": (
-        lambda: step(clip_norm="1"),
-        "clip_norm is a positive norm, or None; given '1'. Give a number",
-    ),
     "decay is text": (lambda: jdp.with_ema(TX, "x"), r"decay of a moving average is a number in \[0, 1\); given 'x'"),
     "rate is None": (lambda: jdp.warmup(None, 3), "rate is a number, or an optax schedule.*; given None"),
     "GPT-2's names of a ResNet": (
@@ -175,6 +171,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
 def test_what_a_file_has_beyond_the_model_can_be_left_unread(written, kind, caplog):
+    """Also a head of another size, if `ignore` and `missing` both name it."""
     read, plain = written[kind], state(lambda rng: {"a": {"w": jnp.zeros((8, 4))}}).params
     with caplog.at_level("INFO", "jdp"):
         got = read(plain, ignore=("*/lora_*",))
@@ -184,12 +181,6 @@ def test_what_a_file_has_beyond_the_model_can_be_left_unread(written, kind, capl
         read(plain)
     with pytest.raises(jdp.CheckpointError, match=r"'\*/lora' matches none in .*, which has .*a/w"):
         read(plain, ignore=("*/lora_*", "*/lora"))
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
-def test_what_the_model_needs_is_left_unread_only_where_it_keeps_its_own(written, kind):
-    """Such as a head of another size: `ignore` and `missing` name it both."""
-    read = written[kind]
     other = jdp.init_state(lambda rng: {"a": {**params(rng), "lora_a": jnp.full(3, 5.0)}}, TX, plan(), rng=KEY).params
     with pytest.raises(jdp.CheckpointError, match=r"the model has a/lora_a.*to `missing`"):
         read(other, ignore=("a/lora_*",))

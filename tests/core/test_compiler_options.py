@@ -20,7 +20,7 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
     ("given", "said"),
     [
         ("overlop", '"auto", "default", "overlap", .*given \'overlop\'; did you mean overlap'),
-        ({"latency": True}, "names begin with xla_; given 'latency'"),
+        ({"latency": True}, "begin with xla_; given 'latency'"),
         ({SCHEDULER: [True]}, rf"true or false, a number or text; given {SCHEDULER} = \[True\]"),
     ],
 )

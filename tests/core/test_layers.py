@@ -68,11 +68,6 @@ def test_unrolled_layers_are_the_plain_loop(container, remat):
     close(value_and_grads(loop), plain_loop())
 
 
-def test_no_layers_at_all_leave_the_activations_as_they_are():
-    x = jnp.ones(3)
-    assert jdp.scan_layers(block, [], x) is x
-
-
 # What the backward pass keeps.
 
 

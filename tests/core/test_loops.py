@@ -67,14 +67,6 @@ def test_four_devices_learn_what_one_learns(name, strategy):
         assert any(sharded) == (strategy != "ddp")
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_a_program_is_short_and_says_how_to_run_it(name):
-    text = (LOOPS / f"{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 100
-    assert f"    python experiments/loops/{name}.py " in text
-    assert "The one word: " in text
-
-
 def test_a_program_runs_from_the_command_line(monkeypatch, capsys):
     story("array_metrics")
     monkeypatch.setattr(sys, "argv", ["array_metrics.py", "zero2"])

@@ -20,9 +20,7 @@ def ids(mesh):
     [
         ({}, {"data": 8}),
         ({"replica": 2, "data": 4}, {"replica": 2, "data": 4}),
-        ({"data": 4, "model": 2}, {"data": 4, "model": 2}),
         ({"replica": -1, "data": 2, "model": 2}, {"replica": 2, "data": 2, "model": 2}),
-        ({"data": -1, "model": 8}, {"data": 1, "model": 8}),
         ({"pipe": 2, "data": -1, "model": 2}, {"pipe": 2, "data": 2, "model": 2}),
     ],
 )
@@ -65,8 +63,6 @@ def test_devices_keep_the_order_given():
 @pytest.mark.parametrize(
     ("axes", "expected"),
     [
-        ({"data": 8}, ("data",)),
-        ({"replica": 2, "data": 4}, ("replica", "data")),
         ({"data": 4, "replica": 2}, ("replica", "data")),  # outermost first, however the mesh is written
         ({"model": 2, "data": 4}, ("data",)),
     ],
@@ -81,7 +77,6 @@ def test_the_batch_is_sharded_over_replica_and_data_only(axes, expected):
         ({"model": 8}, "A mesh needs a `data` axis; given model=8. Add data=-1 for the remaining devices."),
         ({"data": 8, "la la": 1}, "named like variables, and not `devices`; given 'la la'. Rename it."),
         ({"data": 0}, "positive sizes, and one may be -1 (the rest); given data=0. Write 1 or more"),
-        ({"data": -1, "model": -1}, "one may be -1 (the rest); given data=-1 × model=-1."),
         (
             {"replica": 2, "data": 3},
             "multiply to the number of devices: replica=2 × data=3 = 6, but there are 8 devices. "

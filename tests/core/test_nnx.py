@@ -247,9 +247,6 @@ class Writing(nnx.Module):
 scan = functools.partial(nnx.scan, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
 HANDED_ON = {
     "cond": lambda block, x: nnx.cond(x.sum() > 0, nnx.remat(lambda b, x: b(x)), lambda b, x: x, block, x),
-    "fori_loop": lambda block, x: nnx.fori_loop(
-        0, 3, lambda _, c: (c[0], nnx.remat(lambda b, x: b(x))(*c)), (block, x)
-    )[1],
     "scan": lambda blocks, x: scan(nnx.remat(lambda b, x: b(x)))(blocks, x),
     "jit in scan": lambda blocks, x: scan(nnx.jit(lambda b, x: b(x)))(blocks, x),
 }

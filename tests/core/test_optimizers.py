@@ -246,14 +246,6 @@ DERIVED = {
             "0/v/w": ((1,), P(), "replicated: 1 elements, fewer than min_shard_size=64 "),
         },
     ),
-    "sm3, one dimension each": (
-        lambda: optax.sm3(1e-3),
-        {
-            "0/mu/w/0": ((4,), P(), "replicated: 4 elements"),
-            "0/mu/w/1": ((FEATURES,), P("data"), "dimensions [1] of params/w"),
-            "0/nu/w": ((4, FEATURES, OUT), P(None, "data"), "mirrors params/w"),
-        },
-    ),
     "lbfgs, a history in front": (
         lambda: optax.lbfgs(1e-3, memory_size=3, linesearch=None),
         {

@@ -88,7 +88,6 @@ def test_what_jax_was_told_before_stays(tmp_path: Path, found: Compile):
     ("chosen", "words", "expected"),
     [
         (False, ["a x ", "b x "], "on several hosts: set JDP_CACHE_DIR"),
-        (True, ["a x ", "b x "], ""),
         (False, ["a x ", "a x "], ""),
         (True, ["a x ", "b y "], "processors of this run's hosts differ"),
         (True, ["a x ", "b x no mark"], "not all processes of this run reach"),

@@ -103,7 +103,6 @@ BY_ROW = {
     "width and rows alike": lambda k, ids: R.uniform(k, (len(ids), WIDTH, 8))[:, :, 0] + R.uniform(k, (WIDTH, 4))[0, 0],
 }
 SAMPLERS = {
-    "randint": lambda k, ids: R.randint(k, (len(ids), WIDTH), 0, 1000).astype(jnp.float32),
     "choice": lambda k, ids: R.choice(k, 10.0 * jnp.arange(9), (len(ids), WIDTH)),
     "shared permutation": lambda k, ids: jnp.ones((len(ids), 1)) * R.permutation(k, 9.0 * jnp.arange(5))[:WIDTH],
     "multivariate normal": lambda k, ids: R.multivariate_normal(k, jnp.zeros(2), jnp.eye(2), (len(ids),)),

@@ -13,7 +13,6 @@ import jdp
         ("linear", 8192, 3.2),  # Goyal et al. 2017: ResNet-50, 0.1 for 256, and 3.2 for 8k
         ("linear", 64, 0.025),
         ("sqrt", 8192, 0.1 * 32**0.5),
-        ("sqrt", 64, 0.05),
     ],
 )
 def test_the_rate_is_scaled_with_the_batch(rule, batch, rate):

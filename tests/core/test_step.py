@@ -199,20 +199,8 @@ def test_an_update_that_is_not_finite_changes_nothing_though_the_gradient_is():
 # Memory and layout.
 
 
-def test_the_old_state_is_donated_and_the_batch_is_not():
-    plan = plan_of("zero3")
-    state = state_of(plan, optax.adamw(0.1))
-    batch = jax.device_put(whole_numbers(), plan.batch_sharding)
-    new, _ = jdp.make_train_step(weighted_sum, plan, check_loss=False)(state, batch)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, batch)))
-
-
 def described_as(state):
-    return [
-        (leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type)
-        for leaf in jax.tree.leaves((state.params, state.opt_state))
-    ]
+    return jax.tree.map(lambda x: (x.shape, x.dtype, jax.typeof(x).weak_type), (state.params, state.opt_state))
 
 
 ADAFACTOR = functools.partial(optax.adafactor, 0.1, min_dim_size_to_factor=8, momentum=0.9)
@@ -242,10 +230,8 @@ def test_results_stay_where_the_plan_wants_them(make, strategy, partitioning, ca
     for _ in range(3):
         with jax.log_compiles():
             state, _ = step(state, batch)
-        for place, leaf, sharding in zip(
-            plan.placements(state), jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
-        ):
-            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), place.path
+        for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     assert described_as(state) == described
     assert len([line for line in caplog.messages if "Finished XLA compilation of jit(train_step)" in line]) == 1
 

@@ -43,8 +43,9 @@ def train_step(plan):
 
 def test_a_state_that_was_given_away_is_refused(plan, train_step):
     """Without the check it ends the process by a signal: several CPU devices."""
-    old = fresh(plan)
-    new, _ = train_step(old, batch())
+    old, placed = fresh(plan), jax.device_put(batch(), plan.batch_sharding)
+    new, _ = train_step(old, placed)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old)) and not placed["x"].is_deleted()
     with pytest.raises(ValueError, match=GIVEN_AWAY):
         train_step(old, batch())
     with pytest.raises(ValueError, match=GIVEN_AWAY):
@@ -195,21 +196,3 @@ def test_a_batch_that_is_filled_again_while_the_step_runs_is_read_as_it_was(plan
     metrics = step(state, {"x": x})
     x[:] = 0
     assert float(metrics["loss"]) == expected == 8.0
-
-
-@pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 1), ("manual", 2)])
-def test_a_first_step_calls_the_loss_a_few_times(partitioning, accumulate):
-    """For its form on all rows; under manual on a device's rows, and on twice as many for its draws; to see what layer
-    loops send; and to compile it, a scan of microbatches twice, once for what it carries."""
-    calls, plan = [], jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=1)
-
-    def counted(params, batch, rng):
-        calls.append(len(batch["x"]))
-        x = jdp.scan_layers(lambda w, x: jnp.tanh(x @ w), params["w"], batch["x"])
-        return jdp.Loss((x * jax.random.bernoulli(rng, 0.9, x.shape)).sum(), jnp.float32(len(x)))
-
-    state = jdp.abstract_state(lambda rng: {"w": jnp.ones((2, 8, 8))}, ADAM, plan, rng=jax.random.key(0))
-    step = jdp.make_train_step(counted, plan, accumulate=accumulate, partitioning=partitioning, check_loss=False)
-    step.lower(state, batch(rows=64))
-    rows = 64 // accumulate // (8 if partitioning == "manual" else 1)
-    assert {*calls} <= {64 // accumulate, rows, 2 * rows} and len(calls) <= 4 + 2 * accumulate

@@ -37,11 +37,7 @@ MATRICES = {
     "odd": (33, 31),
 }
 SHAPES = {**MATRICES, "bias": (6, 24)}
-NUMBERS = {
-    **jax.tree.map(lambda _: LAST, MATRICES, is_leaf=is_shape),
-    "q": Numbers(1, (2, 3)),
-    "bias": None,
-}
+NUMBERS = {**jax.tree.map(lambda _: LAST, MATRICES, is_leaf=is_shape), "q": Numbers(1, (2, 3)), "bias": None}
 SETTINGS = {"weight_decay": 0.1, "adam_learning_rate": 2e-3, "muon_weight_dimension_numbers": NUMBERS}
 
 
