@@ -91,10 +91,6 @@ class Collectives:
         """Return a gradient at its rest spec, summed over the batch axes that `reduce` left out."""
         return self._constrained(x, placement.rest, leading)
 
-    def complete(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
-        """Return a gradient at its rest spec, summed over all batch axes."""
-        return self.finish(self.reduce(x, placement, leading, seed), placement, leading)
-
     def constrain(self, x: jax.Array, placement: Placement, leading: int, /) -> jax.Array:
         """Return an accumulator of gradients, sharded as the strategy accumulates."""
         each_microbatch = self.spec.strategy.reduce_each_microbatch
