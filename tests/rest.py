@@ -55,7 +55,7 @@ REST = {
     "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated": "manual",
     "core/test_value_and_grad.py::test_a_call_takes_what_changed_in_models_that_were_checked": "moved",
     "foresight/test_contract.py::test_a_leaf_that_no_dimension_divides_is_promised_as_ddp_sends_it": "zero3",
-    "core/test_zero_and_muon.py::test_on_one_device_it_is_optaxs": "tree",
+    "core/test_zero_and_muon.py::test_on_one_device_it_is_optaxs": "function",
     "core/test_loops.py::test_islands_take_the_published_outer_step": "",
     "core/test_model_axis.py::test_parts_of_a_dimension_that_both_axes_cut_are_put_together_in_order": "",
     "core/test_wire.py::test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them": "int8-0.27-zero3",

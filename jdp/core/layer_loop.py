@@ -221,11 +221,8 @@ class LayerLoop:
 
     def _finish(self, gradients: list[Any]) -> list[Any]:
         """Sum the results of `_reduce` over the replicas."""
-        placements = (placement for placement in self.placements if placement.trained)
-        return [
-            self.boundary.finished(gradient, placement, 1)
-            for gradient, placement in zip(gradients, placements, strict=False)
-        ]
+        trained = (placement for placement in self.placements if placement.trained)
+        return [self.boundary.finished(x, placement, 1) for x, placement in zip(gradients, trained, strict=False)]
 
     def _rounds(
         self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks, peeled: int = 1
