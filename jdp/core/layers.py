@@ -93,9 +93,8 @@ def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat =
         block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
             parameters.
         stacked: a pytree (an NNX module, or a tuple of a module and per-layer keys) whose arrays all have shape
-            [layers, ...]: the loop is a `jax.lax.scan`, which is compiled once if there are many layers. Or a list
-            (`nnx.List`) of per-layer pytrees, for layers that differ. Leaves that are not arrays are passed on
-            unchanged.
+            [layers, ...]. The loop is a `jax.lax.scan`; many layers are compiled once. Or a list (`nnx.List`) of
+            per-layer pytrees, for layers that differ. Leaves that are not arrays are passed on unchanged.
         x: the activations that enter the first layer: a pytree of arrays.
         remat: the values that are kept for the backward pass; set it if activations do not fit into memory. None: all
             activations. "dots": the results of matrix products without batch dimensions and of fused attention, so no

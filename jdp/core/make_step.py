@@ -77,8 +77,8 @@ def make_train_step(
 
     Returns:
         A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm before
-        clipping), `weight` (Σweight) and the metrics of the loss function; and `skipped`, int32: the number of steps
-        skipped so far.
+        clipping), `weight` (Σweight) and the metrics of the loss function. The number of steps skipped so far is
+        `skipped`, int32.
 
     Raises:
         ValueError: a setting is out of range. The step itself raises it if a batch's rows do not divide, if the state

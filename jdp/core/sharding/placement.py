@@ -127,8 +127,8 @@ def rest_spec(
 
     This is the largest dimension that divides by the size of `data`. Dimensions that no axis of the model's shards come
     first. Among equals the first is chosen, because a gather along the major dimension needs no transpose. The leading
-    dimension of an array of rank 3 or more comes last: it may be the layers of a scan, and then each layer would be on
-    few devices instead of all.
+    dimension of an array of rank 3 or more comes last. It may be the layers of a scan: each layer would be on few
+    devices instead of all.
     """
     count = mesh_shape[DATA]
     if count == 1:
