@@ -90,7 +90,7 @@ CONTRACTS = {
     "the same order of examples on any number of processes": "data/test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
     "masks and initial weights are those of any mesh": "core/test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
     "a loss that mixes examples is refused where it cannot be right": "core/test_loss_check.py::test_a_loss_that_is_no_sum_sees_all_rows_or_is_refused[contrastive]",
-    "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[linen-zero1-manual]",
+    "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[linen]",
     "any step is compared with its baseline, by source line": "cli/test_programs.py::test_a_baseline_is_equal_until_a_line_sends_more",
     "a user's mistake is one error and exit 2": "cli/test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
     "processes that are missing are named": "core/test_roll_call.py::test_who_is_missing_is_named_after_a_while_and_at_the_end_on_every_process",

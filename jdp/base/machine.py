@@ -60,9 +60,8 @@ def provide_threads() -> None:
     if jax_has_started():
         if jax.default_backend() == "cpu":
             notice_anywhere(
-                f'JAX has started {devices} CPU devices with too few threads, and may abort ("Expected {devices} '
-                'threads to join the rendezvous"): call jdp.initialize() before anything asks JAX for its devices, or '
-                f"set NPROC={2 * devices}"
+                f"JAX has started {devices} CPU devices with too few threads and may abort in a collective: call "
+                f"jdp.initialize() before anything asks JAX for its devices, or set NPROC={2 * devices}"
             )
         return
     if name is not None:
