@@ -150,14 +150,6 @@ def test_an_epoch_has_every_sample_once_and_padding_weighs_nothing(run):
 
 
 @few
-@given(st.sampled_from((vectors, images)), sizes, batch_sizes, st.integers(1, 3))
-def test_the_weights_of_an_epoch_count_its_examples_exactly(kind, samples, batch_size, epochs):
-    """What evaluation divides by: no example more, none less, whatever the last batch is."""
-    batches = global_batches(kind(samples), batch_size=batch_size, seed=0, epochs=epochs)
-    assert sum(float(batch["weights"].sum()) for batch in batches) == epochs * samples
-
-
-@few
 @given(runs(all_sources), st.data())
 def test_a_run_resumes_at_any_batch_on_other_processes(run, data):
     source, partition, epochs, settings = run
