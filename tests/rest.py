@@ -73,7 +73,6 @@ REST = {
     "checkpoint/test_hugging_face.py::test_the_logits_are_those_of_transformers": "llama | llama 3.1 | gpt2 | mistral | qwen2 | qwen3",
     "checkpoint/test_hugging_face.py::test_an_exported_model_is_what_was_imported": "llama | llama 3.1 | gpt2 | mistral | qwen2 | qwen3",
     "checkpoint/test_hugging_face.py::test_each_case_has_other_logits_than_the_plain_model": "llama 3.1 | gpt2 gelu",
-    "checkpoint/test_meshes.py::test_the_losses_go_on_where_they_were": "zero3",
     # Other variants of what a default test holds on a smaller or simpler case.
     "models/test_losses.py::test_chunks_have_the_loss_and_the_gradients_of_the_whole": "fp32-tied | bf16-untied",
     "models/test_models.py::test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients": "config3-True-dots",

@@ -1,7 +1,6 @@
 """Checkpoints that cannot be written or read: one clear error each, what was saved before stays whole, and nothing
 half-written is ever taken for a checkpoint."""
 
-import errno
 import itertools
 import json
 import logging
@@ -19,7 +18,6 @@ from damaged_files import cut, vouch
 from full_disk import files_of_at_most, small_disk
 
 import jdp
-from jdp.checkpoint import upkeep
 
 # When one of several reads or writes fails, Orbax leaves the others where they are.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -113,24 +111,6 @@ def test_a_full_disk_fails_in_one_sentence_and_a_single_save_changes_nothing(tmp
     with files_of_at_most(50_000), pytest.raises(jdp.CheckpointError, match=r"one was not saved"):
         jdp.save(tmp_path / "one", at(state, 2), overwrite=True)
     assert int(jdp.restore(tmp_path / "one", target()).step) == 1
-
-
-def test_a_save_is_committed_though_older_ones_cannot_be_deleted(tmp_path, state, monkeypatch, capsys):
-    def failing(directory, step):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with jdp.Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(at(state, 1))
-        checkpoints.wait()
-        monkeypatch.setattr(upkeep, "delete", failing)
-        checkpoints.save(at(state, 2))
-        checkpoints.wait()
-        assert checkpoints.steps == [1, 2]
-        assert "older checkpoints cannot be deleted and stay: " in capsys.readouterr().err
-        monkeypatch.undo()
-        checkpoints.save(at(state, 3))
-        checkpoints.wait()
-        assert checkpoints.steps == [3]
 
 
 def test_no_space_left_on_a_real_disk(tmp_path, state):

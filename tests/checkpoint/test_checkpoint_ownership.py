@@ -4,7 +4,6 @@ ours; and what it cannot take is refused in words."""
 import functools
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 
 import jdp
 from jdp.base import notices
-from jdp.export import export_safetensors, import_safetensors
+from jdp.export import export_safetensors
 
 PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
 
@@ -191,32 +190,16 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 # What is refused, and what is taken.
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_an_address_or_what_is_no_path_is_refused_in_words(tmp_path, base, kind, monkeypatch):
+def test_an_address_is_refused_in_words(tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = "s3://bucket/run"
     for use in (
         jdp.Checkpoints,
         lambda path: jdp.save(path, at(base, 1)),
-        lambda path: jdp.restore(path, target()),
-        lambda path: jdp.restore_params(path, target()),
-        lambda path: export_safetensors(path / "a.safetensors" if kind is Path else f"{path}/a.safetensors", base),
-        lambda path: import_safetensors(path, target()),
+        lambda path: export_safetensors(f"{path}/a.safetensors", base),
     ):
-        with pytest.raises(
-            ValueError, match=r"must be on a disk of this machine, .*: mount it .*outside\.md.*train\.mirror"
-        ):
-            use(kind(path))
+        with pytest.raises(ValueError, match=r"must be on a disk of this machine, .*outside\.md.*train\.mirror"):
+            use("s3://bucket/run")
     assert names(tmp_path) == []
-
-
-def test_a_home_is_filled_in(tmp_path, base, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    jdp.save("~/one", at(base, 1))
-    assert int(jdp.restore("~/one", target()).step) == 1
-    with jdp.Checkpoints("~/many") as saved:
-        saved.save(at(base, 1))
-    assert names(tmp_path) == ["many", "one"] and float(jdp.restore_params("~/many", target()).params["w"][0]) == 1
 
 
 def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
@@ -225,8 +208,8 @@ def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
         saved.save(at(base, 1), record, {"loss": np.float32(1)})
         assert saved.restore(target())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
         for bad, message in (
-            ({"deep": [np.zeros(2)]}, r"record\['deep'\]\[0\] must be JSON.*it is ndarray"),
-            ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is not"),
+            ({"deep": [np.zeros(2)]}, r"record must be JSON.*it has ndarray"),
+            ({"x": {(1,): 2}}, r"record must be JSON.*keys must be str"),
         ):
             with pytest.raises(jdp.CheckpointError, match=message):
                 saved.save(at(base, 2), bad)

@@ -1,13 +1,17 @@
 """From this process' numpy batches to global arrays: whose rows, how far ahead, and what ends it."""
 
 import gc
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
 
+import grain
 import jax
 import numpy as np
 import pytest
+from absl import flags
 from aligned_arrays import aligned
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -208,6 +212,35 @@ def test_an_error_of_the_loader_is_raised_in_the_loop_after_the_batches_before_i
         next(feed)
     with pytest.raises(StopIteration):
         next(feed)
+
+
+class Numbered:
+    """A source of grain's: rows that say who read them."""
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        return {"reader": np.float32(os.getpid())}
+
+
+@pytest.mark.faults
+def test_a_data_worker_that_is_killed_is_an_error_in_the_loop():
+    """grain finds out in 3 seconds on an idle machine; the loop then raises, and does not wait."""
+    flags.FLAGS.mark_as_parsed()  # as grain's workers need it; a program does so at its start
+    batch = [grain.transforms.Batch(8)]
+    order = grain.samplers.IndexSampler(4096, grain.sharding.NoSharding(), shuffle=False, num_epochs=1)
+    loader = grain.DataLoader(data_source=Numbered(), sampler=order, operations=batch, worker_count=1)
+    with jdp.shard_batches(loader, plan_of(data=-1)) as feed:
+        worker = int(np.asarray(next(feed)["reader"])[0])
+        assert worker != os.getpid()
+        os.kill(worker, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(Exception, match=r"(?i)worker|process|died|killed|terminated"):
+            for _ in feed:
+                assert time.monotonic() - start < 60
+        with pytest.raises(StopIteration):
+            next(feed)
 
 
 @pytest.mark.parametrize("taken", [0, 3])

@@ -24,10 +24,6 @@ def pictures(tmp_path_factory):
     return write_pictures(tmp_path_factory.mktemp("pictures"))
 
 
-def contents(side):
-    return {side[index]["images"].tobytes() for index in range(len(side))}
-
-
 # --- digits ---------------------------------------------------------------------------------------------------------
 
 
@@ -69,19 +65,6 @@ def test_a_held_out_set_by_name(pictures, tmp_path):
     shutil.copy(other / "cat" / "001.png", other / "dog")
     with pytest.raises(ValueError, match=r"one of the 3 classes \(ape, cat, zebra\); given 'dog' for sample 20 of"):
         image_data(folder_of(pictures), heldout=folder_of(other))
-
-
-def test_the_split_is_by_content(pictures, tmp_path):
-    here = image_data(folder_of(pictures), heldout_fraction=0.3)
-    for number, path in enumerate(sorted(pictures.glob("*/*"), reverse=True)):
-        there = tmp_path / path.parent.name / f"picture{number}.png"
-        there.parent.mkdir(exist_ok=True)
-        shutil.copy(path, there)
-    moved = image_data(folder_of(tmp_path), heldout_fraction=0.3)
-    assert contents(here.heldout) == contents(moved.heldout) and contents(here.train) == contents(moved.train)
-    assert not contents(here.train) & contents(here.heldout)
-    more = image_data(folder_of(pictures), heldout_fraction=0.6, size=3)
-    assert contents(image_data(folder_of(pictures), heldout_fraction=0.3, size=3).heldout) < contents(more.heldout)
 
 
 def test_the_fingerprint_is_of_the_samples_not_of_the_place(pictures, tmp_path):

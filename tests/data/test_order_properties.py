@@ -6,7 +6,6 @@ Processes are simulated: each walks its own iterator of its own rows, which is a
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -186,10 +185,3 @@ def test_a_long_epoch_repeats_no_sample(samples, seed, position, count):
     position -= max(0, position % samples + count - samples)
     found = [sample_index(seed, samples, position + offset) for offset in range(count)]
     assert len(set(found)) == count and all(0 <= index < samples for index in found)
-
-
-@pytest.mark.parametrize("kind", SOURCES, ids=lambda kind: kind.__name__)
-def test_every_kind_of_source_has_weights_of_float32(kind):
-    source = kind(7)
-    assert len(source) == 7
-    assert all(source[index]["weights"].dtype == np.float32 for index in range(7))

@@ -93,9 +93,3 @@ def test_text_is_packed_whole(tmp_path):
         assert data.tokenizer.decode(row["targets"][row["segments"] == 1]).endswith(
             "\0"
         )  # what closes a document is learnt
-
-
-def test_there_are_two_packings(tmp_path):
-    (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(ValueError, match='packing must be "stream" or "documents"; given "rows"'):
-        text_data(tmp_path / "a.txt", length=2, packing="rows")

@@ -66,15 +66,6 @@ def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
     assert isinstance(caught.value, UserError)
 
 
-def test_a_stream_that_breaks_off_leaves_nothing(folder, tmp_path):
-    last = max(folder.iterdir())
-    last.write_bytes(last.read_bytes()[:-40])
-    with pytest.raises(ValueError, match="must be readable by `datasets`; given hf-stream:") as caught:
-        text_data(f"hf-stream:{folder}", length=16)
-    assert isinstance(caught.value, UserError)
-    assert not [path for path in (tmp_path / "cache" / "token_files").iterdir() if path.is_dir()]
-
-
 def test_a_stream_trains_and_resumes(tmp_path):
     """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike."""
     (tmp_path / "rows").mkdir()

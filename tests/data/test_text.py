@@ -118,17 +118,6 @@ def test_what_is_wrong_with_a_source_is_reported(tmp_path, monkeypatch, source, 
         text_data(source, length=16)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    path = write(tmp_path, locked="text") / "locked.txt"
-
-    def refuse(self, *_):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(ValueError, match=rf"must be readable; given {path}, Permission denied: fix its permissions"):
-        text_data(path, length=4)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

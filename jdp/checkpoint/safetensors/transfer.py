@@ -215,13 +215,14 @@ def import_safetensors(
         _check_config(expected, path)
     check_cover(expected, leaves, missing)
     for name in sorted(ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)):
-        if name in expected.tensors and (needed := _needed(expected.tensors[name], missing)):
-            raise needed_but_ignored(needed[0])
+        for part in expected.tensors[name].parts if name in expected.tensors else ():
+            if not matches(part.path, missing):
+                raise needed_but_ignored(part.path)
         del stored[name]
     _check_copies(expected, stored, path)
     _grow(expected, stored, leaves, path)
     _check_stored(expected, stored, leaves, missing, path)
-    sources = _sources(expected, stored, leaves, path)
+    sources = _sources(expected, stored, leaves)
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
     read = {leaf_path: _read_leaf(leaf_path, leaves[leaf_path], source) for leaf_path, source in sources.items()}
 
@@ -337,11 +338,6 @@ def _grow(names: Names, stored: dict[str, Stored], leaves: Mapping[str, Any], pa
             warn(f"{name} has {tensor.shape[0]} tokens in {path}, {tokens} in the model: {added}")
 
 
-def _needed(tensor: Tensor, missing: Sequence[str]) -> list[str]:
-    """Return the required parameters of a tensor."""
-    return [part.path for part in tensor.parts if not matches(part.path, missing)]
-
-
 def _check_stored(
     names: Names,
     stored: Mapping[str, Stored],
@@ -349,9 +345,11 @@ def _check_stored(
     missing: Sequence[str],
     path: Path,
 ) -> None:
-    """Check that the file has exactly the model's tensors, in its shapes."""
+    """Check that the file has exactly the model's tensors, in its shapes; not only some layers of a parameter."""
+    present = {part.path for name, tensor in names.tensors.items() if name in stored for part in tensor.parts}
     for name, tensor in names.tensors.items():
-        if name not in stored and _needed(tensor, missing):
+        needed = (part.path in present or not matches(part.path, missing) for part in tensor.parts)
+        if name not in stored and any(needed):
             closest = nearest(name, stored, "; its closest name is ", cutoff=0.0).rstrip("?")
             raise CheckpointError(
                 f"{path} has no {name}, which holds {tensor.parts[0].path}"
@@ -373,7 +371,7 @@ def _check_stored(
 
 
 def _sources(
-    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], path: Path
+    names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any]
 ) -> dict[str, dict[int | None, _Source]]:
     """Return the source of each parameter, or each layer of it, that the file has."""
     sources: dict[str, dict[int | None, _Source]] = {}
@@ -382,13 +380,6 @@ def _sources(
         for part in tensor.parts if name in stored else ():
             sources.setdefault(part.path, {})[part.layer] = _Source(stored[name], tensor.transposed, first)
             first += part_shape(part, leaves)[-1] if len(tensor.parts) > 1 else 0
-    for name, tensor in names.tensors.items():
-        for part in tensor.parts:  # a parameter may be missing, but not some of its layers
-            if name not in stored and part.path in sources:
-                raise CheckpointError(
-                    f"A file has all layers of a parameter or none; {path} has no {name}, but other layers of "
-                    f"{part.path}. The file is incomplete: copy it again."
-                )
     return sources
 
 
