@@ -120,7 +120,6 @@ REST = {
     "test_losses_table.py::test_the_trial_refuses_a_loss_that_mixes_rows": "clip | load_balancing | mixup_by_a_permutation | siblings_are_alike | cox_survival",
     "experiment/test_prepare.py::test_text_is_learnt_from_its_ids": "",
     "run/test_damaged_checkpoints.py::test_a_run_goes_on_from_the_newest_that_is_whole": "",
-    "data/test_streams.py::test_a_stream_trains_and_resumes": "",
     "run/test_train_kinds.py::test_what_is_compiled_for_is_what_is_read": "text",
     "models/test_weighted_norm.py::test_without_padding_the_norm_is_flaxs": "",
     "cli/test_ci_workflow.py::test_a_pull_request_that_sends_more_fails_with_a_table": "",

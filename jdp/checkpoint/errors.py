@@ -117,9 +117,14 @@ def hush() -> None:
     Python reports an "unraisable" exception for each.
     """
     logging.getLogger("absl").addFilter(_is_not_orbax_error)
-    if sys.unraisablehook is not _report_unraisable:
-        _hooks.append(sys.unraisablehook)
-        sys.unraisablehook = _report_unraisable
+    if (hook := sys.unraisablehook) not in _hooks:
+
+        def report(unraisable: Any) -> None:
+            if not _is_dropped_by_orbax(unraisable):
+                hook(unraisable)
+
+        _hooks.append(report)
+        sys.unraisablehook = report
 
 
 _hooks: list[Any] = []
@@ -129,13 +134,11 @@ def _is_not_orbax_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or _ORBAX not in record.pathname
 
 
-def _report_unraisable(unraisable: Any) -> None:
-    """Report an exception by the hook before, unless it is about a read or write that Orbax dropped."""
+def _is_dropped_by_orbax(unraisable: Any) -> bool:
     codes: list[Any] = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
     codes.append(getattr(unraisable.object, "cr_code", None))  # a coroutine that was never finished
-    of_orbax = any(_ORBAX in code.co_filename for code in codes if code is not None)
-    if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
-        _hooks[-1](unraisable)
+    is_orbax = any(_ORBAX in code.co_filename for code in codes if code is not None)
+    return is_orbax or str(unraisable.exc_value) == "Event loop is closed"
 
 
 def _reason(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from jdp.base.formatting import finite_or_none
 from jdp.base.notices import warn
 from jdp.base.public import public
 from jdp.base.user_path import user_path
+from jdp.base.words import is_integer
 from jdp.checkpoint.errors import HOURS, CheckpointError, DamagedError, write_error
 from jdp.checkpoint.format import checksums
 from jdp.checkpoint.format.checksums import COMMITTED
@@ -156,8 +157,8 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if count is not None and count < 1:
-                raise UserError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
+            if count is not None and (not is_integer(count) or count < 1):
+                raise UserError(f"{name} is a positive number of steps or None; given {count!r}. Give 1 or more.")
         if self.mode not in ("min", "max"):
             raise UserError(
                 f'mode is "min" or "max"; given {self.mode!r}. Use "min" for a loss, "max" for an accuracy.'

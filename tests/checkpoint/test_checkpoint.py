@@ -283,7 +283,7 @@ def test_the_newest_of_equals_is_the_best_and_what_is_not_finite_never_is(tmp_pa
     ("arguments", "message"),
     [
         ({"keep": 0}, "keep is a positive number of steps or None; given 0"),
-        ({"keep_every": -1}, "keep_every is a positive number"),
+        ({"keep_every": "9"}, "keep_every is a positive number .*given '9'"),
         ({"best": "loss", "mode": "least"}, 'mode is "min" or "max"; given \'least\''),
     ],
 )

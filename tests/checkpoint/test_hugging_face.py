@@ -10,7 +10,6 @@ import hf_reference
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -315,22 +314,3 @@ def test_a_run_from_weights_of_another_configuration_says_the_keys_to_set(tmp_pa
     assert f'model.name = "hf:{folder}"' in error and not (tmp_path / "runs").exists()
     experiment = from_table(table_for(folder))
     InitialWeights.of(experiment.train).check(experiment.model.config)
-
-
-def test_a_run_starts_from_shards_that_have_only_an_index(tmp_path):
-    stored = STORED["qwen3"]
-    folder = config_in(tmp_path, stored["config"])
-    experiment = from_table(table_for(folder))
-    config, plan = experiment.model.config, jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
-    fresh = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
-    drawn = hf_reference.weights(stored["shapes"])
-    halves = [list(drawn)[:9], list(drawn)[9:]]
-    for number, names in enumerate(halves, 1):
-        save_file({name: drawn[name] for name in names}, tmp_path / f"model-0000{number}-of-00002.safetensors")
-    held = {
-        name: f"model-0000{number}-of-00002.safetensors" for number, names in enumerate(halves, 1) for name in names
-    }
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
-    state, said = InitialWeights.of(experiment.train).load(fresh, experiment.model.config, plan)
-    assert said == f"parameters from {folder}"
-    np.testing.assert_allclose(logits_of(state.model), stored["logits"], rtol=0, atol=ATOL)

@@ -7,10 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from corpora import read_corpus
-from tiny_experiment import entries, train_here
-from tiny_runs import rows
 
-import jdp
 from jdp.base.errors import UserError
 from jdp.data import global_batches, text_data
 from jdp.data.text import documents as reads_text
@@ -64,23 +61,3 @@ def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
     with pytest.raises(ValueError, match=said) as caught:
         text_data(f"hf-stream:{folder}:{split}", length=16)
     assert isinstance(caught.value, UserError)
-
-
-def test_a_stream_trains_and_resumes(tmp_path):
-    """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike."""
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    (tmp_path / "a.txt").write_text("".join(TEXTS))
-    model = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
-    mixed = {"mixture": {"a": {"source": "hf-stream:./rows:train", "weight": 2.0}, "b": {"source": "a.txt"}}}
-    rule = {"name": "sgd", "schedule": "constant"}
-    (tmp_path / "x.toml").write_text(entries({"name": "x", "model": model, "data": mixed, "optimizer": rule}))
-    jdp.keep_programs()  # of the first run, for the two others; after this file conftest undoes it
-    last = []
-    for name, stops in (("once", (4,)), ("twice", (2, 4))):
-        for steps in stops:
-            settings = {"name": name, "train.steps": str(steps), "train.batch_size": "8", "train.log_every": "1"}
-            settings |= {"train.eval_batches": "1", "sample.length": "1"}
-            train_here(tmp_path / "x.toml", tmp_path / "runs", settings, devices=1)
-        last.append([rows(tmp_path / "runs" / name, key)[4] for key in ("loss", "eval_a_loss")])
-    assert last[0] == last[1]

@@ -80,19 +80,7 @@ def read_state(source: Source, target: Any) -> Any:
     content = Content.of(target)
     wanted, saved = content.leaves, _read_table(source, content.fields)
     _check_match(saved, _describe(wanted), source.folder)
-    return content.filled(
-        {path: _as_given(wanted[path], array) for path, array in _read_arrays(source, wanted).items()}
-    )
-
-
-def _as_given(leaf: Any, array: jax.Array) -> Any:
-    """Return an array from storage, uncommitted to its devices if the target's leaf is."""
-    if isinstance(leaf, jax.Array) and not leaf.committed:
-        if _is_key(leaf):
-            words = jax.numpy.asarray(np.asarray(jax.random.key_data(array)))
-            return jax.random.wrap_key_data(words, impl=_key_impl(leaf))
-        return jax.numpy.asarray(np.asarray(array))
-    return array
+    return content.filled(_read_arrays(source, wanted))
 
 
 def read_params(source: Source, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()) -> PyTree:
@@ -140,14 +128,17 @@ def _read_table(source: Source, fields: Collection[str]) -> dict[str, str]:
 def _read_arrays(source: Source, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Read the arrays at these paths onto the leaves' shardings; arrays without elements are not stored."""
     shapes = {path: stored_form(leaf, path) for path, leaf in wanted.items()}
-    arrays: dict[str, Any] = {
-        path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
-        for path, x in shapes.items()
-        if not x.size
-    }
-    arrays |= source.arrays({path: x for path, x in shapes.items() if x.size})
-    keys = {path: leaf for path, leaf in wanted.items() if _is_key(leaf)}
-    return arrays | {path: jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf)) for path, leaf in keys.items()}
+    arrays = source.arrays({path: x for path, x in shapes.items() if x.size})
+    for path, leaf in wanted.items():
+        if not leaf.size:
+            x = shapes[path]
+            empty = jax.numpy.zeros(x.shape, x.dtype)
+            arrays[path] = x if isinstance(x, np.ndarray) else jax.device_put(empty, x.sharding)
+        elif isinstance(leaf, jax.Array) and not leaf.committed:  # free to move, as the target is
+            arrays[path] = jax.numpy.asarray(np.asarray(arrays[path]))
+        if _is_key(leaf):
+            arrays[path] = jax.random.wrap_key_data(arrays[path], impl=_key_impl(leaf))
+    return arrays
 
 
 def stored_form(leaf: Any, path: str) -> Any:

@@ -67,7 +67,8 @@ def read_by_datasets(path: Path, file: str | os.PathLike[str] | None = None) -> 
 
 def _files(entry: PathLike) -> list[Path]:
     if entry == STDLIB:
-        return _stdlib_files()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return [Path(folder, name) for folder, name in walk(root, leave_out=_NOT_STDLIB) if name.endswith(".py")]
     path = user_path(entry)
     if path.is_dir():
         return _directory_files(path)
@@ -94,16 +95,6 @@ def _checked(path: Path, files: list[Path]) -> list[Path]:
         given = f"{path}" if files == [path] else f"{path}, which leads to {others[0]}"
         raise UserError(
             f"files of text end with {', '.join(TEXT_SUFFIXES)}; given {given}: {read_by_datasets(path, others[0])}"
-        )
-    return files
-
-
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [Path(folder, name) for folder, name in walk(root, leave_out=_NOT_STDLIB) if name.endswith(".py")]
-    if not files:
-        raise UserError(
-            f'source "{STDLIB}" needs Python\'s own source files; there are none under {root}: use your own text files'
         )
     return files
 
