@@ -140,7 +140,8 @@ class Mirror:
 
     def _remove(self, step: int, names: Iterable[str]) -> None:
         for some in filter(None, ({COMMITTED} & {*names}, {*names} - {COMMITTED})):
-            self._fs.rm(self._paths(step, some))
+            with contextlib.suppress(FileNotFoundError):  # an earlier try has removed them
+                self._fs.rm(self._paths(step, some))
 
     def _files(self) -> dict[int, dict[str, int]]:
         """Return the files of all copies: step -> name -> bytes, without names that lead out of their folder."""
