@@ -34,6 +34,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Flight:
         os.close(self._descriptor)
         self._descriptor = None
         events = read(self.file)
-        kept = {**account(events).as_record(), "history": history(events)[-_MOST_KEPT:]}
+        kept = {**asdict(account(events)), "history": history(events)[-_MOST_KEPT:]}
         self.file.replace(_old(self.file))
         descriptor = self._open()
         line = json.dumps({"time": round(time.time(), 4), "event": "before", **kept}) + "\n"

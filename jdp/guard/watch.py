@@ -15,9 +15,8 @@ from jdp.base.progress_file import note_progress
 from jdp.base.toml import cut
 from jdp.core.cluster.barrier import joined_as
 from jdp.core.cluster.initialize import is_lost_peer
-from jdp.guard.deadline import Deadline
+from jdp.guard.deadline import DEVICES, Deadline
 from jdp.guard.flight_recorder import FLIGHT, Flight
-from jdp.guard.who_is_behind import DEVICES
 
 ALIVE_SECONDS = 5.0
 """After this long without an event, the recorder notes that the process is alive."""

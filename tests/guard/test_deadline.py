@@ -9,8 +9,7 @@ from own_process import python
 import jdp
 from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
 from jdp.guard import deadline as module
-from jdp.guard.deadline import Deadline, set_xla_timeout
-from jdp.guard.who_is_behind import DEVICES, Position, whereabouts
+from jdp.guard.deadline import DEVICES, Deadline, Position, set_xla_timeout, whereabouts
 
 
 def at(step, doing=DEVICES, when=100.0):
