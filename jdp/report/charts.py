@@ -39,6 +39,8 @@ SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "jdp",  # reproducible ids
     "text.parse_math": False,  # names may hold dollar signs
     "text.usetex": False,
+    "path.simplify": True,  # a long curve keeps the extremes of about every pixel
+    "path.simplify_threshold": 1.0,
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.prop_cycle": cycler(color=SERIES),

@@ -43,7 +43,6 @@ class Run:
     name: str  # unique among the runs
     rows: Sequence[Row]  # of metrics, each with "step", "time" and numbers; NaN and infinities restored
     history: History = ()  # the events of its visits
-    summary: Mapping[str, Any] | None = None  # of its last visit that finished
     toml: str = ""  # the experiment as run
     # its dotted keys, and their values as TOML; empty if it cannot be parsed
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -52,7 +51,7 @@ class Run:
     step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
     no_step: str = "The step was not compiled."  # why `step` is None
     samples: Sequence[Mapping[str, Any]] = ()  # rows with "step", "prompt" and "text"
-    goodput: str | None = None  # the useful share of its time, and the losses; None without a flight recorder
+    goodput: str | None = None  # the useful share of its time, and the losses; None without events
 
     def values(self, metric: str) -> list[float]:
         return [row[metric] for row in self.rows if metric in row]
@@ -95,16 +94,14 @@ class Run:
     def devices(self) -> str:
         """The devices of the last visit."""
         known = [event for event in self.history if "devices" in event]
-        if known:
-            return f"{known[-1]['devices']} × {known[-1].get('device', '?')}"
-        return str((self.summary or {}).get("devices", "–"))
+        return f"{known[-1]['devices']} × {known[-1].get('device', '?')}" if known else "–"
 
     @property
     def state(self) -> str:
         """Its end in words, or that it goes on."""
-        if not self.history and self.summary is None:
+        if not self.history:
             return "not known"
-        last = self.history[-1] if self.history else {"event": "finished", **(self.summary or {})}
+        last = self.history[-1]
         words = {
             "finished": "stopped early" if last.get("stopped_early") else "finished",
             "stopped": f"stopped by {last.get('signal', 'a signal')}",

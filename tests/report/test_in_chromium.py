@@ -5,8 +5,7 @@ from chromium import MISSING, Chromium, find_chromium
 from test_plan_page import forecast_of, outlook_of
 from test_run_page import compiled, rows_of, run_of
 
-from jdp.report.plan_page import plan_page
-from jdp.report.run_page import run_page
+from jdp.report.pages import plan_page, run_page
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason=MISSING)
 

@@ -18,7 +18,7 @@ from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
 from jdp.foresight.zero_formula import zero_bytes
 from jdp.report.page import without_roots
-from jdp.report.plan_page import plan_page
+from jdp.report.pages import plan_page
 
 SMALL_ENOUGH = 1_500_000
 VOID = {"br", "hr", "input", "meta"}

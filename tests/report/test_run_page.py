@@ -10,8 +10,8 @@ from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
 
 from jdp.core.sharding.placement import Placement
 from jdp.report.curves import MOST_POINTS, thinned
+from jdp.report.pages import run_page
 from jdp.report.run import CompiledStep, Run
-from jdp.report.run_page import run_page
 
 DEVICES = {
     "platform": "cpu",
