@@ -7,9 +7,8 @@ import pytest
 from full_disk import small_disk
 
 from jdp.launch.doctor.devices import nccl_cure
-from jdp.launch.doctor.disk import examine_disk, existing
 from jdp.launch.doctor.findings import Examined, Finding
-from jdp.launch.doctor.versions import examine_versions
+from jdp.launch.doctor.machine import examine_disk, examine_versions, existing
 
 
 def named(findings, check):
