@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jdp.foresight.targets.resolve import Target, target
-from jdp.foresight.timing.collectives import collective_cost, collective_seconds
+from jdp.foresight.timing.operations import collective_cost, collective_seconds
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 US = 1e-6

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.base.chips import GPUS
 from jdp.foresight.targets import resolve as targets
-from jdp.foresight.targets.gpu_config import device_fields, written
+from jdp.foresight.targets.descriptions import device_fields, written
 from jdp.foresight.targets.resolve import Target, target
 
 GIB = 2**30
@@ -269,7 +269,7 @@ def test_the_shipped_description_is_the_device_at_hand(tmp_path):
 TPU_CODE = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jdp.foresight.timing.collectives import collective_cost
+from jdp.foresight.timing.operations import collective_cost
 from jdp.foresight.targets.resolve import target
 for name in ("tpu-v5e:4x4", "tpu-v5p:2x2x2", "tpu-v6e:2x2"):
     found = target(name)

@@ -11,7 +11,7 @@ import pytest
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.timing.collectives import collective_seconds
+from jdp.foresight.timing.operations import collective_seconds
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, timeline
 
 EVERYONE = (tuple(range(8)),)

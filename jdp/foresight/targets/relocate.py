@@ -28,7 +28,7 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch, Device
 from jdp.foresight.program.compiled import Compiled, compile_step
-from jdp.foresight.targets.gpu_config import fields
+from jdp.foresight.targets.descriptions import fields
 from jdp.foresight.targets.resolve import Target, target_of
 from jdp.foresight.targets.resolve import target as named
 
@@ -174,7 +174,7 @@ def dtype_on_device(dtype: Any) -> Any:
 
 
 ASSUMED = 91_000
-"""cuDNN 9.10, as in `gpu_config.written`, for a description without a version."""
+"""cuDNN 9.10, as in `written`, for a description without a version."""
 _LOCK = threading.RLock()
 
 
