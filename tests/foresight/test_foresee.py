@@ -192,12 +192,9 @@ def test_verify_keeps_or_breaks(jdp_command, planned):
 
 MISTAKES = [
     (("plan", "--target", "h1000:8x8"), "did you mean h100?"),
-    (("plan", "--target", "h100:99999x8"), "at most 16384 devices"),
     (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--precision", "fp32"), "takes 16-bit floats"),
-    (("plan", "--target", "h100:1x8", "--strategy", "zero4"), "given 'zero4'"),
     (("plan", "--target", "h100:1x8", "--html", "/no/such/folder/p.html"), "there is no folder"),
     (("plan", "--target", "h100:1x8,h100:2x8", "--html", "page.html"), "a page on one target; given 2"),
-    (("verify", "--target", "h100:2"), "a target is"),
 ]
 
 

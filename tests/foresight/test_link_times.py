@@ -97,17 +97,6 @@ def test_more_bytes_are_never_faster(name, kind):
         assert all(a <= b for a, b in itertools.pairwise(times))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chip", ["a100", "h100", "b200"])
-def test_the_same_members_on_more_hosts_are_never_faster(chip, kind):
-    for exponent in range(35):
-        times = [
-            collective_seconds(kind, 2**exponent, groups_for(kind, *range(8)), target(f"{chip}:{hosts}x{8 // hosts}"))
-            for hosts in (1, 2, 4, 8)
-        ]
-        assert all(a <= b for a, b in itertools.pairwise(times)), f"2^{exponent} bytes: {times}"
-
-
 # One's own cluster, and what is refused.
 
 

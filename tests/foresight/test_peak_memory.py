@@ -87,13 +87,6 @@ def test_the_classes_add_up_and_arguments_are_those_of_the_plan(case):
     assert all(each.in_place for each in state_leaves if each.bytes > 1024)
 
 
-def test_temporaries_grow_with_the_batch_and_no_other_class_but_the_batch_does():
-    small, large = held(MLP, "zero1", 1, 1024), held(MLP, "zero1", 1, 4096)
-    assert large.temporaries > 1.5 * small.temporaries
-    assert large.batch == 4 * small.batch
-    assert (large.parameters, large.optimizer, large.other) == (small.parameters, small.optimizer, small.other)
-
-
 def test_an_evaluation_step_leaves_the_optimizer_state_outside():
     plan, state, batch, loss = abstract(MLP, "zero1", 2)
     step = jdp.make_eval_step(loss, plan, precision="bf16", check_loss=False)

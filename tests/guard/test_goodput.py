@@ -58,8 +58,3 @@ def test_a_file_that_follows_another_goes_on_from_its_account():
         before = {"time": 0.0, "event": "before", **asdict(account(events[:cut]))}
         whole, joined = account(events), account([before, *events[cut:]])
         assert asdict(joined) == pytest.approx(asdict(whole)), cut
-
-
-def test_nothing_happened():
-    assert account([]).goodput is None
-    assert account([]).words() == "goodput is not known"

@@ -70,12 +70,6 @@ def test_a_packed_batch_has_the_gradients_of_its_documents():
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5 * largest, err_msg=jax.tree_util.keystr(path))
 
 
-def test_one_segment_is_no_segments():
-    model = make(LLAMA)
-    whole = forward(model, TOKENS, np.full((2, 12), 3, PACKED.dtype))
-    np.testing.assert_allclose(whole, forward(model, TOKENS), rtol=1e-4, atol=1e-4)
-
-
 def test_positions_begin_anew_and_a_number_that_comes_back_is_another_document():
     segments = Segments.of(jnp.array([[4, 4, 4, 2, 2, 4, 0, 0]]))
     np.testing.assert_array_equal(segments.position, [[0, 1, 2, 0, 1, 0, 0, 1]])

@@ -195,24 +195,6 @@ def test_a_vit_is_its_formula(config):
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_unrolled_vit_is_the_scanned_one():
-    unrolled = jax.eval_shape(lambda: build(dataclasses.replace(POOLED, scan=False), rngs=nnx.Rngs(0)))
-    stacked = dict(nnx.to_flat_state(nnx.state(make(POOLED))))
-    for path, leaf in nnx.to_flat_state(nnx.state(unrolled)):
-        layer = path[0] == "layers"
-        leaf.set_value(stacked[("layers", *path[2:])][path[1]] if layer else stacked[path][...])
-    images = pictures(POOLED, 2)
-    # The same masks, too.
-    np.testing.assert_allclose(forward(unrolled, images, KEY), forward(make(POOLED), images, KEY), rtol=1e-4, atol=1e-5)
-
-
-def test_a_vits_dropout_follows_its_key_and_is_off_without():
-    model, images = make(POOLED), pictures(POOLED, 2)
-    plain, first, other = (np.asarray(forward(model, images, key)) for key in (None, KEY, jax.random.key(4)))
-    assert np.any(first != plain) and np.any(first != other)
-    np.testing.assert_array_equal(first, forward(model, images, KEY))
-
-
 def test_a_vit_starts_as_its_authors_code():
     config = dataclasses.replace(VIT, width=64, mlp_width=128)
     model = jax.jit(lambda: ViT(config, rngs=nnx.Rngs(0)))()
@@ -313,17 +295,9 @@ def test_eight_devices_are_one_device(config, strategy, partitioning, accumulate
     [
         (lambda: dataclasses.replace(BASIC, blocks=()), r"blocks are positive integers; given \(\)\. Remove empty"),
         (lambda: dataclasses.replace(BASIC, blocks=[1]), r"blocks is a tuple, one number a stage; given \[1\]"),
-        (lambda: dataclasses.replace(BASIC, width=0), r"width is a positive integer; given 0"),
         (lambda: dataclasses.replace(BASIC, block="wide"), r"no block of that name; given 'wide'\. .*'bottleneck'"),
-        (lambda: dataclasses.replace(BASIC, stem="none"), r"no stem of that name; given 'none'"),
         (lambda: dataclasses.replace(BASIC, norm_momentum=1.0), r"norm_momentum is in \[0, 1\); given 1\.0"),
-        (lambda: dataclasses.replace(BASIC, norm_eps=0.0), r"norm_eps is positive; given 0\.0"),
         (lambda: dataclasses.replace(VIT, patch=3), r"patch must divide .*image_size\(8\) % patch\(3\) = 2\. .* 9"),
-        (lambda: dataclasses.replace(VIT, heads=3), r"heads must divide width; given width\(8\) % heads\(3\) = 2"),
-        (lambda: dataclasses.replace(VIT, pool="max"), r"no pool of that name; given 'max'"),
-        (lambda: dataclasses.replace(VIT, mlp_width=0), r"mlp_width is a positive integer; given 0"),
-        (lambda: dataclasses.replace(VIT, dropout=1.5), r"dropout is a rate in \[0, 1\); given 1\.5"),
-        (lambda: make(BASIC)(jnp.ones((2, 8, 8))), r"channels\(2\)\] floats; given float32\[2, 8, 8\]"),
         (lambda: make(BASIC)(jnp.ones((2, 8, 8, 2), "uint8")), r"channels\(2\)\] floats; given uint8\[2, 8, 8, 2\]"),
         (lambda: make(BASIC)(jnp.ones((2, 8, 8, 2)), weights=jnp.ones(3)), r"weights are \[batch\]; given \[3\]"),
         (lambda: make(VIT)(jnp.ones((2, 12, 8, 2))), r"image_size\(8\) pixels .*; given float32\[2, 12, 8, 2\]"),
