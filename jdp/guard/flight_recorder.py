@@ -129,7 +129,10 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first and last event of each visit with steps to take; a killed visit has no last event."""
+    """Return the first and last event of each visit with steps to take, and those between that tell something.
+
+    A killed visit has no last event.
+    """
     found, begun = list[dict[str, Any]](), False
     for event in events:
         match event:
@@ -137,13 +140,15 @@ def history(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 begun = False
             case {"event": "before", "history": list(kept)}:
                 found += history([each for each in kept if isinstance(each, dict)])
-                begun = bool(found) and found[-1]["event"] in BEGINNINGS
+                begun = bool(found) and found[-1]["event"] not in ENDS
             case {"event": "started" | "resumed", "step": int()}:
                 found.append(event)
                 begun = True
             case {"event": "finished" | "stopped" | "failed", "step": int()} if begun:
                 found.append(event)
                 begun = False
+            case {"event": "bad step" | "corrupt" | "late" | "deadline", "step": int(), "words": str()} if begun:
+                found.append(event)
             case _:
                 pass
     return found

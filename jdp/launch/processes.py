@@ -56,13 +56,20 @@ class Child:
         """How it ended, in words: "ended with exit code 3", "ended with signal 9 (SIGKILL)"."""
         if self.ended == math.inf:
             return "was killed"
-        by = f"exit code {self.status}" if self.status >= 0 else f"signal {-self.status} ({_name(-self.status)})"
-        return f"ended with {by}"
+        if self.status >= 0:
+            return f"ended with exit code {self.status}"
+        names = {number.value: number.name for number in signal.Signals}  # without real-time signals
+        return f"ended with signal {-self.status} ({names.get(-self.status, 'unknown')})"
 
     @property
     def aborted(self) -> bool:
         """True if it ended by SIGABRT, with which JAX ends a process whose peer died: never the cause itself."""
         return self.status == -signal.SIGABRT
+
+    @property
+    def patience(self) -> float:
+        """Seconds after its failure in which the others may exit by themselves."""
+        return SETTLE_SECONDS if self.aborted else ORDERLY_SECONDS if self.status in ORDERLY else 0.0
 
     @property
     def failed(self) -> bool:
@@ -124,7 +131,8 @@ class Processes:
             return False
         self._forward_output(POLL_SECONDS)
         now, alive = time.monotonic(), running(self.children)
-        if now >= _stop_at(self.children, alive) and not self.stopping:
+        failed = [child for child in self.children if child.failed]
+        if not self.stopping and any(now >= child.ended + child.patience for child in failed):
             self.stop()
         if now >= self._kill_at:
             _send_signal(signal.SIGKILL, alive)
@@ -189,36 +197,11 @@ def running(children: list[Child]) -> list[Child]:
     return [child for child in children if child.ended == math.inf]
 
 
-def _stop_at(children: list[Child], alive: list[Child]) -> float:
-    """Return when to end the running processes: at the first failure, or later if they may exit by themselves."""
-    failed = [child for child in children if child.failed]
-    if failed and all(map(_is_stopped, alive)):  # by SIGSTOP, for example: none will exit by itself
-        return 0.0
-    patience = [SETTLE_SECONDS if each.aborted else ORDERLY_SECONDS if each.status in ORDERLY else 0 for each in failed]
-    return min((child.ended + seconds for child, seconds in zip(failed, patience, strict=True)), default=math.inf)
-
-
-def _is_stopped(child: Child) -> bool:
-    """Return True for a process stopped by a signal such as Ctrl-Z (Linux)."""
-    try:
-        state = Path(f"/proc/{child.process.pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return state.rpartition(")")[2].split()[0] == "T"
-
-
 def _send_signal(number: int, children: list[Child]) -> None:
     """Send a signal to the process group of each child."""
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, number)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return "unknown"
 
 
 # Runs in each process before the program: it asks the kernel to kill the process when the parent dies. The parent may

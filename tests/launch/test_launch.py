@@ -201,22 +201,6 @@ while True: time.sleep(1)
 
 
 @pytest.mark.faults
-def test_a_process_that_is_stopped_is_not_waited_for(tmp_path):
-    """After an orderly exit others have 15 seconds to save; a stopped one will not."""
-    text = """
-if rank == 0: open(f"{sys.argv[1]}/pid.0", "w").write(f"{os.getpid()}\\n"); os.kill(os.getpid(), signal.SIGSTOP)
-while not os.path.exists(f"{sys.argv[1]}/pid.0"): time.sleep(0.01)
-pid = open(f"{sys.argv[1]}/pid.0").read().strip()
-while " T " not in open(f"/proc/{pid}/stat").read(): time.sleep(0.01)
-sys.exit(75)
-"""
-    since = time.monotonic()
-    assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 75
-    assert time.monotonic() - since < processes.ORDERLY_SECONDS
-    assert gone(pids_written(tmp_path, 1))
-
-
-@pytest.mark.faults
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path, capfd):
     text = """
 import subprocess

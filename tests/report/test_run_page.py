@@ -131,8 +131,8 @@ def test_several_runs_are_compared():
     ("run", "expected"),
     [
         (run_of(rows=[], history=(), notes=["No step was logged."]), "No loss was logged."),
-        (run_of(rows=[{"step": 1, "loss": math.nan}], history=()), "loss was nan"),
-        (run_of(rows=[{"step": 7, "eval_loss": math.inf}]), "eval_loss was inf"),
+        (run_of(rows=[{"step": 1, "loss": math.nan}, {"step": 7, "eval_loss": math.inf}], history=()), "nan"),
+        (run_of(history=[*HISTORY[:1], {"event": "bad step", "step": 3, "words": "Step 3 is bad."}]), "Step 3 is bad."),
         (run_of(rows=[], no_step="The data are gone."), "The data are gone."),
         (
             run_of(rows=[], step=CompiledStep("cpu:4", FAILED, [LEAF], [])),
