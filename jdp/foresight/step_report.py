@@ -116,7 +116,6 @@ class StepReport:
         }
 
     def _as_json(self, names: str) -> dict[str, Any]:
-        """Return attributes by name, with tuples as lists."""
         values = {name: getattr(self, name) for name in names.split()}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 

@@ -195,7 +195,6 @@ def _promised(step: Step, state: TrainState, reading: Reading) -> Theory:
 
 
 def _metrics(reading: Reading, state: TrainState) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of array metrics, except shapes of parameters."""
     program = reading.compiled.program
     results = next((each.shapes for each in program[program.entry] if each.is_root), ())
     found = (dims for _, dims in results[len(jax.tree.leaves(state)) :])

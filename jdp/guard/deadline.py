@@ -233,7 +233,6 @@ class Deadline:
                 peers.leave()
 
     def _report(self, limit: float | None) -> None:
-        """Print the positions of the processes and the stacks, then end this process."""
         try:
             position = self.position
             other = "another process' time was up, or it was silent"
@@ -390,7 +389,6 @@ def _silent(rank: int, before: Known, now: float) -> str:
 
 
 def _where(answers: Known) -> str:
-    """Return the steps of the answering processes, in short."""
     steps = sorted({position.step for position, _ in answers.values()})
     if not steps:
         return ""

@@ -242,7 +242,6 @@ def _stop(last: Sequence[Seen], stopped: Seen) -> tuple[int | None, list[str]]:
 
 
 def _going_on(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[str]]:
-    """Return state, cause and explanation of a visit that goes on."""
     quiet = now - max(seen.moved for seen in last)
     medians, _ = pace({seen.rank: seen.events for seen in last})
     usual = max((own["seconds"] for own in medians.values()), default=0.0)
@@ -259,7 +258,6 @@ def _going_on(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[s
 
 
 def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
-    """Return a line about the end of each earlier visit, newest first."""
     lines: list[str] = []
     for seen in reversed(visits[-_MOST_VISITS - 1 : -1]):
         state, began, words = _ended(seen)
@@ -277,7 +275,6 @@ _SHORT = {"failed": "ended by an error", "deadline": "ended by its deadline"}
 
 
 def _log(folder: Path, rank: int) -> list[str]:
-    """Return the last lines of a process' log, if it has one."""
     try:
         lines = (folder / LOGS / f"rank-{rank:05}.log").read_text(errors="replace").splitlines()
     except OSError:

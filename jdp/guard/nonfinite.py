@@ -152,7 +152,6 @@ class Inspection:
         return {path_of(path): _by_place(x) for path, x in jax.tree.leaves_with_path(flags) if x.size}
 
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
-        """Return the paths of the trained leaves in the order of the backward pass."""
         step = self._step
         spec = step.loss.gradient_spec(state)
         spec = replace(spec, settings=replace(spec.settings, accumulate=1, wire=None))
@@ -184,7 +183,6 @@ def _bad(flags: dict[str, NDArray[Any]], order: Sequence[str] | None = None) -> 
 
 
 def _readers(batch: Batch, rows: set[int]) -> tuple[int, ...]:
-    """Return the processes whose devices hold these rows of a batch."""
     leaf = jax.tree.leaves(batch)[0]
     if not rows or not isinstance(leaf, jax.Array):
         return (0,) if rows else ()

@@ -168,7 +168,6 @@ def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Table:
 
 
 def _parts_that_differ(parts: Table, values: Table) -> list[int]:
-    """Return the parts of a leaf whose copies differ."""
     one = np.zeros(parts.max() + 1, values.dtype)
     one[parts] = values
     return np.unique(parts[one[parts] != values]).tolist()
@@ -229,7 +228,6 @@ def _named(devices: Sequence[Device]) -> str:
 
 
 def _number(device: Device) -> int:
-    """Return a device's index among those of its process."""
     return [each.process_index for each in jax.devices(device.platform) if each.id < device.id].count(
         device.process_index
     )

@@ -103,7 +103,6 @@ class HostTimes:
         return self._changed(straggler(late, earlier[2]))
 
     def _published(self, window: int) -> dict[int, float]:
-        """Return process -> its lateness in a window, if published."""
         assert self._client is not None
         return {
             int(key.rpartition("/")[2]): late

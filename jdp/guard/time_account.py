@@ -237,7 +237,6 @@ class _Cost:
 
 
 def _step_costs(medians: Mapping[int, Mapping[str, float]]) -> list[_Cost]:
-    """Return the costs of a run's steps besides their own work."""
     costs: list[_Cost] = []
     for part, least, waits, does in (
         (
@@ -281,7 +280,6 @@ def _holds_up(medians: Mapping[int, Mapping[str, float]]) -> _Cost | None:
 
 
 def _long_steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence about the steps that took far longer than the others."""
     middle = statistics.median(map(_seconds, steps))
     long = [step for step in steps if _seconds(step) > _LONG * middle]
     if not long or not middle:

@@ -152,7 +152,6 @@ class Processes:
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
     def _start(self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs) -> Child:
-        """Start a process in its own process group, and register its pipes."""
         process = subprocess.Popen(
             ending_with_parent(command),
             env=variables,
@@ -198,7 +197,6 @@ def running(children: list[Child]) -> list[Child]:
 
 
 def _send_signal(number: int, children: list[Child]) -> None:
-    """Send a signal to the process group of each child."""
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, number)
@@ -304,7 +302,6 @@ def environments(
 
 
 def _split_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[Sequence[str]]:
-    """Return consecutive GPUs for every process. Raises ValueError if there are too few."""
     share = len(gpus) // processes if each is None else each
     if share < 1 or share * processes > len(gpus):
         raise UserError(

@@ -124,7 +124,6 @@ def others(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _chart(runs: Sequence[Run], title: str, *metrics: tuple[str, str], per: str = "", **options: Any) -> Chart:
-    """Return a chart of metrics, each with its kind of curve; `per`: draw their ratio to this metric."""
     curves = list[Curve]()
     for number, run in enumerate(runs):
         for name, kind in metrics:
@@ -145,7 +144,6 @@ def _units_per_step(run: Run) -> tuple[float, str] | None:
 
 
 def _over_units(loss: Chart, counts: Sequence[tuple[float, str] | None]) -> Chart:
-    """Return the losses over tokens or examples, for runs with different numbers a step."""
     moved = [
         replace(curve, steps=[step * count[0] for step in curve.steps])
         for curve in loss.curves

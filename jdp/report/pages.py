@@ -78,7 +78,6 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
 
 
 def _candidates(forecast: PlanReport, table: Sequence[Sequence[str]], bad: Sequence[object]) -> dict[str, Any]:
-    """Return a table with a row for each candidate; the choice and bad candidates are marked."""
     headers, *rows = table
     chosen = [estimate is forecast.choice for estimate in forecast.estimates]
     tagged = Markup('{} <span class="tag good">chosen</span>')
@@ -169,7 +168,6 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
 
 
 def _differences(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a row for each key whose value differs between experiments."""
     keys = sorted({key for run in runs for key in run.settings if key != "name"})
     rows = [[key, *(run.settings.get(key, "–") for run in runs)] for key in keys]
     return [row for row in rows if len({*row[1:]}) > 1]

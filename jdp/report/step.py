@@ -72,7 +72,6 @@ def memory_section(estimates: Sequence[tuple[str, Estimate]]) -> dict[str, Any] 
 
 
 def _bars(held: Held, longest: int) -> Markup:
-    """Draw a bar for each candidate, top down, with its limit as a line."""
     unit, unit_name = next((each for each in _SIZES if longest >= each[0]), _SIZES[-1])
     limits = {row: each.available_bytes for row, (_, each, _) in enumerate(held) if each.available_bytes is not None}
     near = {row: limit / unit for row, limit in limits.items() if limit <= _FAR * longest}
@@ -102,7 +101,6 @@ def _bars(held: Held, longest: int) -> Markup:
 
 
 def _closed_form(held: Held) -> list[list[str]]:
-    """Return the paper's accounting for the same model, devices and strategies: a row for each strategy."""
     rows = dict[str, list[str]]()
     for _, estimate, memory in held:
         if (row := estimate.closed_form) is not None:
@@ -282,7 +280,6 @@ def waits(timeline: Timeline) -> list[tuple[float, float]]:
 
 
 def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, Any]:
-    """Return the values of the template's macro `lanes`."""
     blocks = _blocks(timeline, axis_seconds, most)
     return {
         "rectangles": [each for block in blocks for each in _rectangles(block, _WIDTH / axis_seconds)],

@@ -16,7 +16,6 @@ BASIC = ResNetConfig(classes=5, blocks=(1, 2), width=4, image_size=8, channels=2
 BOTTLENECK = dataclasses.replace(BASIC, block="bottleneck", stem="imagenet", image_size=13)
 VIT = ViTConfig(classes=5, layers=2, width=8, heads=2, patch=4, image_size=8, channels=2)
 POOLED = dataclasses.replace(VIT, pool="mean", mlp_width=12, dropout=0.3)
-KEY = jax.random.key(3)
 WEIGHTS = jnp.array([1.0, 0, 0.5, 1, 0, 2])
 
 both = pytest.mark.parametrize("config", [BASIC, BOTTLENECK], ids=["basic", "bottleneck"])

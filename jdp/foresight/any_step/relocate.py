@@ -93,7 +93,6 @@ def _move(
 
 
 def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
-    """Return the axis that takes the remaining devices: `data`, else the largest axis of the batch."""
     if sizes.get(DATA, 1) > 1:
         return DATA
     return max(batch_axes or sizes, key=lambda axis: sizes[axis])
@@ -173,7 +172,6 @@ def _rows(
 
 
 def _check_divides(argument: Argument, mesh: Mesh) -> None:
-    """Raise ValueError if a sharding does not divide its array."""
     for dim, entry in enumerate(_spec(argument)):
         count = math.prod(mesh.shape[axis] for axis in axes_of(entry))
         if argument.shape[dim] % count:

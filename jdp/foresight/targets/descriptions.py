@@ -94,7 +94,6 @@ def read(path: Path) -> tuple[Gpu, str]:
 
 
 def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
-    """Return `gpu` with the file's name and rates."""
     changes = dict[str, object]()
     for key, value in entries.items():
         if (rate := _RATES.get(key)) is not None:
@@ -112,7 +111,6 @@ def _changed(gpu: Gpu, entries: Mapping[str, object], path: Path) -> Gpu:
 
 
 def _number(value: object, key: str, path: Path) -> float:
-    """Return a value of the file as a number. Raises ValueError if it is not a number, or out of range."""
     most = 1 if key in _AT_MOST_ONE else 1e9
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if not 0 <= number <= most or (number == 0 and key not in _MAY_BE_ZERO):  # nan is in no range

@@ -152,7 +152,6 @@ def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
 
 
 def _mesh(step: Step, state: TrainState, on: Target | None) -> Mesh:
-    """Return the plan's axes on the target; `data` takes the remaining devices."""
     if on is None:
         return mesh_of(state) or step.plan.mesh
     try:

@@ -123,7 +123,6 @@ def _parse(name: str) -> tuple[str, str]:
 
 
 def _cpu_devices(name: str, wanted: int) -> tuple[Device, ...]:
-    """Return the first `wanted` CPU devices of this process."""
     try:
         present = jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX_PLATFORMS names other platforms only
@@ -145,7 +144,6 @@ def _installed(package: str) -> str | None:
 
 
 def _check_compiler(name: str) -> None:
-    """Raise ValueError with the package to install, before jax or XLA fail less clearly."""
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
     family = next((f for f in families if all(map(_installed, f))), None)
     if family is None:
@@ -174,7 +172,6 @@ def _has_toolkit() -> bool:
 
 
 def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Device, ...]:
-    """Return XLA's stand-ins for GPUs that `config` describes (`written`)."""
     from jax.experimental import topologies
 
     # XLA reads "NVLINK_DOMAINSxHOSTS_PER_DOMAINxDEVICES_PER_HOST" (xla/pjrt/gpu/gpu_topology.proto). Hosts of the kinds

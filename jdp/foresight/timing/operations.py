@@ -96,7 +96,6 @@ class Schedule:
         return TimedOp("kernel", step, duration, work.bytes, work) if work.launches else None
 
     def _collectives(self, step: Instruction) -> Iterator[tuple[float, float]]:
-        """Yield (seconds, payload bytes) of each collective of an instruction, also inside a wrapper."""
         if step.kind in KINDS:
             c = collective_of(step, self.program)
             payload = c.payload_bytes if c.group_size > 1 else 0

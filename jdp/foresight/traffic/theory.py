@@ -261,7 +261,6 @@ def _unsharded(plan: Plan, trained: Sequence[Leaf], bytes_each: int) -> Unsharde
 
 
 def _gathered_bytes(elements: int, placement: Placement, itemsize: int) -> int:
-    """Return the bytes in the result of one gather of a parameter's `elements`."""
     if placement.trained and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
         return elements * itemsize
     return elements * min(itemsize, jnp.dtype(placement.dtype).itemsize)  # a frozen one in its dtype at rest

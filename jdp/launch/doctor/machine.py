@@ -36,7 +36,6 @@ def examine_versions() -> list[Finding]:
 
 
 def _unmet(package: str, only: str | None = None) -> list[Finding]:
-    """Return findings about unmet requirements of a package."""
     try:
         requires = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
