@@ -16,9 +16,8 @@ import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from jdp.base.formatting import format_rate
 from jdp.report.charts import FAINT, INK, SERIES, SETTINGS, chart, inline
 from jdp.report.run import Run
 
@@ -225,7 +224,7 @@ def _label_steps(axes: Axes, drawn: Chart) -> None:
         count, name = drawn.per_step
         above = axes.secondary_xaxis("top", functions=(lambda x: np.multiply(x, count), lambda x: np.divide(x, count)))
         above.set_xlabel(name)
-        above.xaxis.set_major_formatter(_rate_label)
+        above.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _label_values(axes: Axes, drawn: Chart) -> None:
@@ -234,12 +233,10 @@ def _label_values(axes: Axes, drawn: Chart) -> None:
     largest = max(map(abs, finite), default=0.0)
     if drawn.may_be_log and finite and min(finite) > 0 and max(finite) > _LOG * min(finite):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
     elif drawn.unit == "percent":
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     elif drawn.unit == "per second" or 1e4 <= largest < 1e15:
-        axes.yaxis.set_major_formatter(_rate_label)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     elif largest >= 1e15:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
     if drawn.from_zero and axes.get_yscale() == "linear":
@@ -247,7 +244,3 @@ def _label_values(axes: Axes, drawn: Chart) -> None:
     if not finite:
         axes.text(0.5, 0.5, "no finite value", color=INK, ha="center", transform=axes.transAxes)
         axes.set_yticks([])
-
-
-def _rate_label(value: float, _: float) -> str:
-    return format_rate(value) if value else "0"

@@ -44,6 +44,7 @@ def mlp_loss(model, batch, rng):
 @dataclass(frozen=True)
 class Program:
     step: jdp.Step
+    state: jdp.TrainState
     compiled: Compiled
     report: Report
 
@@ -74,19 +75,19 @@ def abstract_batch(config, rows):
 
 
 @functools.cache
-def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, triton=False):
+def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, adam=False):
     """The train step of `config`, compiled for the target `on`. What is sent, and which weights are gathered when,
     depends neither on the optimizer nor on how matrix products are computed: no AdamW, no Triton kernels."""
     devices = target(on).devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices), strategy)
     init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
-    state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0), wrt=wrt)
+    tx = optax.adamw(1e-3) if adam else optax.sgd(1e-3)
+    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt)
     batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
-    compiler = {"xla_disable_hlo_passes": "triton-softmax-rewriter"} if triton else WITHOUT_TRITON
-    settings = {"precision": precision, "partitioning": partitioning, "compiler": compiler}
+    settings = {"precision": precision, "partitioning": partitioning, "compiler": WITHOUT_TRITON}
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings, check_loss=False)
     program = compile_step(step.lower(state, batch))
-    return Program(step, program, report(step, state, program, on))
+    return Program(step, state, program, report(step, state, program, on))
 
 
 # The scanned GPT under every strategy with several microbatches - ddp's is below, where a part is trained -, and with

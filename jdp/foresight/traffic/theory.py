@@ -167,10 +167,6 @@ class Theory:
         """Bytes that each device sends a step."""
         return sum(promise.wire_bytes for promise in self.promises)
 
-    def promise(self, kind: str) -> Promise | None:
-        """Return the promise of one kind of collective; None if the row does not name it."""
-        return next((promise for promise in self.promises if promise.kind == kind), None)
-
 
 Leaf = tuple[int, Placement]
 """The elements of a parameter on a device, and its placement."""
