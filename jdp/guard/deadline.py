@@ -242,8 +242,9 @@ class Deadline:
             if self._peers is not None:
                 self._peers.asks = position
                 self._changed.set()
-                where, behind = self._peers.answer()
-                words += f" {where}"
+                with contextlib.suppress(Exception):
+                    where, behind = self._peers.answer()
+                    words += f" {where}"
             with contextlib.suppress(Exception):
                 stack = main_stack()
                 event = {"doing": position.doing, "step": position.step, "words": words}
