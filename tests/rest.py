@@ -238,7 +238,6 @@ REST = {
     "cli/test_ci_workflow.py::test_the_first_pull_request_has_nothing_to_compare_with": "",
     "foresight/test_traffic.py::test_resnet_and_vit_keep_the_contract": "",
     "foresight/test_traffic.py::test_batch_statistics_are_counted_apart": "",
-    "foresight/test_traffic.py::test_auto_breaks_the_contract_where_the_choice_says_so": "",
     "experiment/test_experiments.py::test_compiles_for_its_gpus_and_fits": "",
     "lessons/test_scaling.py::test_fewer_sequences_a_gpu_scale_worse_and_hold_less": "",
     "lessons/test_scaling.py::test_what_is_recorded_is_what_is_planned": "",
