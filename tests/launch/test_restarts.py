@@ -129,7 +129,8 @@ def test_two_launchers_do_not_share_a_log(tmp_path, capfd):
     logs = str(tmp_path / "logs")
     text = f"""
 if rank == 0:
-        code = "import pathlib, jdp.launch as l; l.launch(['echo', 'inner'], 1, log_dir=pathlib.Path({logs!r}))"
+    import subprocess
+    code = "import pathlib, jdp.launch as l; l.launch(['echo', 'inner'], 1, log_dir=pathlib.Path({logs!r}))"
     subprocess.run([sys.executable, "-c", code], check=True)
     print("outer", flush=True)
 """
