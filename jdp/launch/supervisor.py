@@ -12,7 +12,7 @@ them (`processes`). If one fails, the others are ended and the first failure is 
 `jdp train` then resumes from its newest checkpoint. A second failure at a step proves nothing: a checkpoint written in
 the background is reported only with the next one, or after the run has resumed from it.
 
-Each of several nodes has its own supervisor, and supervisors do not communicate: the processes of other nodes end
+Each of several nodes has its own supervisor, and supervisors do not communicate. The processes of other nodes end
 because they lost a peer, and all wait for each other when they join again (`core.cluster.roll_call`). A process that
 fails before all have joined fails only on its node. Such restarts go on for some minutes and are not counted.
 """

@@ -176,7 +176,7 @@ def rotate(x: jax.Array, frequencies: np.ndarray, position: jax.Array | None = N
     x is [batch, length, heads, D], D even; angles and products are float32, the result has x's dtype. `position` is
     [batch, length] integers; None: 0, 1, 2, ... in every row.
     """
-    frequencies = np.float32(frequencies)
+    frequencies = frequencies.astype(np.float32)
     if position is None and traced_device().platform == "cpu":
         # constants: XLA:CPU would compute cosine and sine for every row and head
         angles = np.arange(x.shape[1], dtype=np.float32)[:, None, None] * frequencies

@@ -150,9 +150,10 @@ def _clock(event: Mapping[str, Any]) -> str:
 
 def _ended(event: Mapping[str, Any]) -> str:
     """Return the end of a visit in words; else the event's name."""
+    name: str = event["event"]
     words = {"finished": "stopped early" if event.get("stopped_early") else "finished"}
     words["stopped"] = f"stopped by {event.get('signal', 'a signal')}"
-    return words.get(event["event"], event["event"])
+    return words.get(name, name)
 
 
 def _devices(event: Mapping[str, Any]) -> str:

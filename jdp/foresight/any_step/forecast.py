@@ -3,8 +3,10 @@
 1. Trace the function and move its program onto the target's mesh (`traced.py`, `relocate.py`).
 2. Compile it, or read the result from the cache.
 3. Read memory, traffic and schedule from the program, as for a jdp step.
-4. Compare the traffic with a number of bytes, or with a strategy's row (`traffic/theory.py`) for one microbatch, B
-   bytes of parameters and N devices that share the batch, all in the parameters' dtype:
+4. Compare the traffic with a number of bytes, or with a strategy's row (`traffic/theory.py`).
+
+The row is for one microbatch, with B bytes of parameters and N devices that share the batch. All is in the parameters'
+dtype:
 
     ddp           all-reduce B                        2(N-1)/N · B on the wire
     zero1, zero2  reduce-scatter B, all-gather B      2(N-1)/N · B
