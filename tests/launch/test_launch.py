@@ -294,7 +294,6 @@ NOT_THERE = {
     "no command": (["pyhton", "train.py"], "there is no file and no command 'pyhton': fix its name"),
     "no experiment": (["nothing.toml"], "nothing.toml"),
     "no module": (["-m", "no_such_package.train"], "there is no module 'no_such_package.train', neither in "),
-    "a path for a module": (["-m", "./train.py"], "there is no module './train.py'"),
     "nothing after -m": (["-m"], "-m needs a module; given none: write jdp launch -n 2 -- -m PACKAGE"),
     "no such user": (["~nosuchuser/train.py"], "there is no home folder ~nosuchuser, in ~nosuchuser/train.py"),
 }
