@@ -362,7 +362,12 @@ def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tup
     if silent:
         words = " ".join(_silent(rank, before, now) for rank in silent[:3])
         more = f" {len(silent) - 3} more do not answer." if silent[3:] else ""
-        return words + more + _where(answers), silent
+        steps = sorted({position.step for position, _ in answers.values()})
+        if steps:
+            all_ = f"All others are at step {steps[0]:,}"
+            others = all_ if len(steps) == 1 else f"The others are at step {steps[0]:,} to {steps[-1]:,}"
+            more += f" {others}."
+        return words + more, silent
     steps = {rank: position.step for rank, (position, _) in answers.items()}
     behind = [rank for rank, step in steps.items() if step == min(steps.values())]
     if len(behind) == count:
@@ -387,15 +392,6 @@ def _silent(rank: int, before: Known, now: float) -> str:
         f"Process {rank} does not answer: {max(now - at, 0):.0f} seconds ago it was at step {position.step:,}, "
         f"{position.doing}."
     )
-
-
-def _where(answers: Known) -> str:
-    steps = sorted({position.step for position, _ in answers.values()})
-    if not steps:
-        return ""
-    if len(steps) == 1:
-        return f" All others are at step {steps[0]:,}."
-    return f" The others are at step {steps[0]:,} to {steps[-1]:,}."
 
 
 def _doing(answers: Known) -> str:

@@ -123,8 +123,8 @@ def read(file: Path) -> list[dict[str, Any]]:
         for line in file.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("event"), str) and _is_number(event.get("time")):
-                    events.append(event)
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    events += [event] if type(event.get("time")) in (int, float) else []
     return events
 
 
@@ -167,7 +167,3 @@ def read_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 def _old(file: Path) -> Path:
     return file.with_name(f"{file.stem}.old.jsonl")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

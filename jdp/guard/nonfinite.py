@@ -134,8 +134,11 @@ class Inspection:
             gradients = view_gradients(view.partitioning, spec)
             key, params = jax.random.fold_in(state.rng, consumed), state.params
             grads, sums, _ = gradients(params, state.model_state, batch, key)
-            trees = {"batch": batch, "params": params, "gradients": grads}
-            found = {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
+            found: dict[str, Any] = {"loss": sums.total / sums.weight}
+            for name, tree in {"batch": batch, "params": params, "gradients": grads}.items():
+                leaves = [(path_of(path), x) for path, x in jax.tree.leaves_with_path(tree) if x.size]
+                floats = {path: x for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
+                found[name] = {path: _by_place(~jnp.isfinite(x)) for path, x in floats.items()}
             return found | {"updated": self._updated(state, grads, sums)}
 
         return jax.jit(flags, out_shardings=NamedSharding(step.plan.mesh, PartitionSpec()))
@@ -164,12 +167,6 @@ class Inspection:
         trained = jax.tree.leaves_with_path(trained_part(state.params, state.static.trained))
         places = dict(zip((path_of(path) for path, _ in trained), places_made(jaxpr.jaxpr), strict=True))
         return sorted(places, key=places.__getitem__)
-
-
-def _flagged(tree: PyTree) -> dict[str, jax.Array]:
-    """Return path -> bool [n]: the rows of each floating-point leaf that are not finite."""
-    leaves = [(path_of(path), x) for path, x in jax.tree.leaves_with_path(tree)]
-    return {path: _by_place(~jnp.isfinite(x)) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
 
 
 def _by_place(flags: jax.Array) -> jax.Array:

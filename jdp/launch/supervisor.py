@@ -185,8 +185,12 @@ class Restarts:
         """Decide after a failure, and report the decision; True: restart."""
         if self.most == 0 or status in FINAL:
             return False
-        if self.several_nodes and not (self.folder / JOINED).exists():
-            return self._uncounted(status)
+        if self.several_nodes and not (self.folder / JOINED).exists():  # not all had joined
+            again = status != TRY_AGAIN and time.monotonic() < self._until  # a wait in vain has used up its time
+            if again:
+                say("it failed before all processes had joined: started again, which is not counted")
+                time.sleep(PAUSE_SECONDS)
+            return again
         step = read_progress(self.folder)
         known = self.reports_progress or step is not None
         self._in_vain = self._in_vain + 1 if self.made and known and step == self._before else 0
@@ -203,14 +207,6 @@ class Restarts:
         (self.folder / JOINED).unlink(missing_ok=True)
         say(f"restart {self.made} of {self.most}{whence(step)}")
         return True
-
-    def _uncounted(self, status: int) -> bool:
-        """Decide after a failure before all had joined; a process that timed out waiting has used up its time."""
-        again = status != TRY_AGAIN and time.monotonic() < self._until
-        if again:
-            say("it failed before all processes had joined: started again, which is not counted")
-            time.sleep(PAUSE_SECONDS)
-        return again
 
     def exit_code(self, status: int) -> int:
         """Return the exit code, given that of the process that failed first; a crash loop must not be tried again."""

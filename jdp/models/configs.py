@@ -163,7 +163,12 @@ class GPTConfig:
         require(self.rope_theta > 0, "rope_theta is positive", f"{self.rope_theta}", "10000 is usual")
         require(self.position_std >= 0, "position_std is not negative", f"{self.position_std}", "0.01 is usual")
         require(self.lora_alpha > 0, "lora_alpha is positive", f"{self.lora_alpha}", "16 is usual")
-        self._check_lora_targets()
+        if self.lora_targets is not None:
+            among = tuple(name for name in get_args(LoRATarget) if name != "gate" or self.gated)
+            fits = bool(self.lora_targets) and set(self.lora_targets) <= set(among)
+            require(fits, "lora_targets are kernels of a layer", f"{self.lora_targets}", f"Choose among {among}")
+            rule = "lora_targets is for updates"
+            require(self.lora_rank is not None, rule, "no rank", "Set lora_rank, or remove it")
         self._check_heads()
         self._check_rope_scaling()
 
@@ -183,14 +188,6 @@ class GPTConfig:
             f"width({width}) / heads({heads}) = {self.head_width}" if self.head_dim is None else f"{self.head_dim}",
             "Change width, heads or head_dim, or use learned positions",
         )
-
-    def _check_lora_targets(self) -> None:
-        if self.lora_targets is None:
-            return
-        among = tuple(name for name in get_args(LoRATarget) if name != "gate" or self.gated)
-        fits = bool(self.lora_targets) and set(self.lora_targets) <= set(among)
-        require(fits, "lora_targets are kernels of a layer", f"{self.lora_targets}", f"Choose among {among}")
-        require(self.lora_rank is not None, "lora_targets is for updates", "no rank", "Set lora_rank, or remove it")
 
     def _check_rope_scaling(self) -> None:
         if self.rope_factor is None:

@@ -23,7 +23,6 @@ from matplotlib.ticker import MaxNLocator
 from jdp.base.formatting import format_bytes, format_seconds
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.memory import CLASSES, Memory
-from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
 from jdp.report.charts import FAINT, INK, PAPER, SETTINGS, chart, inline
 from jdp.report.page import COLOURS, without_roots
@@ -206,7 +205,10 @@ def _stretches_of(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
 def _merged(events: Sequence[Event]) -> Block:
     """Return one event, or a group of short events from first start to last end, as a block."""
     first, longest = events[0], max(events, key=lambda event: event.seconds)
-    kinds = {_kind(event) for event in events}
+    kinds = {
+        next((kind for kind in _DRAWN_KINDS if kind in event.name or kind in event.what), "other") for event in events
+    }
+    kinds = {COMPUTE} if first.lane == COMPUTE else kinds
     kind = kinds.pop() if len(kinds) == 1 else "other"
     if len(events) == 1:
         return Block(first.lane, first.start, first.seconds, kind, _title(first), first.times)
@@ -225,13 +227,6 @@ def _title(event: Event) -> str:
     if event.source:
         parts.append(tail(without_roots(event.source), 60))
     return ", ".join(parts)
-
-
-def _kind(event: Event) -> str:
-    if event.lane == COMPUTE:
-        return COMPUTE
-    kind = next((kind for kind in KINDS if kind in event.name or kind in event.what), "other")
-    return kind if kind in _DRAWN_KINDS else "other"
 
 
 def tail(text: str, most: int) -> str:
@@ -280,9 +275,16 @@ def waits(timeline: Timeline) -> list[tuple[float, float]]:
 
 
 def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, Any]:
-    blocks = _blocks(timeline, axis_seconds, most)
+    blocks, scale = _blocks(timeline, axis_seconds, most), _WIDTH / axis_seconds
+    rectangles: list[tuple[str, int, int, int, int, str]] = []  # kind, x, y, width, height, title
+    for block in blocks:
+        left, filled, top = round(block.start * scale), max(round(block.busy * _HEIGHT), 1), _TOP[block.lane]
+        width = max(round(block.end * scale) - left, 1)
+        if filled < _HEIGHT:
+            rectangles.append(("rest", left, top, width, _HEIGHT, block.title))
+        rectangles.append((block.kind, left, top + _HEIGHT - filled, width, filled, block.title))
     return {
-        "rectangles": [each for block in blocks for each in _rectangles(block, _WIDTH / axis_seconds)],
+        "rectangles": rectangles,
         "ticks": _ticks(axis_seconds),
         "labels": [
             (block.start / axis_seconds, _TOP[block.lane], block.times)
@@ -290,14 +292,6 @@ def _drawing(timeline: Timeline, axis_seconds: float, most: int) -> dict[str, An
             if block.times > 1 and block.seconds >= _LABELLED * axis_seconds
         ],
     }
-
-
-def _rectangles(block: Block, scale: float) -> list[tuple[str, int, int, int, int, str]]:
-    """Return a block's rectangles (kind, x, y, width, height, title): two if it is partly filled."""
-    left, filled, top = round(block.start * scale), max(round(block.busy * _HEIGHT), 1), _TOP[block.lane]
-    width = max(round(block.end * scale) - left, 1)
-    rest = [("rest", left, top, width, _HEIGHT, block.title)] if filled < _HEIGHT else []
-    return [*rest, (block.kind, left, top + _HEIGHT - filled, width, filled, block.title)]
 
 
 def _ticks(axis_seconds: float) -> list[tuple[str, float, str]]:

@@ -42,7 +42,7 @@ from jdp.foresight.targets.resolve import target as named
 from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.contract import TINY, TOLERANCE, collectives_on
 from jdp.foresight.traffic.origin import Parameters, Reading
-from jdp.foresight.traffic.sends import Sent, activations, sent_by
+from jdp.foresight.traffic.sends import activations, sent_by
 from jdp.foresight.traffic.symptoms import symptoms
 from jdp.foresight.traffic.theory import ring_bytes
 
@@ -75,6 +75,12 @@ def forecast(
     counted = [each for each in sent if each.over_batch or limit is None or not limit.over_batch]
     wire = sum(each.wire_bytes for each in counted)
     kept = None if limit is None else wire <= TOLERANCE * limit.wire_bytes
+    breaches, excess = list[str](), 0.0 if limit is None or kept else wire - limit.wire_bytes
+    for each in counted:  # most bytes first, until the rest is within the bound
+        if excess <= 0:
+            break
+        breaches.append(str(each))
+        excess -= each.wire_bytes
     kinds = {id(each): "parameters" for each in parameters or ()}
     held = memory_by_argument(
         compiled,
@@ -102,7 +108,7 @@ def forecast(
         headroom=None if devices.memory_bytes is None else held.fits(devices.memory_bytes),
         sent=sent,
         timeline=timeline(compiled.program, devices) if devices.chip is not None else None,
-        breaches=() if limit is None or kept else tuple(_breaches(counted, wire - limit.wire_bytes)),
+        breaches=tuple(breaches),
         symptoms=signs,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -122,15 +128,6 @@ def _reading(compiled: Compiled, moved: Relocated, parameters: Iterable[Argument
     meant = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
     offloads = any(each is not None and each.memory_kind == "pinned_host" for each in meant)
     return Reading(compiled, moved.mesh, moved.batch_axes, found, donated, offloads)
-
-
-def _breaches(sent: Iterable[Sent], excess: float) -> Iterator[str]:
-    """Yield tensors sent, most bytes first, until the rest is within the bound."""
-    for each in sent:
-        if excess <= 0:
-            return
-        yield str(each)
-        excess -= each.wire_bytes
 
 
 def _not_donated(compiled: Compiled, moved: Relocated) -> Iterator[str]:

@@ -113,7 +113,13 @@ def existing(folder: Path) -> Path:
 def examine_disk(folder: Path) -> list[Finding]:
     """Check space, inodes and writing; write and remove a file."""
     folder = existing(folder)
-    return [examine_room(folder), _inodes(folder), _writing(folder)]
+    status = os.statvfs(folder)
+    mend = f"remove small files (du --inodes -x {folder} | sort -n | tail), or choose another --run-dir"
+    found = f"{status.f_favail:,} free of {status.f_files:,} at {folder}"
+    inodes = Finding.judged("inodes", found, mend, wrong=status.f_favail < FEW_INODES)
+    if not status.f_files:  # Btrfs and some network file systems have no fixed number
+        inodes = Finding("inodes", "ok", f"without a limit at {folder}")
+    return [examine_room(folder), inodes, _writing(folder)]
 
 
 def examine_cache() -> Finding:
@@ -134,15 +140,6 @@ def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:
     found += f"; a checkpoint takes {format_bytes(needed)}" if needed else ""
     check = "disk" if checkpoint is None else "next checkpoint"
     return Finding.judged(check, found, mend, wrong=free < (needed or LITTLE_ROOM))
-
-
-def _inodes(folder: Path) -> Finding:
-    status = os.statvfs(folder)
-    if not status.f_files:  # Btrfs and some network file systems have no fixed number
-        return Finding("inodes", "ok", f"without a limit at {folder}")
-    mend = f"remove small files (du --inodes -x {folder} | sort -n | tail), or choose another --run-dir"
-    found = f"{status.f_favail:,} free of {status.f_files:,} at {folder}"
-    return Finding.judged("inodes", found, mend, wrong=status.f_favail < FEW_INODES)
 
 
 def _writing(folder: Path) -> Finding:
