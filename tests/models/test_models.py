@@ -62,9 +62,8 @@ def loss(model, rng=None):
     return total / weight
 
 
-def reference(model, tokens):
-    """Logits of one sequence in float64, head by head and position by position."""
-    config, p = model.config, {path: np.float64(leaf) for path, leaf in leaves(model).items()}
+def through_layers(config, p, x, *, causal=True):
+    """The last norm of one sequence in float64, head by head and position by position; `p` are the parameters."""
     size, share = config.head_width, config.heads // config.key_value_heads
 
     def norm(x, name, i=...):
@@ -90,7 +89,7 @@ def reference(model, tokens):
             if config.qk_norm:
                 q, k = norm(q, "layers/attention/query_norm", i), norm(k, "layers/attention/key_norm", i)
             q, k = (turned(q, theta), turned(k, theta)) if config.positions == "rotary" else (q, k)
-            seen = [slice(max(0, t + 1 - window), t + 1) for t in range(len(x))]
+            seen = [slice(max(0, t + 1 - window), t + 1) if causal else slice(None) for t in range(len(x))]
             rows = [np.exp(q[t] @ k[seen[t]].T / np.sqrt(size)) for t in range(len(x))]
             heads.append([row / row.sum() @ v[seen[t]] for t, row in enumerate(rows)])
         return linear(np.concatenate(heads, -1), "attention/output", i)
@@ -107,12 +106,18 @@ def reference(model, tokens):
     def gelu(x):
         return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
-    x = p["embed/tokens"][tokens]
-    x = x + p["embed/positions"][: len(x)] if config.positions == "learned" else x
     for i in range(config.layers):
         x = x + attention(norm(x, "layers/attention_norm", i), i)
         x = x + feed_forward(norm(x, "layers/mlp_norm", i), i)
-    return norm(x, "final_norm") @ (p["embed/tokens"].T if config.tied else p["head/kernel"])
+    return norm(x, "final_norm")
+
+
+def reference(model, tokens):
+    """Logits of one sequence in float64."""
+    config, p = model.config, {path: np.float64(leaf) for path, leaf in leaves(model).items()}
+    x = p["embed/tokens"][tokens]
+    x = x + p["embed/positions"][: len(x)] if config.positions == "learned" else x
+    return through_layers(config, p, x) @ (p["embed/tokens"].T if config.tied else p["head/kernel"])
 
 
 @STYLES

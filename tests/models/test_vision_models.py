@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_models import through_layers
 
 from jdp.models import ResNet, ResNetConfig, ViT, ViTConfig, build, classification_loss
 
@@ -141,45 +142,15 @@ def test_a_resnet_starts_as_he_and_goyal_say():
             assert np.all(leaf == (0 if path.endswith("norm3/scale") else 1)), path
 
 
-class PlainViT:
-    """A ViT's logits in float64, image by image and head by head."""
-
-    def __init__(self, model):
-        self.config, self.p = model.config, values(model)
-
-    def norm(self, x, name, i=...):
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + self.config.norm_eps)
-        return x * self.p[f"{name}/scale"][i] + self.p[f"{name}/bias"][i]
-
-    def linear(self, x, name, i=...):
-        return x @ self.p[f"{name}/kernel"][i] + self.p[f"{name}/bias"][i]
-
-    def attention(self, x, i):
-        size = self.config.width // self.config.heads
-        query, key, value = (self.linear(x, f"layers/attention/{name}", i) for name in ("query", "key", "value"))
-        heads = []
-        for start in range(0, self.config.width, size):
-            part = slice(start, start + size)
-            scores = np.exp(query[:, part] @ key[:, part].T / np.sqrt(size))
-            heads.append(scores / scores.sum(-1, keepdims=True) @ value[:, part])
-        return self.linear(np.concatenate(heads, -1), "layers/attention/output", i)
-
-    def feed_forward(self, x, i):
-        up = self.linear(x, "layers/mlp/up", i)
-        return self.linear(up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))) / 2, "layers/mlp/down", i)
-
-    def logits(self, image):
-        size, side = self.config.patch, self.config.image_size
-        cut = [image[r : r + size, c : c + size].ravel() for r in range(0, side, size) for c in range(0, side, size)]
-        x = self.linear(np.float64(cut), "embed/patches")
-        if self.config.pool == "token":
-            x = np.concatenate([self.p["embed/token"], x])
-        x = x + self.p["embed/positions"]
-        for i in range(self.config.layers):
-            x = x + self.attention(self.norm(x, "layers/attention_norm", i), i)
-            x = x + self.feed_forward(self.norm(x, "layers/mlp_norm", i), i)
-        x = self.norm(x, "final_norm")
-        return self.linear(x[0] if self.config.pool == "token" else x.mean(0), "head")
+def plain_vit(model, image):
+    """A ViT's logits of one image in float64."""
+    config, p = model.config, values(model)
+    size, side = config.patch, config.image_size
+    cut = [image[r : r + size, c : c + size].ravel() for r in range(0, side, size) for c in range(0, side, size)]
+    x = np.float64(cut) @ p["embed/patches/kernel"] + p["embed/patches/bias"]
+    x = np.concatenate([p["embed/token"], x]) if config.pool == "token" else x
+    x = through_layers(model.layers.attention.config, p, x + p["embed/positions"], causal=False)
+    return (x[0] if config.pool == "token" else x.mean(0)) @ p["head/kernel"] + p["head/bias"]
 
 
 @pytest.mark.parametrize("config", [VIT, POOLED], ids=["token", "mean"])
@@ -187,7 +158,7 @@ def test_a_vit_is_its_formula(config):
     model, images = make(config), pictures(config, 2)
     logits = forward(model, images)
     assert logits.dtype == jnp.float32
-    expected = np.stack([PlainViT(model).logits(np.asarray(image)) for image in images])
+    expected = np.stack([plain_vit(model, np.asarray(image)) for image in images])
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
