@@ -36,10 +36,9 @@ from jdp.foresight.any_step.relocate import Relocated, move
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.memory import memory_by_argument
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on, on_target
 from jdp.foresight.targets.resolve import Target, check_target, target_of
 from jdp.foresight.targets.resolve import target as named
-from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.traffic.contract import TINY, TOLERANCE, collectives_on
 from jdp.foresight.traffic.origin import Parameters, Reading
 from jdp.foresight.traffic.sends import activations, sent_by
@@ -96,18 +95,15 @@ def forecast(
         notes.append("a strategy's row is for one microbatch, gradients and gathered weights in the parameters' dtype")
     notes += [CPU_PROGRAM] if devices.devices[0].platform == "cpu" else []
     return StepReport(
+        **on_target(held, compiled, devices),
         name=moved.traced.name,
         kept=kept,
-        target=str(devices),
         mesh=dict(moved.mesh.shape),
         wire_bytes_per_device=wire,
         bound_wire_bytes_per_device=None if limit is None else limit.wire_bytes,
         bound_words="" if limit is None else limit.words,
         ratio=wire / limit.wire_bytes if limit and limit.wire_bytes else None,
-        memory=held,
-        headroom=None if devices.memory_bytes is None else held.fits(devices.memory_bytes),
         sent=sent,
-        timeline=timeline(compiled.program, devices) if devices.chip is not None else None,
         breaches=tuple(breaches),
         symptoms=signs,
         notes=tuple(dict.fromkeys(notes)),
