@@ -12,7 +12,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
 from jdp.experiment.schema.experiment import USED_BY, Experiment, Optimizer
 from jdp.models import GPTConfig
-from jdp.models.configs.sizes import SIZES
+from jdp.models.sizes import SIZES
 
 
 @pytest.fixture
