@@ -266,6 +266,11 @@ class ValueAndGrad(Generic[*Arguments]):
         adapter = flax_nnx.Models(tuple(part[2] for part in parts), tuple(flax_nnx.metadata(model) for model in models))
         trained: list[bool] = []
         for number, (params, _, own) in enumerate(parts):
+            if number in self._numbers and own and (path := own.average_in(self.wrt)):
+                raise UserError(
+                    f"A statistic has no gradient; `wrt` selects {path}, an nnx.BatchStat. Name the types that are "
+                    "trained, here and in nnx.Optimizer: wrt=(nnx.Param, ...)."
+                )
             count = len(jax.tree.leaves(params))
             selected = resolve(params, own, self.wrt) if number in self._numbers else (False,) * count
             trained += (True,) * count if selected is None else selected

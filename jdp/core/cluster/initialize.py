@@ -7,6 +7,7 @@ cannot be joined is always an error: several processes that train separately loo
 
 import atexit
 import contextlib
+import inspect
 import os
 import re
 import sys
@@ -75,7 +76,8 @@ def initialize(
 
     Raises:
         ValueError: only some of the first three arguments are given. They contradict each other or the cluster that was
-            joined before. The environment variables of the launcher do not describe a cluster.
+            joined before. The environment variables of the launcher do not describe a cluster. JAX_MTLS_CERT_FILE is
+            set, and this JAX ignores it.
         Mismatch: a ValueError; the processes were not started alike.
         MissingProcesses: a RuntimeError; not all came in time. Uncaught, it ends the process with exit code 75.
         RuntimeError: there is a cluster, but it could not be joined.
@@ -93,6 +95,12 @@ def initialize(
             )
         _leave_when_failed()
         return
+    takes = inspect.signature(jax.distributed.initialize).parameters
+    if "JAX_MTLS_CERT_FILE" in os.environ and "mtls_cert_file" not in takes:
+        raise UserError(
+            f"Mutual TLS of JAX's coordinator needs JAX 0.12; given JAX_MTLS_CERT_FILE, which JAX {jax.__version__} "
+            "ignores. Unset it and use a private network, or install a newer JAX."
+        )
     _leave_when_failed()
     if cluster.coordinator is not None:
         assert cluster.process_id is not None and cluster.num_processes is not None

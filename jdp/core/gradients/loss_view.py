@@ -24,6 +24,7 @@ from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import LossForm, LossWithAux, shape_of, trace_loss, with_outputs
 from jdp.core.gradients.loss_check import UNDECIDED, Trial, UntriedError
+from jdp.core.gradients.model_state import names_of
 from jdp.core.gradients.row_keys import RowDraws, draws_anything, is_of_row_key, read_draws, row_key_shape
 from jdp.core.gradients.spec import GradientSpec
 from jdp.core.gradients.trial_values import drawn_like
@@ -33,7 +34,7 @@ from jdp.core.reading.jaxprs import every_eqn, user_line
 from jdp.core.sharding.host_memory import is_described
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
-from jdp.core.types import Batch, LossFn, PartsError
+from jdp.core.types import Batch, LossFn, PartsError, PyTree
 
 Values = Literal["real", "abstract", "drawn"]
 """The values on which a loss is tried: those of the first call; none, so its declaration is believed; values that are
@@ -91,7 +92,8 @@ class TrialOnce:
             found = trial.finding(rows)
         except UntriedError as error:
             return f"whether it is a sum over rows is not known: {error}"
-        if found is None or not trial.spec.settings.train or adapter is None or not adapter.has_statistics:
+        trains = trial.spec.settings.train and adapter is not None and adapter.has_statistics
+        if found is None or trial.statistics or not trains:
             return found
         try:
             return found if replace(trial, evaluates=True).finding(rows) else IN_TRAINING_ALONE
@@ -203,9 +205,21 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
         raise UserError(_refusal(spec, partitioning, refusal)) from error
     except Exception as error:
         if calls > 1:
+            _refuse_state_of_rows(state.model_state, batch_rows(batch), rows, error)
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
     return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
+
+
+def _refuse_state_of_rows(model_state: PyTree, batch_size: int, rows: int, error: Exception) -> None:
+    """Refuse model state with an entry for each row of the batch, if a call on fewer rows failed."""
+    for name, leaf in zip(names_of(model_state), jax.tree.leaves(model_state), strict=True):
+        if leaf.shape[:1] == (batch_size,):
+            raise UserError(
+                f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a batch of "
+                f"{batch_size} rows, and the loss fails on {rows} of them ({str(error).partition(chr(10))[0]}). Keep "
+                "values of rows in the batch, or take accumulate=1 and leave partitioning to jdp."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -267,8 +281,8 @@ class _Reading:
             return f"it shards over the axes of the batch at {line}, which one device's rows do not have"
         if self.form.gathers_rows or not self.spec.settings.check_loss:
             return None
-        spec = replace(self.spec, loss_fn=loss_fn)
-        return trial(Trial(spec, self.state, self.batch, draws_anything(self.jaxpr)), self.rows)
+        spec, averaged = replace(self.spec, loss_fn=loss_fn), self.form.statistics * (self.partitioning == "manual")
+        return trial(Trial(spec, self.state, self.batch, draws_anything(self.jaxpr), statistics=averaged), self.rows)
 
     @property
     def remarks(self) -> str:
@@ -279,7 +293,8 @@ class _Reading:
         if self.partitioning == "auto" and self.spec.plan.batch_shards > 1 and precision.reduce != precision.compute:
             return f"; XLA then reduces gradients in {precision.compute}"
         if self.partitioning == "manual" and self.form.is_averaged:
-            return f"; each device then computes {self.form.statistic} over its own rows, and the values are averaged"
+            name = self.form.statistics[0]
+            return f"; each device then computes {name} over its own rows, and the values are averaged"
         return ""
 
     def check_metrics(self) -> None:
