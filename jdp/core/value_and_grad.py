@@ -202,7 +202,7 @@ class ValueAndGrad(Generic[*Arguments]):
         self._check_models(state)
         if loss.is_of_several:
             shapes = signature((state, batch))
-            loss.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
+            loss.agree(shapes, state, batch, lambda: self.jitted.lower(state, batch))
         elif not loss.is_checked:
             loss.check_first(state, batch)
         values, grads, model_state = self.jitted(state, owned_batch(batch))

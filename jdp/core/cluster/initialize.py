@@ -7,7 +7,6 @@ cannot be joined is always an error: several processes that train separately loo
 
 import atexit
 import contextlib
-import inspect
 import os
 import re
 import sys
@@ -86,6 +85,7 @@ def initialize(
     cluster = find_cluster(coordinator, num_processes, process_id)
     if cluster is None or cluster.num_processes == 1:
         return
+    _leave_when_failed()
     if joined := joined_as():
         given = (cluster.process_id, cluster.num_processes)
         if cluster.coordinator is not None and given != joined:
@@ -93,15 +93,12 @@ def initialize(
                 f"This process has already joined a cluster as number {joined[0]} of {joined[1]}; given number "
                 f"{given[0]} of {given[1]} ({cluster.source}). Call initialize once."
             )
-        _leave_when_failed()
         return
-    takes = inspect.signature(jax.distributed.initialize).parameters
-    if "JAX_MTLS_CERT_FILE" in os.environ and "mtls_cert_file" not in takes:
+    if "JAX_MTLS_CERT_FILE" in os.environ and jax.__version_info__ < (0, 12):
         raise UserError(
             f"Mutual TLS of JAX's coordinator needs JAX 0.12; given JAX_MTLS_CERT_FILE, which JAX {jax.__version__} "
             "ignores. Unset it and use a private network, or install a newer JAX."
         )
-    _leave_when_failed()
     if cluster.coordinator is not None:
         assert cluster.process_id is not None and cluster.num_processes is not None
         host, _ = split_address(cluster.coordinator)

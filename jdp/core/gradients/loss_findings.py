@@ -72,9 +72,8 @@ def of_averages(leaves: list[tuple[str, Any, Any, Any, Any]], count: int) -> str
         far = np.abs(both - mean) > 1e-3 * change + 8 * eps * np.abs(mean)
         if np.any(far):
             return (
-                f"{name} is {both[far][0]:.6g} after a call with {2 * count} rows, and {mean[far][0]:.6g} if two "
-                "devices call the model with half of them each and their values are averaged: gather the rows that it "
-                "counts (jdp.gather_rows), or take partitioning='auto', which sees all rows"
+                f"{name} is {both[far][0]:.6g} after a call with {2 * count} rows, and {mean[far][0]:.6g} as the mean "
+                "of two devices with half of them each: gather rows (jdp.gather_rows), or take partitioning='auto'"
             )
     return None
 

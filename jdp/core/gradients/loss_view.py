@@ -34,7 +34,7 @@ from jdp.core.reading.jaxprs import every_eqn, user_line
 from jdp.core.sharding.host_memory import is_described
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import AnyState
-from jdp.core.types import Batch, LossFn, PartsError, PyTree
+from jdp.core.types import Batch, LossFn, PartsError
 
 Values = Literal["real", "abstract", "drawn"]
 """The values on which a loss is tried: those of the first call; none, so its declaration is believed; values that are
@@ -205,21 +205,17 @@ def _read(spec: GradientSpec, state: AnyState, batch: Batch, partitioning: Parti
         raise UserError(_refusal(spec, partitioning, refusal)) from error
     except Exception as error:
         if calls > 1:
-            _refuse_state_of_rows(state.model_state, batch_rows(batch), rows, error)
+            first = str(error).partition("\n")[0]
+            leaves = zip(names_of(state.model_state), jax.tree.leaves(state.model_state), strict=True)
+            for name, leaf in (pair for pair in leaves if pair[1].shape[:1] == (batch_rows(batch),)):
+                raise UserError(
+                    f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a "
+                    f"batch of {batch_rows(batch)} rows, and the loss fails on {rows} of them ({first}). Keep values "
+                    "of rows in the batch, or take accumulate=1 and leave partitioning to jdp."
+                ) from error
             error.add_note(f"jdp called the loss on {rows} rows, one of {calls} parts of the batch")
         raise
     return _Reading(spec, state, batch, partitioning, calls, rows, trace, jaxpr, form)
-
-
-def _refuse_state_of_rows(model_state: PyTree, batch_size: int, rows: int, error: Exception) -> None:
-    """Refuse model state with an entry for each row of the batch, if a call on fewer rows failed."""
-    for name, leaf in zip(names_of(model_state), jax.tree.leaves(model_state), strict=True):
-        if leaf.shape[:1] == (batch_size,):
-            raise UserError(
-                f"Model state is the same for every part of a batch; given {name}, {list(leaf.shape)}, with a batch of "
-                f"{batch_size} rows, and the loss fails on {rows} of them ({str(error).partition(chr(10))[0]}). Keep "
-                "values of rows in the batch, or take accumulate=1 and leave partitioning to jdp."
-            ) from error
 
 
 @dataclass(frozen=True)
