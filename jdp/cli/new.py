@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
     """Write the file, and print the next commands. Raises UsageError."""
     options = parse(Options, "new", arguments)
     _check(options)
-    from jdp.experiment.shipped import copied
+    from jdp.experiment.file import copied
 
     text = copied(options.from_, options.name)
     file = Path(f"{options.name}.toml")
@@ -52,8 +52,8 @@ def run(arguments: list[str]) -> int:
 
 def _check(options: Options) -> None:
     """Check both names. Raises UsageError."""
+    from jdp.experiment.file import shipped
     from jdp.experiment.schema.fields import run_name
-    from jdp.experiment.shipped import shipped
 
     names = shipped()
     try:

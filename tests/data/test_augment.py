@@ -156,9 +156,9 @@ def test_only_what_is_trained_on_is_augmented():
 @pytest.mark.parametrize("augment", ["crop", "resized_crop"])
 def test_a_run_is_fed_the_same_pixels_on_eight_devices_and_after_a_resume(augment):
     assembly = Assembly.on_devices(experiment(augment=augment))
-    source = assembly.data.train
+    source = assembly.inputs.data.train
     alone = first(4, global_batches(source, batch_size=8, seed=assembly.experiment.seed))
-    with assembly.feed(source, seed=assembly.experiment.seed, shuffle=True, start=2) as resumed:
+    with assembly.inputs.feed(source, seed=assembly.experiment.seed, shuffle=True, start=2) as resumed:
         for batch in alone[2:]:
             assert np.array_equal(next(resumed)["images"], batch["images"])
 
@@ -192,8 +192,18 @@ def test_samples_without_images_and_mixtures_are_refused():
 
 KEYS = {
     "word": ("vit-digits", "digits", 'augment = "flip"', "data.augment must be one of crop, resized_crop"),
-    "text": ("gpt-nano", "stdlib", 'augment = "crop"', "data.augment is not used by model.name = 'gpt-nano', as a GPT"),
-    "features": ("mlp", "digits", 'augment = "crop"', "data.augment is not used by model.name = 'mlp', as an MLP"),
+    "text": (
+        "gpt-nano",
+        "stdlib",
+        'augment = "crop"',
+        "data.augment is for images, and model.name = 'gpt-nano' learns text",
+    ),
+    "features": (
+        "mlp",
+        "digits",
+        'augment = "crop"',
+        "data.augment is for images, and model.name = 'mlp' learns features",
+    ),
 }
 
 

@@ -127,9 +127,9 @@ def test_a_norm_is_each_layers_own_where_layers_are_stacked(name):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"name": "adagrad", "momentum": 0.9}, "only by sgd, adafactor, lars, rmsprop; given 0.9"),
-        ({"beta": 0.9}, "optimizer.beta is not used by adamw, only by muon; given 0.9: remove it (or beta = 0.95)"),
-        ({"name": "muon", "momentum": 0.9}, "optimizer.momentum is not used by muon, only by sgd, adafactor"),
+        ({"name": "adagrad", "momentum": 0.9}, "is for sgd, adafactor, lars, rmsprop, not adagrad; given 0.9"),
+        ({"beta": 0.9}, "optimizer.beta is for muon, not adamw; given 0.9: remove it"),
+        ({"name": "muon", "momentum": 0.9}, "optimizer.momentum is for sgd, adafactor, lars, rmsprop, not muon"),
         ({"name": "muon", "adam_lr": 0.0}, "optimizer.adam_lr must be more than 0.0; given 0.0"),
     ],
 )

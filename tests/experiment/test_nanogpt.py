@@ -98,7 +98,7 @@ def toy(tmp_path_factory):
     given = {key: str(value) for key, value in TOY.items()} | {"data.source": f"{tmp_path}/tokens.npz"}
     experiment = load(RECIPE, given)
     assembly = Assembly(experiment, make_mesh(devices=jax.devices()[:4], **experiment.mesh))
-    with assembly.feed(assembly.data.train, seed=0, shuffle=True) as feed:
+    with assembly.inputs.feed(assembly.inputs.data.train, seed=0, shuffle=True) as feed:
         return assembly, next(feed)
 
 
@@ -106,14 +106,14 @@ def toy(tmp_path_factory):
 def test_a_step_is_nanogpts(toy, step, spread):
     """From equal weights, on four devices in two microbatches. `spread` widens the embedding: gradients are clipped."""
     assembly, batch = toy
-    state = assembly.state()
+    state = assembly.training.state()
     widened = {**state.params, "embed": {**state.params["embed"], "tokens": spread * state.params["embed"]["tokens"]}}
     counted = jax.tree.map(lambda x: x + step if jnp.issubdtype(x.dtype, jnp.integer) else x, state.opt_state)
     state = replace(state, params=widened, opt_state=counted)
     before = jax.device_get(nanogpts(state.params))
     loss, norm, expected = nanogpt_step(before, np.asarray(batch["tokens"]), np.asarray(batch["targets"]), step)
     assert (norm > 1.1) == (spread > 1)
-    state, metrics = assembly.train_step(state, batch)
+    state, metrics = assembly.training.step(state, batch)
     assert (float(metrics["loss"]), float(metrics["grad_norm"])) == pytest.approx((loss, norm), rel=1e-5)
     after = nanogpts(state.params)
     assert after.keys() == expected.keys()
@@ -126,7 +126,7 @@ def test_a_step_is_nanogpts(toy, step, spread):
 
 def test_the_rate_is_nanogpts(toy):
     """After the peak a step of the cosine may lie between: 3e-6 of the peak."""
-    rate = toy[0].learning_rate
+    rate = toy[0].training.learning_rate
     for step in (0, 1, 1000, 1999, 2000):
         assert float(rate(step)) == pytest.approx(get_lr(step), rel=1e-6)
     for step in (2001, 10_000, 300_000, 599_000, 600_000):
@@ -134,7 +134,7 @@ def test_the_rate_is_nanogpts(toy):
 
 
 def test_what_decays_is_what_has_two_dimensions(toy):
-    params = toy[0].state().params
+    params = toy[0].training.state().params
     decays = nanogpts(jax.tree.map(lambda mask, leaf: np.full(len(leaf), mask), decay_mask(params), params))
     dimensions = {name: leaf.ndim for name, leaf in nanogpts(params).items()}
     assert {name for name in decays if np.all(decays[name])} == {name for name, n in dimensions.items() if n >= 2}
@@ -153,7 +153,7 @@ def test_its_keys_are_those_of_the_published_run():
 
 def test_it_starts_as_nanogpt_does(toy):
     """Normal, 0.02; what is added to the residual stream 0.02 / sqrt(2 layers). To four deviations of that estimate."""
-    for name, leaf in nanogpts(jax.device_get(toy[0].state().params)).items():
+    for name, leaf in nanogpts(jax.device_get(toy[0].training.state().params)).items():
         if leaf.ndim == 1:
             assert np.all(leaf == 1), name
             continue

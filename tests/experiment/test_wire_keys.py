@@ -11,7 +11,7 @@ from tiny_runs import rows, stopped_at
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import load, to_toml
+from jdp.experiment.file import load
 
 TRAIN = {"steps": 4, "batch_size": 16, "log_every": 1, "checkpoint_every": 100}
 POINTS = points_text(tables(train=TRAIN, optimizer={"name": "sgd", "lr": 0.1}), hidden=4096)
@@ -42,7 +42,7 @@ def train(file, runs, *arguments):
 
 
 def state_at(file, folder, step):
-    target = Assembly.on_devices(load(file, {"wire": "int8", "strategy": "zero1"})).abstract_state()
+    target = Assembly.on_devices(load(file, {"wire": "int8", "strategy": "zero1"})).training.abstract_state
     with Checkpoints(folder / "checkpoints") as saved:
         restored, _ = saved.restore(target, step)
     return jax.device_get(restored)
@@ -61,9 +61,3 @@ def test_stopped_and_resumed_is_bitwise_the_undisturbed_run(tmp_path):
     assert losses[0] == losses[1] and max(losses[0]) == 4
     states = [state_at(file, folder, 4) for folder in (again, whole)]
     jax.tree.map(np.testing.assert_array_equal, *[(s.params, s.opt_state) for s in states])
-
-
-def test_an_experiment_as_resolved_is_read_back(tmp_path):
-    experiment = load(write_points(tmp_path, POINTS), {"wire": "int8", "buckets": "1000"})
-    (tmp_path / "resolved.toml").write_text(to_toml(experiment))
-    assert load(tmp_path / "resolved.toml") == experiment

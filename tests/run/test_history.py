@@ -1,6 +1,7 @@
 """What happened to a run is recorded visit by visit, and only added to."""
 
 import json
+import signal
 
 import pytest
 from tiny_experiment import tables, write_tiny
@@ -30,7 +31,7 @@ def events(folder):
 
 def test_each_visit_has_its_beginning_and_its_end(tmp_path):
     with pytest.raises(Stopped):
-        visit(tmp_path, begin=0, end=3, error=Stopped(75, {}))
+        visit(tmp_path, begin=0, end=3, error=Stopped(signal.SIGTERM, {}))
     with pytest.raises(ValueError, match="diverged"):
         visit(tmp_path, begin=3, end=5, error=ValueError("diverged " + "x" * 5000))
     with pytest.raises(KeyboardInterrupt):

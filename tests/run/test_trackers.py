@@ -11,7 +11,7 @@ from tiny_experiment import tables, write_tiny
 from tiny_runs import refused, rows, stopped_at, train
 
 from jdp.base import notices
-from jdp.run.outputs import trackers
+from jdp.run.outputs import metrics as trackers
 from jdp.run.outputs.metrics import Metrics
 
 CONFIG = {"name": "tiny", "optimizer": {"lr": 0.1}, "rules": {"*/kernel": ["", "model"]}, "mesh": {"data": -1}}
@@ -33,8 +33,8 @@ def folder(tmp_path):
 
 def visit(folder, steps, *, after=0, loss=1.0, wandb="project"):
     """One process's part of a run: a row for each step."""
-    started = trackers.start(folder, CONFIG, resumed_step=after, wandb=wandb)
-    with Metrics(folder, resumed_step=after, trackers=started) as metrics:
+    started = trackers.start_tracker(folder, CONFIG, resumed_step=after, wandb=wandb)
+    with Metrics(folder, resumed_step=after, tracker=started) as metrics:
         for step in steps:
             metrics.write(step, {"loss": loss + step, "skipped": 0})
             if step % 2 == 0:
@@ -85,7 +85,7 @@ def test_wandb_offline_has_every_row_and_the_config_and_a_resumed_run_is_the_sam
     runs = logged_to_wandb(folder)
     assert len(runs) == 1, "one run over there, in two visits"
     ((known, records),) = runs.items()
-    assert json.loads((folder / trackers.FILE).read_text()) == {"wandb:team/project": known}
+    assert json.loads((folder / trackers.TRACKERS).read_text()) == {"wandb:team/project": known}
     # W&B's writer need not repeat a config that it has: there is the first visit's, and all that there are agree.
     configs = [record["optimizer"] for record in records if "optimizer" in record]
     assert configs and all(config == {"lr": 0.1} for config in configs)
@@ -127,9 +127,9 @@ def never(*_):
 def test_a_resume_does_without_a_tracker_that_cannot_start_and_a_fresh_start_is_an_error(folder, monkeypatch, capsys):
     monkeypatch.setattr(trackers, "WandB", never)
     with pytest.raises(ValueError, match=r"train\.wandb = 'project' did not start: no such server .*WANDB_MODE"):
-        trackers.start(folder, CONFIG, wandb="project")
-    assert not (folder / trackers.FILE).exists()
-    (folder / trackers.FILE).write_text(json.dumps({"wandb:project": "1"}))
+        trackers.start_tracker(folder, CONFIG, wandb="project")
+    assert not (folder / trackers.TRACKERS).exists()
+    (folder / trackers.TRACKERS).write_text(json.dumps({"wandb:project": "1"}))
     visit(folder, range(3, 5), after=2)
     assert "wandb did not continue its run" in capsys.readouterr().err
     assert list(rows(folder, "loss")) == [3, 4]

@@ -1,4 +1,4 @@
-"""Metrics of a run on disk: `metrics.jsonl` for programs, TensorBoard events for people; written by process 0 only.
+"""Metrics of a run: `metrics.jsonl` for programs, TensorBoard events and W&B for people; written by process 0 only.
 
 `metrics.jsonl` has one JSON object a line: {"step": 10, "time": 1718000000.1, "loss": 2.3, ...}, flushed as written.
 JSON has no NaN and no infinity: such a value is null, and its text under "nonfinite", as in
@@ -9,28 +9,45 @@ rows that an earlier process wrote for them. Each visit has its own event file, 
 TensorBoard forget those steps in older files (`purge_step` of its writers). If the checkpoint of s precedes its
 evaluation, each visit that resumes there evaluates again: `replace_evaluation` keeps only one of the rows. The
 half-written last row of a killed writer is dropped.
+
+Weights & Biases (optional) gets a copy of the rows. The folder's trackers.json has its name for this run, so a resumed
+run continues the same curves. It starts before the first step, and a failure then is an error. Later it only gets rows,
+on its own thread, so a slow network delays no step. A failure is reported once, and the run continues with its local
+files. The package is imported only on request.
 """
+
+from __future__ import annotations
 
 import contextlib
 import importlib
 import json
 import math
+import queue
+import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from jdp.base.errors import UserError
 from jdp.base.notices import warn
-from jdp.run.outputs.trackers import BackgroundTracker
 
 JSONL = "metrics.jsonl"
 EVENTS = "events"
 """TensorBoard files are EVENTS.out.tfevents.*"""
+TRACKERS, SAMPLES = "trackers.json", "samples"
+"""The file with the runs' names in W&B, and the folder of [sample]."""
+WAITING_ROWS = 10_000
+"""Rows that may wait for a slow tracker before it counts as failed."""
+CLOSE_SECONDS = 60.0
+"""How long the end of a run waits for unsent rows."""
 
 
 class Metrics:
@@ -44,11 +61,11 @@ class Metrics:
         folder: Path,
         *,
         resumed_step: int = 0,
-        trackers: Sequence[BackgroundTracker] = (),
+        tracker: BackgroundTracker | None = None,
         patiently: Callable[[Callable[[], None]], None] = lambda action: action(),
     ) -> None:
         self._speaks, self._patiently = jax.process_index() == 0, patiently
-        self._trackers = trackers
+        self._tracker = tracker
         if not self._speaks:
             return
         writer = importlib.import_module("tensorboardX.event_file_writer").EventsWriter
@@ -71,8 +88,8 @@ class Metrics:
         self._jsonl.write(row + b"\n")
         self._patiently(self._jsonl.flush)  # unwritten text stays in the buffer
         self._write_event(step, now, scalars)
-        for tracker in self._trackers:
-            tracker.write(step, scalars)
+        if self._tracker is not None:
+            self._tracker.write(step, scalars)
 
     def replace_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Append the evaluation of the last step, replacing an earlier visit's row, if any."""
@@ -89,8 +106,8 @@ class Metrics:
     def close(self, exit_code: int = 0) -> None:
         """Close the files and the trackers."""
         with contextlib.ExitStack() as closing:  # all of them, even if the disk is full and each raises
-            for tracker in self._trackers:
-                closing.callback(tracker.close, exit_code)
+            if self._tracker is not None:
+                closing.callback(self._tracker.close, exit_code)
             if self._speaks:
                 closing.callback(self._event_file.close)
                 closing.callback(self._events.close)
@@ -106,9 +123,7 @@ class Metrics:
     def _open(self, stays: Callable[[Mapping[str, Any]], bool]) -> None:
         """Open the file with only the rows that stay. It is replaced in one move, so a crash loses nothing."""
         if self._file.exists():
-            fresh = self._file.with_suffix(".jsonl.new")
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in _rows(self._file) if stays(row)))
-            fresh.replace(self._file)
+            replace_file(self._file, "".join(json.dumps(row) + "\n" for row in _rows(self._file) if stays(row)))
         self._jsonl = self._file.open("a+b")
 
     def _write_event(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
@@ -121,6 +136,13 @@ class Metrics:
         start = {"status": _message_types().SessionLog.START}
         self._events.write_event(self._event(wall_time=time.time(), step=step, session_log=start))
         self._events.flush()
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file, completely or not at all."""
+    fresh = file.with_name(f"{file.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(file)
 
 
 def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -179,3 +201,117 @@ def _metrics_of(row: Mapping[str, Any]) -> list[str]:
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
     """Return True for the row of an evaluation; a step's row has its loss."""
     return all(name.startswith("eval_") for name in _metrics_of(row))
+
+
+def check_installed(wandb: str | None) -> None:
+    """Check that the package of a requested tracker is installed; only process 0 needs it."""
+    if wandb is None or jax.process_index() != 0:
+        return
+    spec = find_spec("wandb")
+    if spec is None or spec.origin is None:  # W&B's folder `wandb` beside the program is not a package
+        raise UserError("train.wandb needs the package wandb, which is not installed: pip install 'jdp[wandb]'")
+
+
+def start_tracker(
+    folder: Path, config: Mapping[str, Any], *, wandb: str | None, resumed_step: int = 0
+) -> BackgroundTracker | None:
+    """Start the tracker, or continue its run; process 0 only."""
+    if wandb is None or jax.process_index() != 0:
+        return None
+    file, key, known = folder / TRACKERS, f"wandb:{wandb}", dict[str, str]()
+    try:
+        known = TypeAdapter(dict[str, str]).validate_json(file.read_bytes() if file.exists() else "{}")
+    except ValidationError:
+        warn(f"{file} cannot be read: the trackers start new runs")
+    try:
+        tracker = WandB(folder, wandb, config, known.get(key))
+    except Exception as error:
+        if key in known and resumed_step:
+            warn(f"wandb did not continue its run ({_first_line(error)}): metrics are only in {folder}")
+            return None
+        raise UserError(
+            f"train.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
+            "WANDB_MODE=offline, or leave train.wandb out)"
+        ) from error
+    replace_file(file, json.dumps({**known, key: tracker.id}) + "\n")
+    return BackgroundTracker(tracker, folder)
+
+
+class BackgroundTracker:
+    """A tracker on its own thread, because it may be slow; its exceptions end the tracking, not the run."""
+
+    def __init__(self, tracker: WandB, folder: Path) -> None:
+        self._tracker, self._folder = tracker, folder
+        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(WAITING_ROWS)
+        self._failed, self._exit_code = False, 0
+        self._thread = threading.Thread(target=self._work, name="wandb tracker", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue a row; returns at once."""
+        self._put((step, dict(values)))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Send the queued rows for at most `CLOSE_SECONDS`, and end this visit in the tracker."""
+        self._exit_code = exit_code
+        self._put(None)
+        if not self._failed:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                self._fail(f"still sending {CLOSE_SECONDS:.0f} seconds after the end")
+
+    def _put(self, row: tuple[int, Mapping[str, float]] | None) -> None:
+        try:
+            if not self._failed:
+                self._rows.put_nowait(row)
+        except queue.Full:
+            self._fail(f"{WAITING_ROWS} rows behind")
+
+    def _work(self) -> None:
+        try:
+            for row in iter(self._rows.get, None):
+                if self._failed:
+                    break
+                self._tracker.write(*row)
+            self._tracker.close(self._exit_code)
+        except Exception as error:
+            self._fail(_first_line(error))
+
+    def _fail(self, reason: str) -> None:
+        if not self._failed:
+            self._failed = True
+            warn(f"wandb failed ({reason}): this run continues without it, metrics are in {self._folder}")
+
+
+class WandB:
+    """A run of Weights & Biases, its files in the run's folder.
+
+    W&B accepts only increasing steps: after a resume it ignores the steps that it has, whose rows are the same.
+    """
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any], known: str | None) -> None:
+        import wandb
+
+        self.id = known or secrets.token_hex(4)
+        entity, _, name = project.rpartition("/")
+        self._run: Any = wandb.init(
+            project=name,
+            entity=entity or None,
+            name=folder.name,
+            id=self.id,
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+            allow_val_change=True,  # a resumed run may have another strategy
+            settings=wandb.Settings(console="off"),  # W&B would replace stdout, which is the command's
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
