@@ -109,7 +109,7 @@ WRONG_FILES = {
     "rule that is no array": (SMALL + '[rules]\n"*" = "model"', "an array with a mesh axis for each dimension"),
     "metric no evaluation gives": (
         SMALL + 'keep_best = "eval_wiki_loss"\n[eval.wikis]\nsource = "a.txt"',
-        "'eval_wiki_loss' must be a metric of the evaluations, eval_loss, ",
+        "'eval_wiki_loss' must be a metric of evaluations, eval_loss, ",
     ),
     "patience without evaluations": (
         SMALL + "stop_after = 3",

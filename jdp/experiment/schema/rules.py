@@ -85,6 +85,6 @@ def _contradictions(x: Any) -> Iterator[str]:
     if twice := [metric for metric in known if known.count(metric) > 1]:
         yield f"{twice[0]} is a metric of two evaluations: rename a table of [data.mixture] or [eval]"
     if (best := train.best_metric) not in known:
-        yield f"train.keep_best = {best!r} must be a metric of the evaluations, {', '.join(known)}{nearest(best, known)}"
+        yield f"train.keep_best = {best!r} must be a metric of evaluations, {', '.join(known)}{nearest(best, known)}"
     if (warmup := x.optimizer.warmup_steps) > train.steps:
         yield f"optimizer.warmup_steps = {warmup} must be at most train.steps = {train.steps}: lower it, or raise that"
