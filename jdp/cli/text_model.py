@@ -33,7 +33,8 @@ from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.data.text.tokenizers import Tokenizer, open_tokenizer
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, load
-from jdp.experiment.schema.experiment import NONE, Experiment
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.fields import NONE
 from jdp.models import GPT, GPTConfig
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS, FILE

@@ -25,11 +25,12 @@ from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
 from jdp.base.words import nearest
 from jdp.core.sharding.axes import BatchUnit, axis_sizes, batch_unit
-from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys
+from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys, tables
 from jdp.experiment.problems import problems
-from jdp.experiment.schema.experiment import NONE, Experiment, Model
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.make import Made
-from jdp.experiment.schema.model import MadeModel, model_table, take_tokenizer
+from jdp.experiment.schema.model import MadeModel, Model, model_table, take_tokenizer
 from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
@@ -142,19 +143,16 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
 def describe() -> list[tuple[str, list[Key]]]:
     """Return all keys of an experiment file in groups with a heading, as in `jdp train --help-all`."""
     groups = [("top level", table_keys(Experiment))]
-    for path, table in Schemas(Experiment, {}).tables():
-        groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
+    for path, table in tables(Experiment):
+        headed = [(" ".join((table.__doc__ or "").split()), table_keys(table))]
         if table is Model:
-            learns = [key for key in table_keys(MadeModel) if key.name == "learns"]
-            groups.append(("[model] with make", _prefixed("model", learns)))
+            headed.append(("[model] with make", [key for key in table_keys(MadeModel) if key.name == "learns"]))
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
-                groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
+                headed.append((f"[model] fields of {sizes}", config_keys(kind)))
+        prefix = ".".join(path)
+        groups += [(title, [replace(key, name=f"{prefix}.{key.name}") for key in keys]) for title, keys in headed]
     return groups
-
-
-def _prefixed(table: str, keys: list[Key]) -> list[Key]:
-    return [replace(key, name=f"{table}.{key.name}") for key in keys]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -296,10 +294,8 @@ def _check_plugin(name: Any, *, where: str, allowed: Any) -> None:
         )
     top = name.partition(".")[0]
     if top.isidentifier() and not iskeyword(top) and find_spec(top) is None:  # else the schema reports it
-        raise ExperimentError(
-            f"{where}: --plugin names a package that Python finds; given {brief(name)}: install it (pip install -e "
-            "FOLDER), or name the folder that holds it in PYTHONPATH"
-        )
+        fix = "install it (pip install -e FOLDER), or name the folder that holds it in PYTHONPATH"
+        raise ExperimentError(f"{where}: --plugin names a package that Python finds; given {brief(name)}: {fix}")
 
 
 def _error(table: dict[str, Any], plugin: Any) -> ValidationError | None:

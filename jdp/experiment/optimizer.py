@@ -18,7 +18,8 @@ from jdp.core.update.ema import with_ema
 from jdp.core.update.schedules import warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.muon import VECTORS, muon
-from jdp.experiment.schema.experiment import USED_BY, Experiment
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.optimizer import USED_BY
 from jdp.models import GPTConfig, ViTConfig
 
 

@@ -21,8 +21,9 @@ from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
 from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.schema.experiment import Experiment, Train
+from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.make import folder_of
+from jdp.experiment.schema.train import Train
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
 from jdp.run.evaluation import Best, Row

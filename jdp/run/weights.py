@@ -48,8 +48,9 @@ from jdp.data.text.tokenizers import BESIDE, BYTES, byte_tokenizer, open_tokeniz
 from jdp.data.text.tokenizers import FILE as TOKENIZER
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.experiment import Experiment, Train
+from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.model import HF
+from jdp.experiment.schema.train import Train
 from jdp.models.configs.gpt import GPTConfig
 from jdp.run.folder import EXPORT, EXPORTED
 from jdp.run.progress import Progress

@@ -153,7 +153,10 @@ MISTAKES = {
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch comes after --; given no --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "-n must be 1 or more processes; given 0"),
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
-    "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "<= train.steps = 50"),
+    "launch with wrong steps": (
+        ["launch", "-n", "2", "--", "FILE", "--profile", "60:70"],
+        "from 1 to train.steps = 50",
+    ),
     "nodes without a place": (
         ["launch", "-n", "2", "--nodes", "2", "--", "x.py"],
         "several machines need --node-rank and --coordinator; given --nodes 2 without --node-rank and --coordinator",

@@ -218,7 +218,6 @@ def test_steps_of_other_libraries(program, capsys, library):
 
 MISTAKES = {
     "no function": ("own_step.py", [], r'given "own_step.py": add :FUNCTION'),
-    "no file": ("nosuch.py:make_step", [], r"a Python file that exists"),
     "an exception": (
         "own_step.py:other_function",
         [],
@@ -236,12 +235,6 @@ MISTAKES = {
         "a file of jdp verify; given .* format 2, and 1 is read",
     ),
     "itself": ("own_step.py:make_step", ["--against", "a.json", "--save", "./a.json"], "--save would replace the base"),
-    "both": ("own_step.py:make_step", ["--json", "--markdown"], "both print on stdout"),
-    "an experiment": (
-        "x.toml",
-        ["--save", "a.json"],
-        "--save is for a program, FILE.py:FUNCTION; given the experiment",
-    ),
 }
 
 

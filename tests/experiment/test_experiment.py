@@ -10,7 +10,8 @@ from tiny_experiment import SMALL
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, describe, from_table, load, to_toml
-from jdp.experiment.schema.experiment import USED_BY, Experiment, Optimizer
+from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.optimizer import USED_BY, Optimizer
 from jdp.models import GPTConfig
 from jdp.models.configs.sizes import SIZES
 
@@ -137,6 +138,11 @@ WRONG_FILES = {
         pictures("mlp", 'source = "digits"') + "[sample]\nlength = 3",
         "[sample] is for a GPT and text with a known data.tokenizer: remove it",
     ),
+    "encoding without manual partitioning": (
+        'wire = "int8"\npartitioning = "auto"\n' + SMALL,
+        'wire is for partitioning = "manual", where jdp sends; given "int8"',
+    ),
+    "no encoding": ('wire = "int7"\n' + SMALL, 'given "int7"; did you mean int8?'),
     "key the schedule ignores": (
         SMALL + "[optimizer]\nfinal_lr_fraction = 0.1",
         "is for the schedules cosine and linear; given 0.1",

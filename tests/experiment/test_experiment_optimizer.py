@@ -10,7 +10,7 @@ import pytest
 
 from jdp.experiment.file import ExperimentError, from_table
 from jdp.experiment.optimizer import decay_mask, learning_rate, optimizer
-from jdp.experiment.schema.experiment import USED_BY
+from jdp.experiment.schema.optimizer import USED_BY
 
 
 def experiment(*, optimizer, steps=50, batch_size=16, model=None):
@@ -78,17 +78,6 @@ def test_weight_decay_leaves_out_biases_and_scales_even_when_layers_are_stacked(
 def test_decay_mask_goes_by_the_last_key_only():
     mask = decay_mask({"scale": {"kernel": 1}, "bias": 1, "scale_up": 1, "upscale": 1})
     assert mask == {"scale": {"kernel": True}, "bias": False, "scale_up": True, "upscale": True}
-
-
-def test_sgd_has_momentum():
-    tx = optimizer(experiment(optimizer={"name": "sgd", "lr": 1.0, "momentum": 0.5}))
-    params = {"w": jnp.zeros(())}
-    state = tx.init(params)
-    seen = []
-    for _ in range(3):
-        updates, state = tx.update({"w": jnp.ones(())}, state, params)
-        seen.append(float(updates["w"]))
-    assert seen == [-1.0, -1.5, -1.75]
 
 
 def test_lars_and_lamb_take_steps_of_a_share_of_the_weights_and_leave_biases_out():

@@ -85,15 +85,6 @@ def test_fits_its_devices(name, tmp_path):
     assert at_rest < 1.1 * 4 * size / shards + 50_000, "small leaves and norms stay whole"
 
 
-def test_the_quickstarts_differ_in_the_update_and_its_rate_alone():
-    """The lab note compares them at equal steps on equal data."""
-    adamw, muon = (load(EXPERIMENTS / f"{name}.toml").model_dump() for name in ("quickstart", "quickstart_muon"))
-    assert [each["optimizer"].pop("name") for each in (adamw, muon)] == ["adamw", "muon"]
-    for each in (adamw, muon):
-        del each["name"], each["optimizer"]["lr"]
-    assert adamw == muon
-
-
 def test_what_is_tensor_parallel_is_split_in_pairs():
     """A matrix that is split by columns is followed by one split by rows: one all-reduce a pair (arXiv:1909.08053)."""
     _, assembly, state = assembled(load(EXPERIMENTS / "tensor_parallel.toml"), "h100:8x8")
@@ -107,3 +98,13 @@ def test_every_experiment_is_in_the_guide():
     guide = (EXPERIMENTS.parent / "jdp/experiment/README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"experiments/(\w+)\.toml\)", guide))
     assert named == {file.stem for file in EXPERIMENTS.glob("*.toml")}
+
+
+def test_gpt2_has_the_keys_of_nanogpts_published_run():
+    experiment = load(EXPERIMENTS / "gpt2_124m.toml")
+    model, given, train = experiment.model.config, experiment.optimizer, experiment.train
+    assert (model.layers, model.width, model.heads, model.context, model.vocab_size) == (12, 768, 12, 1024, 50304)
+    assert (model.tied, model.bias, model.dropout, model.positions, model.norm) == (True, False, 0, "learned", "layer")
+    assert (given.b1, given.b2, given.eps, given.weight_decay, given.clip_norm) == (0.9, 0.95, 1e-8, 0.1, 1.0)
+    assert train.batch_size * experiment.data.length == 12 * 1024 * 40 == 491_520
+    assert (train.steps, experiment.precision, experiment.data.heldout_fraction) == (600_001, "bf16", 0.0005)

@@ -245,14 +245,3 @@ def test_a_plug_in_is_found_by_its_package(tmp_path):
     assert done.returncode == 0, done.stderr
     losses = rows(tmp_path / "rings", "eval_accuracy")
     assert losses[60] > 0.8  # chance is a third
-
-
-# --- on 8 GPUs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.aot
-def test_a_model_of_1b_fits_one_host(capsys):
-    assert main(["plan", "gpt_1b", "--target", "h100:1x8", "--strategy", "zero2", "--no-cache"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"they need: zero2 K=2 1\d(\.\d)? GiB; all fit", out), out
-    assert re.search(r"Take zero2 K=2: a step takes 2\d\d ms", out)

@@ -4,7 +4,6 @@ import shutil
 
 import jax
 import numpy as np
-import pytest
 from tiny_experiment import points_text, tables, write_points
 from tiny_runs import rows, stopped_at
 
@@ -16,24 +15,6 @@ from jdp.experiment.file import load
 TRAIN = {"steps": 4, "batch_size": 16, "log_every": 1, "checkpoint_every": 100}
 POINTS = points_text(tables(train=TRAIN, optimizer={"name": "sgd", "lr": 0.1}), hidden=4096)
 INT8 = ("--wire", "int8")
-
-WRONG = {
-    "buckets of 0": (["--buckets", "0"], "--buckets must be"),
-    "word for buckets": (["--buckets", "auto"], "--buckets must be"),
-    "int7": (["--wire", "int7"], 'given "int7"; did you mean int8?'),
-    "reduce in int8": (["--reduce", "int8"], "--reduce must be one of fp32, bf16"),
-    "auto": ([*INT8, "--partitioning", "auto"], 'wire is for partitioning = "manual"'),
-}
-
-
-@pytest.mark.parametrize(("arguments", "expected"), WRONG.values(), ids=WRONG)
-def test_a_bad_value_is_one_error_and_exit_2(arguments, expected, tmp_path, capfd):
-    file = write_points(tmp_path, POINTS)
-    assert main(["train", str(file), "--run-dir", str(tmp_path / "runs"), *arguments]) == 2
-    shown = capfd.readouterr()
-    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out, shown.err
-    assert expected in shown.err
-    assert not (tmp_path / "runs").exists()
 
 
 def train(file, runs, *arguments):

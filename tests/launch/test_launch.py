@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from own_process import ROOT, python, start_python
@@ -352,7 +351,7 @@ def test_what_is_not_there_is_said_once_and_in_words(command, words, capfd):
 def test_the_run_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
     seen: list[list[str]] = []
     monkeypatch.setattr(supervisor, "launch", lambda whole, *_, **__: seen.append(whole) or 0)
-    monkeypatch.setattr(command, "_check_before_launch", lambda *_: SimpleNamespace(devices=None, name="x"))
+    monkeypatch.setattr(command, "_check_before_launch", lambda *_: (tmp_path / "runs/x", False))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert command.run(["-n", "2", "--run-dir", "~/runs", "--", "~/x.toml"]) == 0
     assert seen[0][4:] == [f"{tmp_path}/x.toml", f"--run-dir={tmp_path}/runs"]

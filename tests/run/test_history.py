@@ -53,14 +53,6 @@ def test_each_visit_has_its_beginning_and_its_end(tmp_path):
     assert len(failed["error"]) < 1100 and interrupted["error"] == "KeyboardInterrupt"
 
 
-def test_a_half_written_line_costs_that_line_only(tmp_path):
-    visit(tmp_path, begin=0, end=10)
-    file = tmp_path / FLIGHT
-    file.write_text(file.read_text() + '{"time": 1, "event": "res')
-    visit(tmp_path, begin=4, end=10)
-    assert events(tmp_path) == [("started", 0), ("finished", 10), ("resumed", 4), ("finished", 10)]
-
-
 def test_a_run_that_was_taken_over_begins_anew_and_is_resumed(tmp_path):
     once = {"eval_batches": 1, "log_every": 1, "checkpoint_every": 1}
     file = write_tiny(tmp_path, tables(train={"steps": 2, "batch_size": 8, **once}))

@@ -112,13 +112,6 @@ def test_an_evaluation_that_is_made_up_again_has_one_row(tmp_path):
     assert scalars(tmp_path, "lr").keys() == {1, 2, 3}
 
 
-def test_a_fresh_run_in_an_old_folder_starts_over(tmp_path):
-    write(tmp_path, range(1, 8))
-    write(tmp_path, range(1, 3), loss=5.0)
-    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert scalars(tmp_path) == {1: 6.0, 2: 7.0}
-
-
 @pytest.mark.parametrize("end", [b'{"step": 4, "lo', b'{"step": 4', b"\0\0\0"])
 def test_a_last_row_half_written_is_dropped(tmp_path, end):
     file = tmp_path / "metrics.jsonl"

@@ -86,7 +86,7 @@ def hooked(kind, name, place, number):
 hooked(Watch, "step", "step", lambda self, step: step)
 hooked(Watch, "batch", "batch", lambda self: self._step)
 hooked(Watch, "mark", "compile", lambda self, part: self._step if self._first and part == "data" else None)
-hooked(_Agreement, "agree", "", lambda *_: agreed.set())
+hooked(_Agreement, "agree", "", lambda self, *_: self.signal and agreed.set())
 hooked(loop, "resumed", "restore", lambda *_: 0)
 reported = {}
 fault[:] = ["compile", 0, "SIGHUP"]

@@ -182,19 +182,3 @@ UNFIT = {
 def test_a_model_that_does_not_fit_its_data_is_one_error_with_the_fix(folder, tmp_path, capsys, kind, arguments, said):
     assert said in refused(capsys, "train", written(folder, kind), "--run-dir", tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_corrupt_picture_is_one_error_that_names_it(tmp_path, capsys):
-    """Half of it never arrived. Of rows `data/test_hub_images.py` holds it."""
-    image = pytest.importorskip("PIL.Image")
-    for number in range(24):
-        file = tmp_path / "data" / ("cat", "dog")[number % 2] / f"{number:02d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        image.fromarray(np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
-    corrupt = tmp_path / "data" / "dog" / "05.png"
-    corrupt.write_bytes(corrupt.read_bytes()[:60])
-    table = {"name": "kind", "model": {**RESNET, "classes": 2}, "train": {"steps": 9, "batch_size": 16}}
-    (tmp_path / "corrupt.toml").write_text(entries(table | {"data": {"source": "hf:imagefolder:data"}}))
-    error = refused(capsys, "train", tmp_path / "corrupt.toml", "--run-dir", tmp_path / "runs")
-    line = error.splitlines()[-1]
-    assert "images must be readable" in line and "dog/05.png" in line, error

@@ -20,27 +20,12 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.base.errors import UserError
 from jdp.base.words import DtypeName, Encoding, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
-from jdp.experiment.schema.data import Data, EvalSet, Ingredient
-from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named
+from jdp.experiment.schema.data import Data, EvalSet
+from jdp.experiment.schema.fields import CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.model import Model, UnknownModel, model_table
-from jdp.experiment.schema.optimizer import USED_BY, LossTable, Optimizer
+from jdp.experiment.schema.optimizer import LossTable, Optimizer
 from jdp.experiment.schema.rules import broken_rules
 from jdp.experiment.schema.train import ACCURACY, Guard, Sample, Train
-
-__all__ = [
-    "NONE",
-    "USED_BY",
-    "Data",
-    "EvalSet",
-    "Experiment",
-    "Ingredient",
-    "Model",
-    "Optimizer",
-    "Sample",
-    "Section",
-    "Train",
-    "model_table",
-]
 
 Kind = Literal["text", "images", "features", "own"]
 

@@ -95,7 +95,7 @@ class Metrics:
         """Append the evaluation of the last step, replacing an earlier visit's row, if any."""
         if self._speaks:
             self._jsonl.close()
-            self._open(lambda row: row["step"] != step or not _is_evaluation(row))
+            self._open(lambda row: row["step"] != step or "loss" in row)  # a step's row has its loss
             self._purge_events_from(step)  # all of the step: the other rows are written again
             for row in read(self._file):
                 if row["step"] == step:
@@ -196,11 +196,6 @@ def _scalar(name: str, value: Any) -> int | float:
 def _metrics_of(row: Mapping[str, Any]) -> list[str]:
     """Return the names of the metrics in a row of the file."""
     return [name for name in row if name not in ("step", "time", "nonfinite")]
-
-
-def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Return True for the row of an evaluation; a step's row has its loss."""
-    return all(name.startswith("eval_") for name in _metrics_of(row))
 
 
 def check_installed(wandb: str | None) -> None:
