@@ -127,7 +127,9 @@ def _by_line(sent: Iterable[Sent], root: Path) -> tuple[SentFrom, ...]:
     lines = dict[tuple[str, str | None], SentFrom]()
     for each in sent:
         source = each.source
-        named, text = (None, "") if source is None else (_from_root(source, root), _text(source))
+        file, _, number = (source or "").rpartition(":")
+        text = cut(linecache.getline(file, int(number)).strip(), 200) if number.isdecimal() else ""
+        named = None if source is None else _from_root(source, root)
         line = lines.get((each.kind, source), SentFrom(each.kind, named, text, 0, 0.0))
         wire = line.wire_bytes + each.wire_bytes
         lines[each.kind, source] = replace(line, count=line.count + each.count, wire_bytes=wire)
@@ -143,11 +145,6 @@ def _from_root(source: str, root: Path) -> str:
             return f"{posix.rpartition(installed)[2]}:{line}"
     path = Path(name)
     return f"{path.relative_to(root).as_posix() if path.is_relative_to(root) else posix}:{line}"
-
-
-def _text(source: str) -> str:
-    name, _, line = source.rpartition(":")
-    return cut(linecache.getline(name, int(line)).strip(), 200) if line.isdecimal() else ""
 
 
 # The comparison.
@@ -259,7 +256,14 @@ def compare(before: Baseline, now: Baseline, *, tolerance: float, file: str) -> 
             rows += _lines(before, now, tolerance, verdict == BETTER)
         if what == HELD and before.held.fits is not False and now.held.fits is False:
             rows.append(Row("more than a device has", "", old, number, WORSE))
-    return Comparison(now.program, now.target, file, tolerance, tuple(rows), tuple(_notes(before, now, file)))
+    versions = f"{file} is of jax {before.jax}, and this is jax {now.jax}"
+    notes = {
+        f"{versions}: a difference may be the compiler's; compare with one version to know": before.jax != now.jax,
+        f"the mesh was {factors(before.mesh)}, and is {factors(now.mesh)}": before.mesh != now.mesh,
+        f"{file} is of {before.program}": before.program != now.program,
+    }
+    kept = tuple(note for note, differs in notes.items() if differs)
+    return Comparison(now.program, now.target, file, tolerance, tuple(rows), kept)
 
 
 def _lines(before: Baseline, now: Baseline, tolerance: float, all_send_less: bool) -> Iterator[Row]:
@@ -285,19 +289,6 @@ def _verdict(old: float, new: float, tolerance: float, least: float) -> str:
     if new - old > max(tolerance * old, least):
         return WORSE
     return BETTER if old - new > max(tolerance * old, least) else OTHER
-
-
-def _notes(before: Baseline, now: Baseline, file: str) -> Iterator[str]:
-    """Yield the other differences."""
-    if before.jax != now.jax:
-        yield (
-            f"{file} is of jax {before.jax}, and this is jax {now.jax}: a difference may be the compiler's; compare "
-            "with one version to know"
-        )
-    if before.mesh != now.mesh:
-        yield f"the mesh was {factors(before.mesh)}, and is {factors(now.mesh)}"
-    if before.program != now.program:
-        yield f"{file} is of {before.program}"
 
 
 # Pairs of lines.

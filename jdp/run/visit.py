@@ -273,8 +273,13 @@ class Visit:
         progress, done = self.progress, self.progress.done
         if not self._evaluation_due() or progress.evaluated == done:
             return False
+
+        def goes_on() -> bool:
+            self.watch.batch()
+            return not self.stop.poll()
+
         with self.watch.during("eval"):
-            row = self._evaluation.of(state, self._goes_on)
+            row = self._evaluation.of(state, goes_on)
         if row is None:
             return False
         progress.evals, progress.evaluated = row, done
@@ -315,11 +320,6 @@ class Visit:
         """Return whether an evaluation follows this step."""
         done, train = self.progress.done, self.experiment.train
         return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
-
-    def _goes_on(self) -> bool:
-        """Return whether an evaluation continues after a batch."""
-        self.watch.batch()
-        return not self.stop.poll()
 
 
 class Clock:

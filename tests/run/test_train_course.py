@@ -387,5 +387,6 @@ def test_an_evaluation_set_has_the_classes_of_training(file, capsys, monkeypatch
     monkeypatch.chdir(file.parent)
     with np.load("points.npz") as points:
         np.savez("other.npz", features=points["features"], labels=points["labels"] + 1)
-    assert "eval.other must have the 3 classes" in refusal(capsys, file, "--eval.other.source", "other.npz")
+    error = refusal(capsys, file, "--eval.other.source", "other.npz", "--model.features_out", "4")
+    assert "eval.other must have the 3 classes of training" in error
     assert not (file.parent / "runs" / "points").exists()
