@@ -11,9 +11,8 @@ evaluation, each visit that resumes there evaluates again: `replace_evaluation` 
 half-written last row of a killed writer is dropped.
 
 Weights & Biases (optional) gets a copy of the rows. The folder's trackers.json has its name for this run, so a resumed
-run continues the same curves. It starts before the first step, and a failure then is an error. Later it only gets rows,
-on its own thread, so a slow network delays no step. A failure is reported once, and the run continues with its local
-files. The package is imported only on request.
+run continues the same curves. It starts before the first step, and a failure then is an error. A later failure is
+reported once, and the run continues with its local files. The package is imported only on request.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ import contextlib
 import importlib
 import json
 import math
-import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -44,10 +41,6 @@ EVENTS = "events"
 """TensorBoard files are EVENTS.out.tfevents.*"""
 TRACKERS, SAMPLES = "trackers.json", "samples"
 """The file with the runs' names in W&B, and the folder of [sample]."""
-WAITING_ROWS = 10_000
-"""Rows that may wait for a slow tracker before it counts as failed."""
-CLOSE_SECONDS = 60.0
-"""How long the end of a run waits for unsent rows."""
 
 
 class Metrics:
@@ -61,7 +54,7 @@ class Metrics:
         folder: Path,
         *,
         resumed_step: int = 0,
-        tracker: BackgroundTracker | None = None,
+        tracker: Tracker | None = None,
         patiently: Callable[[Callable[[], None]], None] = lambda action: action(),
     ) -> None:
         self._speaks, self._patiently = jax.process_index() == 0, patiently
@@ -209,7 +202,7 @@ def check_installed(wandb: str | None) -> None:
 
 def start_tracker(
     folder: Path, config: Mapping[str, Any], *, wandb: str | None, resumed_step: int = 0
-) -> BackgroundTracker | None:
+) -> Tracker | None:
     """Start the tracker, or continue its run; process 0 only."""
     if wandb is None or jax.process_index() != 0:
         return None
@@ -229,52 +222,31 @@ def start_tracker(
             "WANDB_MODE=offline, or leave train.wandb out)"
         ) from error
     replace_file(file, json.dumps({**known, key: tracker.id}) + "\n")
-    return BackgroundTracker(tracker, folder)
+    return Tracker(tracker, folder)
 
 
-class BackgroundTracker:
-    """A tracker on its own thread, because it may be slow; its exceptions end the tracking, not the run."""
+class Tracker:
+    """A tracker whose exceptions end the tracking, not the run."""
 
     def __init__(self, tracker: WandB, folder: Path) -> None:
         self._tracker, self._folder = tracker, folder
-        self._rows: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(WAITING_ROWS)
-        self._failed, self._exit_code = False, 0
-        self._thread = threading.Thread(target=self._work, name="wandb tracker", daemon=True)
-        self._thread.start()
+        self._failed = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue a row; returns at once."""
-        self._put((step, dict(values)))
+        """Pass a row on; W&B sends it from a process of its own, so a slow network delays no step."""
+        self._try(lambda: self._tracker.write(step, values))
 
     def close(self, exit_code: int = 0) -> None:
-        """Send the queued rows for at most `CLOSE_SECONDS`, and end this visit in the tracker."""
-        self._exit_code = exit_code
-        self._put(None)
-        if not self._failed:
-            self._thread.join(CLOSE_SECONDS)
-            if self._thread.is_alive():
-                self._fail(f"still sending {CLOSE_SECONDS:.0f} seconds after the end")
+        """End this visit in the tracker; W&B waits until its rows are sent."""
+        self._try(lambda: self._tracker.close(exit_code))
 
-    def _put(self, row: tuple[int, Mapping[str, float]] | None) -> None:
+    def _try(self, action: Callable[[], None]) -> None:
         try:
             if not self._failed:
-                self._rows.put_nowait(row)
-        except queue.Full:
-            self._fail(f"{WAITING_ROWS} rows behind")
-
-    def _work(self) -> None:
-        try:
-            for row in iter(self._rows.get, None):
-                if self._failed:
-                    break
-                self._tracker.write(*row)
-            self._tracker.close(self._exit_code)
+                action()
         except Exception as error:
-            self._fail(_first_line(error))
-
-    def _fail(self, reason: str) -> None:
-        if not self._failed:
             self._failed = True
+            reason = _first_line(error)
             warn(f"wandb failed ({reason}): this run continues without it, metrics are in {self._folder}")
 
 
