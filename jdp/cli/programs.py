@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -26,10 +26,9 @@ from jdp.base.words import nearest
 from jdp.cli.options import UsageError, choose_target_platform, flag_of
 
 if TYPE_CHECKING:
-    from jdp.core.types import Device
     from jdp.foresight.step_report import StepReport
 
-_FUNCTION = re.compile(r"(?P<module>.+):(?P<name>[^\W\d]\w*)")
+_FUNCTION = re.compile(r"(?P<module>.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 _DESCRIBED = (
     "Nothing runs on the devices of a target. Make abstract arrays (jax.eval_shape, jax.ShapeDtypeStruct) outside of "
     "jax.set_mesh; or remove the argument `devices`: jax.devices() then has as many virtual CPU devices."
@@ -64,8 +63,8 @@ def check_program(options: Any, overrides: Mapping[str, str], taken: Sequence[st
     check_only(options, overrides, taken, rule)
 
 
-def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Program, StepReport]:
-    """Load a program, and compile its step for a target (None: for this machine's devices).
+def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Path, StepReport]:
+    """Load a program, and compile its step for a target (None: this machine's devices); return its root and the report.
 
     A program that does not take the target's devices gets as many virtual CPU devices.
     """
@@ -81,14 +80,20 @@ def forecast_on(file: Path, target_name: str | None, *, cache: bool) -> tuple[Pr
         from jdp.foresight.targets.resolve import target
 
         devices = None if target_name is None else target(target_name)  # first: reports a mistake at once
-        program = load(str(file))
+        function, root = load(str(file))
         described = (None, None) if devices is None else (devices.devices[0], cudnn_of(devices))
-        with answered_for(*described):  # a function that makes shapes of a model may trace its fused attention
-            step, arguments = program.step(lambda: jax.devices() if devices is None else devices.devices)
+        name = str(file).rpartition(":")[2]
+        given: dict[str, Any] = {}
+        if _takes_devices(function, name):
+            given["devices"] = list(jax.devices() if devices is None else devices.devices)
+        failed = users_errors(f"{file} could not be called", _DESCRIBED if given else "")
+        with answered_for(*described), failed:  # a function that makes a model's shapes may trace its fused attention
+            returned = function(**given)
+        step, arguments = _step_of(returned, name)
         step = step.jitted if isinstance(step, Step) else step
         with Progress() as progress, users_errors(f"the step of {file} could not be compiled"):
             progress.compiling(0, 1, f"{file} for {devices or 'this machine'}")
-            return program, forecast(step, arguments, target=devices, cache=cache)
+            return root, forecast(step, arguments, target=devices, cache=cache)
 
 
 @contextlib.contextmanager
@@ -121,33 +126,13 @@ def _choose_devices(target: str | None) -> None:
             use_cpu_devices(count)
 
 
-@dataclass(frozen=True)
-class Program:
-    """A user's function that returns a jitted step and its arguments."""
-
-    name: str  # as given: "my_train.py:make_step"
-    root: Path  # source lines are relative to it: the program's repository, else its folder
-    function: Callable[..., Any]
-
-    def step(self, devices: Callable[[], Sequence[Device]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Call the function, with the devices if it takes them; return the step and its positional arguments.
-
-        Arguments by keyword are the last.
-        """
-        name = self.name.rpartition(":")[2]
-        given = {"devices": list(devices())} if _takes_devices(self.function, name) else {}
-        with users_errors(f"{self.name} could not be called", _DESCRIBED if given else ""):
-            returned = self.function(**given)
-        return _step_of(returned, name)
-
-
-def load(text: str) -> Program:
-    """Import a program and find its function."""
+def load(text: str) -> tuple[Callable[..., Any], Path]:
+    """Import a program; return its function, and the folder of its repository, else its own."""
     found = _FUNCTION.fullmatch(text)
     if found is None:
         raise ProgramError(
             f"a program is FILE.py:FUNCTION or module.path:function, whose function returns a jitted step and its "
-            f"arguments; given {brief(text)}: add :FUNCTION"
+            f"arguments; given {brief(text)}: add :FUNCTION, after a file that ends in .py or a module"
         )
     module_name, name = found["module"], found["name"]
     with users_errors(f"{module_name} could not be imported"):
@@ -157,7 +142,8 @@ def load(text: str) -> Program:
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and key[0] != "_"]
         hint = nearest(name, own) or (f": it has {', '.join(own[:6])}" if own else ": it has no function")
         raise ProgramError(f"a program's function is one that its file has; given {name!r}, not in {module_name}{hint}")
-    return Program(text, _root(Path(getattr(module, "__file__", None) or ".")), function)
+    folder = Path(getattr(module, "__file__", None) or ".").resolve().parent
+    return function, next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -177,11 +163,6 @@ def _import_file(file: Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     """Import a module like `python -m`, from the working directory too."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ProgramError(
-            f"a program is FILE.py:FUNCTION or module.path:function; given {brief(name)} before the colon: name a file "
-            "that ends in .py, or a module"
-        )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     return importlib.import_module(name)
@@ -233,12 +214,6 @@ def _with_keywords(step: Callable[..., Any], count: int, names: Sequence[str]) -
     called.__name__ = getattr(step, "__name__", type(step).__name__)
     called.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     return called
-
-
-def _root(file: Path) -> Path:
-    """Return a file's repository, else its folder."""
-    folder = file.resolve().parent
-    return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
 
 @contextlib.contextmanager

@@ -109,8 +109,8 @@ def _run_program(options: Options, overrides: dict[str, str]) -> int:
 
         before = None if options.against is None else read_baseline(options.against)
         named = options.target or (None if before is None else before.target)
-        program, report = forecast_on(options.file, named, cache=not options.no_cache)
-        now = baseline_of(report, program.name, program.root)
+        root, report = forecast_on(options.file, named, cache=not options.no_cache)
+        now = baseline_of(report, str(options.file), root)
         comparison = None
         if before is not None and options.against is not None:
             comparison = compare(before, now, tolerance=tolerance, file=options.against.name)

@@ -124,23 +124,15 @@ def test_one_word_changes_the_strategy_not_the_losses(whole, experiment, capsys)
 
 
 def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
-    before = tree(whole / "checkpoints")
-    code, folder = train(whole.parent.parent / "points.toml", "--json")
-    assert code == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert (summary["steps"], summary["resumed_from"]) == (8, 8)
-    assert summary["final_loss"] == rows(whole, "loss")[8]
-    assert tree(whole / "checkpoints") == before
-    assert list(rows(folder, "loss")) == list(range(1, 9))
-
-
-def test_a_finished_run_is_not_said_to_be_another_one(whole, capsys):
     """Nothing is trained under the new word, so the folder's record keeps the old one."""
-    before = (whole / "experiment.toml").read_bytes()
-    code, _ = train(whole.parent.parent / "points.toml", "--strategy", "ddp")
-    assert code == 0
-    assert "has all of its 8 steps: nothing to do (--name NEW starts another run)" in capsys.readouterr().out
-    assert (whole / "experiment.toml").read_bytes() == before
+    before, recorded = tree(whole / "checkpoints"), (whole / "experiment.toml").read_bytes()
+    code, folder = train(whole.parent.parent / "points.toml", "--json", "--strategy", "ddp")
+    shown = capsys.readouterr()
+    summary = json.loads(shown.out)
+    assert (code, summary["steps"], summary["resumed_from"]) == (0, 8, 8)
+    assert "has all of its 8 steps: nothing to do (--name NEW starts another run)" in shown.err
+    assert summary["final_loss"] == rows(whole, "loss")[8] and list(rows(folder, "loss")) == list(range(1, 9))
+    assert tree(whole / "checkpoints") == before and (whole / "experiment.toml").read_bytes() == recorded
 
 
 def test_skips_before_a_stop_are_not_counted_again(experiment, capsys, monkeypatch):
