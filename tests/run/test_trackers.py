@@ -98,22 +98,20 @@ def test_wandb_offline_has_every_row_and_the_config_and_a_resumed_run_is_the_sam
 class Failing:
     """A tracker that takes two rows, and fails then."""
 
-    id = "1"
-
     def __init__(self, *_):
         self.rows = 0
 
-    def write(self, step, values):
+    def log(self, values, step):
         self.rows += 1
         if self.rows > 2:
             raise RuntimeError("gone\nand more")
 
-    def close(self, exit_code):
+    def finish(self, exit_code):
         raise AssertionError
 
 
 def test_a_tracker_that_fails_is_reported_once_and_the_run_goes_on(folder, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "WandB", Failing)
+    monkeypatch.setattr(trackers, "start_wandb", Failing)
     visit(folder, range(1, 6))
     said = capsys.readouterr().err
     assert said.count("wandb failed (gone)") == 1 and "continues without it" in said and "Traceback" not in said
@@ -125,7 +123,7 @@ def never(*_):
 
 
 def test_a_resume_does_without_a_tracker_that_cannot_start_and_a_fresh_start_is_an_error(folder, monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "WandB", never)
+    monkeypatch.setattr(trackers, "start_wandb", never)
     with pytest.raises(ValueError, match=r"train\.wandb = 'project' did not start: no such server .*WANDB_MODE"):
         trackers.start_tracker(folder, CONFIG, wandb="project")
     assert not (folder / trackers.TRACKERS).exists()

@@ -206,13 +206,13 @@ def start_tracker(
     """Start the tracker, or continue its run; process 0 only."""
     if wandb is None or jax.process_index() != 0:
         return None
-    file, key, known = folder / TRACKERS, f"wandb:{wandb}", dict[str, str]()
+    file, key, new, known = folder / TRACKERS, f"wandb:{wandb}", secrets.token_hex(4), dict[str, str]()
     try:
         known = TypeAdapter(dict[str, str]).validate_json(file.read_bytes() if file.exists() else "{}")
     except ValidationError:
         warn(f"{file} cannot be read: the trackers start new runs")
     try:
-        tracker = WandB(folder, wandb, config, known.get(key))
+        run = start_wandb(folder, wandb, config, known.get(key, new))
     except Exception as error:
         if key in known and resumed_step:
             warn(f"wandb did not continue its run ({_first_line(error)}): metrics are only in {folder}")
@@ -221,24 +221,24 @@ def start_tracker(
             f"train.wandb = {wandb!r} did not start: {_first_line(error)} (run `wandb login`, or set "
             "WANDB_MODE=offline, or leave train.wandb out)"
         ) from error
-    replace_file(file, json.dumps({**known, key: tracker.id}) + "\n")
-    return Tracker(tracker, folder)
+    replace_file(file, json.dumps({key: new, **known}) + "\n")
+    return Tracker(run, folder)
 
 
 class Tracker:
     """A tracker whose exceptions end the tracking, not the run."""
 
-    def __init__(self, tracker: WandB, folder: Path) -> None:
-        self._tracker, self._folder = tracker, folder
+    def __init__(self, run: Any, folder: Path) -> None:
+        self._run, self._folder = run, folder
         self._failed = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Pass a row on; W&B sends it from a process of its own, so a slow network delays no step."""
-        self._try(lambda: self._tracker.write(step, values))
+        self._try(lambda: self._run.log(dict(values), step=step))
 
     def close(self, exit_code: int = 0) -> None:
         """End this visit in the tracker; W&B waits until its rows are sent."""
-        self._try(lambda: self._tracker.close(exit_code))
+        self._try(lambda: self._run.finish(exit_code=exit_code))
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
@@ -250,34 +250,25 @@ class Tracker:
             warn(f"wandb failed ({reason}): this run continues without it, metrics are in {self._folder}")
 
 
-class WandB:
-    """A run of Weights & Biases, its files in the run's folder.
+def start_wandb(folder: Path, project: str, config: Mapping[str, Any], known: str) -> Any:
+    """Start a run of Weights & Biases with this id, or continue it; its files are in the run's folder.
 
     W&B accepts only increasing steps: after a resume it ignores the steps that it has, whose rows are the same.
     """
+    import wandb
 
-    def __init__(self, folder: Path, project: str, config: Mapping[str, Any], known: str | None) -> None:
-        import wandb
-
-        self.id = known or secrets.token_hex(4)
-        entity, _, name = project.rpartition("/")
-        self._run: Any = wandb.init(
-            project=name,
-            entity=entity or None,
-            name=folder.name,
-            id=self.id,
-            resume="allow",
-            dir=str(folder),
-            config=dict(config),
-            allow_val_change=True,  # a resumed run may have another strategy
-            settings=wandb.Settings(console="off"),  # W&B would replace stdout, which is the command's
-        )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self, exit_code: int) -> None:
-        self._run.finish(exit_code=exit_code)
+    entity, _, name = project.rpartition("/")
+    return wandb.init(
+        project=name,
+        entity=entity or None,
+        name=folder.name,
+        id=known,
+        resume="allow",
+        dir=str(folder),
+        config=dict(config),
+        allow_val_change=True,  # a resumed run may have another strategy
+        settings=wandb.Settings(console="off"),  # W&B would replace stdout, which is the command's
+    )
 
 
 def _first_line(error: Exception) -> str:
