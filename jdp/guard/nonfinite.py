@@ -30,8 +30,7 @@ from jdp.core.sharding.traced_mesh import tracing_on
 from jdp.core.state import TrainState, trained_part
 from jdp.core.step import Step
 from jdp.core.types import Batch, PyTree
-from jdp.core.update.guarded import broken, clipped_update
-from jdp.core.update.offloaded import fetched
+from jdp.core.update.guarded import broken, clipped_update, fetched
 
 SHOWN = 4  # leaves, and rows, in a sentence
 

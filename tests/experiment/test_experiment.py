@@ -86,7 +86,7 @@ WRONG_FILES = {
     "table expected": ("train = 3\n" + SMALL.split("[train]")[0], "train must be a table; given 3"),
     "axis of no size": (
         SMALL + "[mesh]\ndata = 0",
-        "mesh: Mesh axes are positive sizes, at most one of them -1 (what is left); given data=0",
+        "mesh: Mesh axes are positive sizes, and one may be -1 (the rest); given data=0",
     ),
     "a config's own rule": (in_model("width = 63"), "model: heads must divide width; given"),
     "array item": (
