@@ -41,8 +41,8 @@ _LOOK_SECONDS = 0.05  # between looks for the answers, and between tries to make
 _ANSWER_SECONDS = 60.0
 _UNWIND_SECONDS = 2.0  # how long the main thread may take to exit by itself
 _NOTHING = "before the first step there is nothing to save"
-_CALLBACKS = (weakref.__file__, WeakSet.__init__.__code__.co_filename)  # their callbacks when an object is collected
-_SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
+_CALLBACKS = {"_xla_gc_callback", "__del__", weakref.__file__, WeakSet.__init__.__code__.co_filename}
+"""Functions, and files of functions, in which Python ignores exceptions: callbacks when an object is collected."""
 _ROUNDS = itertools.count()
 
 
@@ -150,7 +150,8 @@ class StopRequest:
         self.signal, self._leaving = by, True
         words = f"stopped by {by.name}, at once: {why}; the files on disk are complete\n"
         with contextlib.suppress(OSError):
-            os.write(2, (words + _SHOW_CURSOR * os.isatty(2)).encode())
+            # A progress bar hides the cursor.
+            os.write(2, (words + "\x1b[?25h" * os.isatty(2)).encode())
         end = time.monotonic() + _UNWIND_SECONDS
         while time.monotonic() < end:
             if not self._raised:  # Python calls `_handle`
@@ -163,8 +164,7 @@ class StopRequest:
 
 def _is_ignored_in(frame: FrameType | None) -> bool:
     """Return True if Python ignores exceptions here: in the collector's callbacks and in destructors."""
-    names = ("_xla_gc_callback", "__del__")
-    while frame is not None and not (frame.f_code.co_name in names or frame.f_code.co_filename in _CALLBACKS):
+    while frame is not None and not {frame.f_code.co_name, frame.f_code.co_filename} & _CALLBACKS:
         frame = frame.f_back
     return frame is not None
 
@@ -179,8 +179,7 @@ class _Agreement:
     """
 
     def __init__(self) -> None:
-        members = tuple(range(jax.process_count()))
-        self.store = Store(coordination_client(), f"jdp/stop/{next(_ROUNDS)}", members)
+        self.store = Store(coordination_client(), f"jdp/stop/{next(_ROUNDS)}", tuple(range(jax.process_count())))
         self.lock = threading.Lock()
         self.signal: signal.Signals | None = None
         self._polls, self._stop_at = 0, -1
@@ -200,8 +199,7 @@ class _Agreement:
         exits.
         """
         store, end = self.store, time.monotonic() + _ANSWER_SECONDS
-        asked = {} if self.signal else store.all("asked")
-        if not asked:
+        if self.signal or not (asked := store.all("asked")):
             return None
         first = asked[min(asked)]  # the first process' signal, if several asked
         with self.lock:
