@@ -15,7 +15,7 @@ from jdp.cli import train
 from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 if TYPE_CHECKING:
-    from jdp.launch.process_environment import Nodes
+    from jdp.launch.processes import Nodes
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _launch(options: Options, command: list[str]) -> int:
 
 def _nodes(options: Options) -> "Nodes | None":
     """Return the machines of the run; None for this one alone."""
-    from jdp.launch.process_environment import Nodes
+    from jdp.launch.processes import Nodes
 
     given = {"--node-rank": options.node_rank, "--coordinator": options.coordinator}
     if options.nodes is not None and options.nodes < 1:

@@ -87,7 +87,7 @@ def run(arguments: list[str]) -> int:
         if not options.json:
             _show(reports, name, described[0], options.file.stem)
         if options.html is not None:
-            from jdp.report.plan_page import plan_page
+            from jdp.report.pages import plan_page
 
             title = f"{options.file.stem} on {reports[0].target}"
             write_file(options.html, plan_page(reports[0], title=title, described=described[0]))

@@ -31,7 +31,7 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.make import Made
 from jdp.experiment.schema.model import MadeModel, Model, model_table, take_tokenizer
-from jdp.models.configs.sizes import SIZES
+from jdp.models.sizes import SIZES
 
 KeyPath = tuple[str, ...]
 HUB = "hf:"

@@ -51,7 +51,7 @@ from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.model import HF
 from jdp.experiment.schema.train import Train
-from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs import GPTConfig
 from jdp.run.folder import EXPORT, EXPORTED
 from jdp.run.progress import Progress
 

@@ -1,6 +1,6 @@
 """Copies of the state in the hosts' memory: what a restart finds, what never counts, what is left there.
 
-The memory is a folder of the test. `launch/test_memory_restarts.py` has two hosts: two processes with a folder each.
+The memory is a folder of the test. `launch/test_two_hosts.py` has two hosts with a folder each.
 """
 
 import errno

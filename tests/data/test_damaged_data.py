@@ -9,7 +9,7 @@ from corpora import read_corpus
 from jdp.base.errors import UserError
 from jdp.data import array_data, image_data, open_tokenizer, text_data
 from jdp.data.sources.array_files import read_arrays
-from jdp.data.sources.hub import check_remote
+from jdp.data.sources.hub import check_files, hub_data
 
 
 def read_text(path):
@@ -49,7 +49,23 @@ def test_a_name_that_no_file_can_have_is_one_error(read):
 
 
 def test_a_data_set_on_the_hub_names_no_file_of_this_disk():
-    check_remote(["hf://datasets/owner/name@main/a.txt", "zip://a.txt::https://host/b.zip"])
+    check_files(["hf://datasets/owner/name@main/a.txt", "zip://a.txt::https://host/b.zip"], None)
     for file in ("/etc/passwd", "file:///etc/passwd", "zip://a.txt::/etc/b.zip"):
         with pytest.raises(UserError, match="which is on this disk"):
-            check_remote([file])
+            check_files([file], None)
+
+
+@pytest.mark.parametrize("named", ["own.txt", "../o*.txt", "FOLDER/other.txt"])
+def test_a_card_names_files_of_its_folder(own_hub, tmp_path, named):
+    """Also by an absolute path; files outside are refused."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for file in (own / "own.txt", tmp_path / "other.txt"):
+        file.write_text(f"{file.stem}\n")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+    (own / "README.md").write_text(card.format(named.replace("FOLDER", str(tmp_path))))
+    if named == "own.txt":
+        assert hub_data(f"hf:{own}")[1].to_list() == [{"text": "own"}]
+        return
+    with pytest.raises(UserError, match=r"given .*other\.txt, which is outside of the folder"):
+        hub_data(f"hf:{own}")

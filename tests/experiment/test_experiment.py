@@ -13,7 +13,7 @@ from jdp.experiment.file import ExperimentError, check_for_devices, describe, fr
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.optimizer import USED_BY, Optimizer
 from jdp.models import GPTConfig
-from jdp.models.configs.sizes import SIZES
+from jdp.models.sizes import SIZES
 
 
 @pytest.fixture

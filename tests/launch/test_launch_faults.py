@@ -142,10 +142,6 @@ MISMATCHES = {
         "os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(rank))\nimport jdp; jdp.initialize(); jdp.make_mesh()",
         "Every process must have as many devices as the others; given process 1 with 2, the others with 1. ",
     ),
-    "number of processes": (
-        "os.environ['JDP_NUM_PROCESSES'] = str(2 + int(rank))\nimport jdp; jdp.initialize()",
-        "The number of processes must be the same everywhere; process 0 has 2, process 1 on ",
-    ),
     "experiment": (
         "from jdp.cli.main import main\n"
         "sys.exit(main(['train', sys.argv[1], '--run-dir', '/nowhere', '--train.steps', '1' + rank]))",

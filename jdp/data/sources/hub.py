@@ -3,8 +3,8 @@
 `datasets` keeps them as Arrow files in its cache, mapped into memory and read on demand. A source is one split: if a
 folder or a data set has several, the source must name one; files of no split beside them are refused.
 
-`datasets` runs no code of a data set (version 4 removed scripts). But the card of a data set of the hub may name any
-file of this disk, and `datasets` would read it. So this is refused.
+`datasets` runs no code of a data set (version 4 removed scripts). But a data set's card (README.md, or the JSON beside
+it) may name any file of this disk, and `datasets` would read it. So files outside the data set's folder are refused.
 """
 
 import glob
@@ -150,20 +150,29 @@ def _builder(datasets: Any, given: HubSource, source: str) -> Any:
         return datasets.load_dataset_builder(given.builder, data_files=files)
     path = user_path(given.path)
     if path.exists() or path.is_absolute():
-        return datasets.load_dataset_builder(str(path))
-    owner_and_name, config = given.path.split("/")[:2], given.path.split("/")[2:]
-    builder = datasets.load_dataset_builder("/".join(owner_and_name), *config[:1])
-    check_remote(str(file) for files in (builder.config.data_files or {}).values() for file in files)
+        folder, builder = path, datasets.load_dataset_builder(str(path))
+    else:
+        owner_and_name, config = given.path.split("/")[:2], given.path.split("/")[2:]
+        folder, builder = None, datasets.load_dataset_builder("/".join(owner_and_name), *config[:1])
+    check_files((str(file) for files in (builder.config.data_files or {}).values() for file in files), folder)
     return builder
 
 
-def check_remote(files: Iterable[str]) -> None:
-    """Check that the files that the card of a data set of the hub names are not on this disk."""
+def check_files(files: Iterable[str], folder: Path | None) -> None:
+    """Check that the files that a data set names are in its folder, or, on the hub (None), not on this disk."""
     for file in (file.rpartition("::")[2] for file in files):
-        if "://" not in file or file.startswith("file://"):
+        is_remote = "://" in file and not file.startswith("file://")
+        if folder is None:
+            is_own = is_remote
+        else:
+            path = Path(os.path.normpath(Path(file.removeprefix("file://")).absolute()))
+            roots = (folder.absolute(), folder.resolve())
+            is_own = not is_remote and any(path.is_relative_to(os.path.normpath(root)) for root in roots)
+        if not is_own:
+            place = "on this disk" if folder is None else f"outside of the folder {folder}"
             raise UserError(
-                f"a data set of the hub must name its own files; given {cut(file, 200)}, which is on this disk: name "
-                "that file as a separate source"
+                f"a data set must name its own files; given {cut(file, 200)}, which is {place}: name that file as a "
+                "separate source"
             )
 
 

@@ -18,10 +18,8 @@ from jdp.base.user_path import user_path
 from jdp.experiment.keys import described_fields
 from jdp.experiment.schema.fields import NONE, BoolOrAuto, Single, Whole
 from jdp.experiment.schema.make import Made, with_defaults
-from jdp.models.configs.gpt import GPTConfig
-from jdp.models.configs.mlp import MLPConfig
-from jdp.models.configs.sizes import SIZES, ModelConfig
-from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
+from jdp.models.configs import GPTConfig, MLPConfig, ModelConfig
+from jdp.models.sizes import SIZES, parameter_lower_bound, traced_layers
 
 HF = "hf:"
 """Prefix of a folder with a Hugging Face config.json, in place of the name of a size."""

@@ -15,7 +15,7 @@ from jdp.base.words import nearest
 from jdp.experiment.schema.model import NEEDED
 from jdp.experiment.schema.optimizer import USED_BY
 from jdp.experiment.schema.train import OF_TEXT, tops
-from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs import GPTConfig
 
 _READ_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ids", "weights", "labels", "attention_mask", "tokenizer", "packing", "length"), ("text",)),
