@@ -57,23 +57,32 @@ def muon(
     all parameters by path, which identify stacked layers even if norms are frozen.
     """
 
-    def rule(params: Any) -> optax.GradientTransformation:
-        dims = matrix_dimensions(params, shapes)
-        masked = jax.tree.map(lambda _, dim: optax.MaskedNode() if dim is None else dim, params, dims)
-        step = scale_by_muon(weight_dimension_numbers=masked, **settings)
-        scaled = optax.stateless(lambda updates, _: jax.tree.map(_scaled, updates, masked))
-        hidden = optax.chain(step, scaled, decay, optax.scale_by_learning_rate(rate))
-        labels = jax.tree.map(lambda _, dim: "adamw" if dim is None else "muon", params, dims)
-        return optax.partition({"muon": hidden, "adamw": adamw}, labels)
-
     def init(params: Any) -> Any:
         _report(params, matrix_dimensions(params, shapes))
-        return rule(params).init(params)
+        return _partition(params, shapes, rate, adamw, decay, settings).init(params)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return rule(updates if params is None else params).update(updates, state, params)
+        like = updates if params is None else params
+        return _partition(like, shapes, rate, adamw, decay, settings).update(updates, state, params)
 
     return optax.GradientTransformation(init, update)
+
+
+def _partition(
+    params: Any,
+    shapes: Shapes,
+    rate: optax.Schedule,
+    adamw: optax.GradientTransformation,
+    decay: optax.GradientTransformation,
+    settings: Mapping[str, Any],
+) -> optax.GradientTransformation:
+    dims = matrix_dimensions(params, shapes)
+    masked = jax.tree.map(lambda _, dim: optax.MaskedNode() if dim is None else dim, params, dims)
+    step = scale_by_muon(weight_dimension_numbers=masked, **settings)
+    scaled = optax.stateless(lambda updates, _: jax.tree.map(_scaled, updates, masked))
+    hidden = optax.chain(step, scaled, decay, optax.scale_by_learning_rate(rate))
+    labels = jax.tree.map(lambda _, dim: "adamw" if dim is None else "muon", params, dims)
+    return optax.partition({"muon": hidden, "adamw": adamw}, labels)
 
 
 def _scaled(update: jax.Array, dimensions: MuonDimensionNumbers) -> jax.Array:
