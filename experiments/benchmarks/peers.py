@@ -24,8 +24,11 @@ a step, none kept).
 """
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ HERE = Path(__file__).parent
 GFLOP, TOKENS, CORES = 11.7, 2048, 2
 JAX = {
     "jdp zero1, 4 devices": ("jdp", "zero1", "4"),
+    "jdp zero3, 4 devices": ("jdp", "zero3", "4"),
     "jdp ddp, 4 devices": ("jdp", "ddp", "4"),
     "jdp ddp, 2 devices": ("jdp", "ddp", "2"),
     "by hand, zero1, 4 devices": ("hand", "zero1", "4"),
@@ -60,15 +64,49 @@ def jax_team(name: str, checkout: Path) -> Team:
     return Team.start(name, [([sys.executable, str(HERE / "peers_jax.py"), *JAX[name]], {"PYTHONPATH": str(checkout)})])
 
 
-def torch_team(name: str, python: str) -> Team:
+def full_rate_mkl(folder: Path) -> dict[str, str]:
+    """Return the environment in which PyTorch's MKL takes its fastest kernels on a processor of AMD's as well.
+
+    MKL asks `mkl_serv_intel_cpu_true`; a preloaded function of that name says yes. Empty on processors of Intel's, and
+    without a C compiler.
+    """
+    compiler = shutil.which("cc")
+    if "AuthenticAMD" not in Path("/proc/cpuinfo").read_text() or compiler is None:
+        return {}
+    library = folder / "intel.so"
+    source = b"int mkl_serv_intel_cpu_true(void) { return 1; }"
+    subprocess.run([compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=source, check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def torch_team(name: str, python: str, variables: dict[str, str]) -> Team:
     """Start the two processes of a contender of `peers_torch.py`."""
     mode, memory = TORCH[name]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": f"{CORES}", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "MEMORY": memory}
+    shared = {"WORLD_SIZE": f"{CORES}", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "MEMORY": memory, **variables}
     command = [python, str(HERE / "peers_torch.py"), mode]
     return Team.start(name, [(command, {**shared, "RANK": str(rank)}) for rank in range(CORES)])
+
+
+def product_rates(python: str | None, variables: dict[str, str]) -> dict[str, float]:
+    """Return the rate of 1024 × 1024 matrix products in float32 of each library, in GFLOP/s a core."""
+    teams = [Team.start("jax", [([sys.executable, str(HERE / "peers_jax.py"), "products"], {})])]
+    if python:
+        command = [python, str(HERE / "peers_torch.py"), "products"]
+        teams += [Team.start("PyTorch, MKL by default", [(command, {})])]
+        teams += [Team.start("PyTorch, as measured here", [(command, variables)])]
+    rates = {team.name: max(2 * 1.024**3 / team.run(20)["cpu"] for _ in range(3)) for team in teams}
+    for team in teams:
+        team.stop()
+    return rates
+
+
+def processor() -> str:
+    """Return the model name of this machine's processor."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else "unknown"
 
 
 def measured(teams: list[Team], rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
@@ -115,18 +153,24 @@ def main() -> None:
         wanted = [name for name in wanted if name == FIRST or any(word in name for word in chosen.only.split(","))]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     teams: list[Team] = []
-    try:
-        for name in wanted:
-            teams.append(torch_team(name, chosen.torch) if name in TORCH else jax_team(name, HERE.parents[1]))
-        if chosen.was:
-            was = jax_team(FIRST, chosen.was.resolve())
-            teams.append(Team(BEFORE, was.members))
-        rows = measured(teams, chosen.rounds, chosen.steps)
-    finally:
-        for team in teams:
-            team.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        variables = full_rate_mkl(Path(folder)) if chosen.torch else {}
+        rates = product_rates(chosen.torch, variables)
+        try:
+            for name in wanted:
+                torch = name in TORCH
+                team = torch_team(name, chosen.torch, variables) if torch else jax_team(name, HERE.parents[1])
+                teams.append(team)
+            if chosen.was:
+                was = jax_team(FIRST, chosen.was.resolve())
+                teams.append(Team(BEFORE, was.members))
+            rows = measured(teams, chosen.rounds, chosen.steps)
+        finally:
+            for team in teams:
+                team.stop()
     found = {name: summary(of, rows[FIRST]) for name, of in rows.items()}
     if not chosen.json:
+        print(f"{processor()}; matrix products, GFLOP/s a core:", {name: round(rate) for name, rate in rates.items()})
         print(f"processor time of {FIRST}, as a ratio to that of each")
         for name, one in found.items():
             print(
@@ -136,7 +180,7 @@ def main() -> None:
             )
     result = "; ".join(f"{name}: {found[name]['ratio']['median']:.2f}" for name in SHOWN if name in found)
     measures = "processor time of a step of gpt-nano under zero1 on 4 CPU devices, against the same step of others"
-    finish({"contenders": found}, chosen.json, Row(measures, result, PROMISED))
+    finish({"processor": processor(), "product_rates": rates, "contenders": found}, chosen.json, Row(measures, result, PROMISED))
 
 
 if __name__ == "__main__":

@@ -169,7 +169,18 @@ def by_hand(strategy: str, devices: int) -> Callable[[], float]:
     return advance
 
 
+def products() -> Callable[[], float]:
+    """Return a product of two matrices of 1024 × 1024."""
+    import jax
+    import jax.numpy as jnp
+
+    x, product = jnp.ones((1024, 1024)), jax.jit(lambda x: x @ x)
+    return lambda: float(product(x)[0, 0])
+
+
 def main() -> None:
+    if sys.argv[1] == "products":
+        return serve(products())
     writer, strategy, devices = sys.argv[1], sys.argv[2], int(sys.argv[3])
     import jdp
 

@@ -2,7 +2,7 @@
 
     echo 20 | RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=29500 python peers_torch.py eager
 
-Modes: `eager` and `compiled` under DistributedDataParallel, `fsdp2` (`fully_shard` by layer) and `fsdp2-compiled`; one
+Modes: `products` multiplies matrices, in one process; `eager` and `compiled` under DistributedDataParallel, `fsdp2` (`fully_shard` by layer) and `fsdp2-compiled`; one
 process a core with one thread each, Gloo between them, AdamW in its fused form. With MEMORY=kept the process keeps its
 freed memory as jdp does (`jdp/base/cpu_allocator.py`).
 """
@@ -79,7 +79,16 @@ def distributed(model: GPT, mode: str) -> nn.Module:
     return torch.compile(wrapped) if mode == "compiled" else wrapped  # pyright: ignore[reportReturnType]
 
 
+def products() -> float:
+    """Multiply two matrices of 1024 × 1024."""
+    x = torch.ones(1024, 1024)
+    return (x @ x)[0, 0].item()
+
+
 def main() -> None:
+    if sys.argv[1] == "products":
+        torch.set_num_threads(1)
+        return serve(products)
     if os.environ.get("MEMORY") == "kept":
         sys.path.insert(0, str(Path(__file__).parents[2]))
         from jdp.base.cpu_allocator import keep_memory
