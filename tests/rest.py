@@ -49,7 +49,7 @@ REST = {
     "core/test_value_and_grad.py::test_a_step_of_several_gradients_sends_what_each_promises": "zero3",
     "core/test_wire.py::test_rounding_is_right_on_average_and_small": "int8-ddp-8-settings0",
     "core/test_zero_and_muon.py::test_equals_one_device": "zero3-8-1",
-    "core/test_overlap.py::test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced": "True",
+    "core/test_overlap.py::test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced": "True-2",
     "core/test_overlap.py::test_a_list_of_layers_holds_less_than_zero2": "",
     "core/test_overlap.py::test_under_vmap_a_gradient_is_summed_over_rows_before_it_is_sent": "",
     "core/test_row_keys.py::test_every_draw_is_by_global_row": "5-manual-2-2",

@@ -7,6 +7,8 @@ It gathers one layer ahead and sums gradients one layer behind, so that no layer
     backward   W = gather(n - 1)    round k:  next = gather(k - 1);  d[k + 1] = reduce(dW)
                                               dW, dx = vjp(kept[k], W)(dx);  W = next
 
+With a `replica` axis round k also sums layer k + 2 over the replicas: a sum of its own, which waits for no other.
+
 What a round sends depends on nothing that it computes, so XLA's scheduler runs them together. A barrier ends each
 round: XLA would join or delay collectives of several. Nothing is sent past either end. Gathered weights are not stacked
 for the backward pass: zero3 gathers them again, and what is cast alone is cast again. Only under zero1 and zero2, which
@@ -148,9 +150,10 @@ class LayerLoop:
         gathers = self._is_ahead and not self._keeps
 
         def round_(state: Any, k: Any) -> Any:
-            d_carry, gathered, d_weights, d_outer = state
+            d_carry, gathered, d_weights, pending, d_outer = state
             following = [] if not gathers or _is(k, 0) else self._gather(weights, k - 1, (gathered, d_weights))
-            reduced = [] if _is(k, self.count - 1) else self._reduce(weights, k + 1, d_weights)
+            reduced = self._reduce(weights, k + 1, d_weights) if d_weights else []
+            finished = self._finish(pending if twice else reduced)
             its_residuals = _at(residuals, k)
             if self.is_unrolled:  # what is computed again is not merged with the first time
                 its_residuals, d_carry = jax.lax.optimization_barrier((its_residuals, d_carry))
@@ -158,16 +161,23 @@ class LayerLoop:
             args = (d_carry, _at(d_outputs, k)), gathered, _at(others, k), its_residuals, outer
             if self._derivative is None:
                 self._derivative = LayerDerivative(self._differentiated, *args)
-            d_weights, d_carry, (d_others, d_here) = self._derivative((following, reduced), *args)
-            results = {"others": (k, d_others), **({"weights": (k + 1, reduced)} if reduced else {})}
-            return (d_carry, following, d_weights, jax.tree.map(jnp.add, d_outer, d_here)), results
+            sends = (following, reduced, finished) if twice else (following, finished)
+            d_weights, d_carry, (d_others, d_here) = self._derivative(sends, *args)
+            results = {"others": (k, d_others)}
+            if finished:
+                results["weights"] = (k + 1 + twice, finished)
+            pending = reduced if twice else []
+            return (d_carry, following, d_weights, pending, jax.tree.map(jnp.add, d_outer, d_here)), results
 
-        state = d_carry, gathered, [], jax.tree.map(jnp.zeros_like, _floats(outer))
+        twice = self.boundary.sends_twice
+        state = d_carry, gathered, [], [], jax.tree.map(jnp.zeros_like, _floats(outer))
         slots = [weight.slot for weight in weights if weight.slot is not None]
         stacks = {} if self.is_unrolled else {"weights": slots}
         order = range(self.count - 1, -1, -1)
-        (d_carry, _, d_weights, d_outer), stacks = self._rounds(round_, state, order, stacks)
-        self._put(stacks, "weights", 0, self._reduce(weights, 0, d_weights))
+        (d_carry, _, d_weights, pending, d_outer), stacks = self._rounds(round_, state, order, stacks, 1 + twice)
+        if pending:
+            self._put(stacks, "weights", 1, self._finish(pending))
+        self._put(stacks, "weights", 0, self._finish(self._reduce(weights, 0, d_weights)))
         summed = iter(self._stacked(stacks["weights"]) if slots else [])
         d_slots = [Weight(None, None if weight.slot is None else next(summed)) for weight in weights]
         d_others = _with_floats(others, self._stacked(stacks["others"]))
@@ -210,8 +220,21 @@ class LayerLoop:
             for gradient, weight, (_, placement) in zip(gradients, layer, trained, strict=True)
         ]
 
-    def _rounds(self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks) -> tuple[Any, Stacks]:
-        """Run `round_`(state, k) -> (state, name -> (layer, results)); return the last state and the stacks."""
+    def _finish(self, gradients: list[Any]) -> list[Any]:
+        """Sum gradients that `_reduce` returned over the replicas."""
+        placements = (placement for placement in self.placements if placement.trained)
+        return [
+            self.boundary.finished(gradient, placement, 1)
+            for gradient, placement in zip(gradients, placements, strict=False)
+        ]
+
+    def _rounds(
+        self, round_: Any, state: Any, order: Sequence[int], stacks: Stacks, peeled: int = 1
+    ) -> tuple[Any, Stacks]:
+        """Run `round_`(state, k) -> (state, name -> (layer, results)); return the last state and the stacks.
+
+        The first rounds, at least `peeled`, differ from others: they send less.
+        """
 
         def one(k: Any, state: Any, stacks: Stacks) -> tuple[Any, Stacks]:
             state, results = round_(state, k)
@@ -226,7 +249,7 @@ class LayerLoop:
             k = order[alone] + 2 * i * step
             return one(k + step, *one(k, *carried))
 
-        alone = self.count if self.is_unrolled else 1 + (self.count - 2) % 2  # then pairs; and the last
+        alone = self.count if self.is_unrolled else peeled + (self.count - 1 - peeled) % 2  # then pairs; and the last
         for k in order[:alone]:
             state, stacks = one(k, state, stacks)
         if self.is_unrolled:

@@ -4,8 +4,8 @@ Gradients of weights are matrix products of 16-bit numbers, turned to float32 to
 tensor cores sum in float32 anyway; rounded to 16 bits between, a gradient loses digits, and a kernel reads and writes
 all of it. What is carried from layer to layer keeps its rounding.
 
-XLA's scheduler counts kernels, not their seconds, and would hide a collective behind the smallest. So two large
-products on the way to the gradient that is carried on wait for what is sent meanwhile.
+XLA's scheduler counts kernels, not their seconds, and would hide a collective behind the smallest. So large products
+on the way to the gradient that is carried on wait for what is sent meanwhile, one for each collective.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jdp.core.reading.jaxprs import bind, run
 
 _CALLS = ("jit", "closed_call", "checkpoint", "remat2")
 _SAME_ELEMENTS = ("transpose", "reshape", "squeeze", "copy")
-_WAITING = (0.5, 0.9)
-"""Shares of the multiplications that are done before what is sent first, and second, is waited for."""
+_WAITING = {1: (0.5,), 2: (0.5, 0.9), 3: (0.4, 0.6, 0.9)}
+"""Number of collectives -> the shares of the multiplications that are done before each is waited for."""
 
 
 class LayerDerivative:
@@ -37,11 +37,12 @@ class LayerDerivative:
         outputs = self._program.jaxpr.outvars
         first, carried = len(jax.tree.leaves(self._shape[0])), len(jax.tree.leaves(self._shape[1]))
         self._wide = _wide_products(self._program, outputs[:first])
-        self._waiting = _waiting(self._program, outputs[first : first + carried])
+        self._carried = outputs[first : first + carried]
 
     def __call__(self, meanwhile: Sequence[Any], *args: Any) -> Any:
-        """Evaluate it, while the arrays of two trees are sent `meanwhile`."""
-        waiting = dict(zip(self._waiting, filter(None, meanwhile), strict=False))
+        """Evaluate it, while the arrays of these trees are sent `meanwhile`."""
+        sends = list(filter(None, meanwhile))
+        waiting = dict(zip(_waiting(self._program, self._carried, len(sends)), sends, strict=False))
 
         def evaluated(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             if eqn.outvars[0] in self._wide:
@@ -87,8 +88,8 @@ def _is_16_bit_product(eqn: JaxprEqn) -> bool:
     return is_plain and {x.dtype for x in avals} in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)})
 
 
-def _waiting(program: ClosedJaxpr, carried: Sequence[Any]) -> list[Any]:
-    """Return the results of the products on the way to `carried` by which these shares of them are computed."""
+def _waiting(program: ClosedJaxpr, carried: Sequence[Any], sends: int) -> list[Any]:
+    """Return the results of the products on the way to `carried` that wait for `sends` collectives."""
     needed, products = set(_variables(carried)), list[JaxprEqn]()
     for eqn in reversed(program.jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
@@ -96,7 +97,7 @@ def _waiting(program: ClosedJaxpr, carried: Sequence[Any]) -> list[Any]:
             products += [eqn] if eqn.primitive.name == "dot_general" else []
     products.reverse()
     done = list(accumulate(map(_multiplications, products)))
-    places = [next(i for i, n in enumerate(done) if n >= share * done[-1]) for share in _WAITING if done]
+    places = [next(i for i, n in enumerate(done) if n >= share * done[-1]) for share in _WAITING.get(sends, ()) if done]
     return [products[i].outvars[0] for i in places]
 
 

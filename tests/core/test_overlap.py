@@ -74,6 +74,7 @@ CASES = {
     "zero3 dots": ("layers", DOTS, "zero3", {"accumulate": 2}),
     "zero1, 4": ("layers", DOTS, "zero1", {"accumulate": 4}),
     "zero2, 4, replicas": ("layers", FULL, "zero2", {"accumulate": 4, "replica": 2}),
+    "zero3, replicas": ("layers", PLAIN, "zero3", {"replica": 2}),
     "ddp, 2": ("layers", FULL, "ddp", {"accumulate": 2, "clip_norm": 0.1}),
     "zero3 nested": ("nested", nested_loss, "zero3", {}),
 }
@@ -140,11 +141,11 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
     assert strategy == "ddp" or counts["reduce-scatter"] >= 6 * 3  # and for each microbatch
 
 
-@pytest.mark.parametrize("unrolled", [True, False])
-def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled, monkeypatch):
+@pytest.mark.parametrize(("unrolled", "replica"), [(True, 1), (False, 1), (True, 2)])
+def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled, replica, monkeypatch):
     monkeypatch.setattr(layers._Body, "unrolls", unrolled)
     devices = target("h100:1x8").devices
-    plan = jdp.Plan(jdp.make_mesh(devices=devices, data=8), "zero3")
+    plan = jdp.Plan(jdp.make_mesh(devices=devices, replica=replica, data=-1), "zero3")
     init, loss = partial(init_layers, layers=6, width=512, hidden=1024), partial(layers_loss, remat="full")
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap", check_loss=False)
@@ -155,7 +156,8 @@ def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced(unrolled,
     if unrolled:
         [entry] = bodies
         hidden = multiplied_meanwhile(entry.splitlines())
-        assert len(hidden) >= 6 * 3 and sum(hidden) >= len(hidden) - 4  # but both ends of the step
+        kinds = 2 + replica  # gathered twice and reduced; over the replicas too
+        assert len(hidden) >= 6 * kinds and sum(hidden) >= len(hidden) - 2 - 2 * replica  # but both ends of the step
         return
     forward, backward = (text.splitlines() for text in bodies if not text.lstrip().startswith("ENTRY"))
     assert all(multiplied_meanwhile(forward)) and len(multiplied_meanwhile(forward)) == 2  # a gather for each layer

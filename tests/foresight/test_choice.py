@@ -7,7 +7,7 @@ import pytest
 from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.memory import Headroom, Memory
 from jdp.foresight.timing.timeline import Timeline
-from jdp.foresight.traffic.theory import Theory
+from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
 
 GIB = 2**30
@@ -46,6 +46,22 @@ def estimate(strategy, *, gib, step=0.1, kept=True):
         timeline=line if fits else None,
     )
     return Estimate(strategy, 1, report=report)
+
+
+def sent_by(reduced, gathered):
+    """A row of zero1 with these bytes an element; 8 GiB of gradients in float32 are 7 on the wire."""
+    reduction = Promise("reduce-scatter", 2 * reduced * GIB, ("data",), 8, 1, reduced, GIB // 2)
+    return Theory(0, (reduction, Promise("all-gather", GIB, ("data",), 8, 1, gathered, GIB // 2)))
+
+
+@pytest.mark.parametrize(("reduced", "gathered"), [(4, 2), (2, 2), (4, 4)])
+def test_the_saving_of_narrow_gradients(reduced, gathered):
+    """Said where weights are gathered in 16 bits, and gradients are not reduced so."""
+    made = estimate("zero1", gib=60)
+    sent = replace(made.report, theory=sent_by(reduced, gathered), wire_bytes_per_device=8 * GIB)
+    _, why = words(replace(made, report=sent))
+    sentence = '7 GiB of the 8 GiB sent; with reduce = "bf16" a device sends 4.5 GiB.'
+    assert (sentence in why) == ((reduced, gathered) == (4, 2))
 
 
 def words(*estimates):

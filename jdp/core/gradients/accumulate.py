@@ -131,7 +131,7 @@ def _summed(collectives: Collectives, boundary: Boundary, grads: PyTree, seed_of
     """Return gradients that left this boundary as sums over all devices, at rest specs."""
 
     def finish(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
-        is_complete = boundary.completes and boundary.reduces(placement)
+        is_complete = boundary.finish is not None and boundary.reduces(placement)
         return x if is_complete else collectives.finish(x, placement, leading, seed)
 
     spec = collectives.spec

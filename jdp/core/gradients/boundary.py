@@ -54,10 +54,11 @@ class Boundary:
 
     Attributes:
         gather: gathers a shard; None where values are gathered already.
-        reduce: sums a gradient; None where it is summed later.
+        reduce: sums a gradient over `data`; None where it is summed later.
+        finish: sums it over the other batch axes; None where a step does that later.
         precision: the dtypes.
         with_replicated: True if replicated parameters go through `reduce` too (ddp); else they are summed later.
-        completes: True if `reduce` sums over all batch axes; else a step finishes the sum.
+        sends_twice: `finish` sends sharded gradients too, as there is a `replica` axis.
         again: the backward pass gathers again (zero3); else it takes what the forward pass gathered.
         in_loops: `scan_layers` gathers one layer ahead and reduces one behind; else, without `again`, it takes weights
             that were gathered at the top of the loss.
@@ -65,9 +66,10 @@ class Boundary:
 
     gather: Collective | None = field(compare=False)
     reduce: Reduction | None = field(compare=False)
+    finish: Reduction | None = field(compare=False)
     precision: Precision
     with_replicated: bool = False
-    completes: bool = False
+    sends_twice: bool = False
     again: bool = False
     in_loops: bool = False
 
@@ -83,7 +85,7 @@ class Boundary:
             return cast_and_gather(self.gather, self.precision.compute_dtype, weight.value, placement, leading)
 
     def reduced(self, gradient: jax.Array, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
-        """Return the gradient of a parameter as it is accumulated."""
+        """Return the gradient of a parameter as it is accumulated; `finished` sums a sharded one over the replicas."""
         gradient = gradient.astype(self.precision.reduce_dtype)
         if weight.earlier is not None:
             gradient = weight.earlier + gradient
@@ -91,10 +93,19 @@ class Boundary:
             return gradient
         seed = weight.seed if weight.seed is None or leading else weight.seed[0]
         with reduction_scope(placement.path, of_layer=leading > 0):
-            return self.reduce(gradient, placement, leading, seed)
+            gradient = self.reduce(gradient, placement, leading, seed)
+            is_complete = self.finish is None or placement.dim is not None
+            return gradient if is_complete else self.finish(gradient, placement, leading)
+
+    def finished(self, gradient: jax.Array, placement: Placement, leading: int = 0) -> jax.Array:
+        """Return what `reduced` returned, summed over the replicas too."""
+        if self.finish is None or placement.dim is None:
+            return gradient
+        with reduction_scope(placement.path, of_layer=leading > 0):
+            return self.finish(gradient, placement, leading)
 
     def __call__(self, weight: Weight, placement: Placement, leading: int = 0) -> jax.Array:
-        """Return the parameter as `gathered` does; its gradient, `reduced`, is that of its slot.
+        """Return the parameter as `gathered` does; its gradient, `finished`, is that of its slot.
 
         Without a boundary XLA would move activations under ZeRO-3: 60 times the traffic.
         """
@@ -105,7 +116,8 @@ class Boundary:
             return self.gathered(weight, placement, leading), replace(weight, value=None, slot=None)
 
         def backward(weight: Weight, cotangent: jax.Array) -> tuple[Weight]:
-            return (Weight(None, self.reduced(cotangent, weight, placement, leading)),)
+            gradient = self.reduced(cotangent, weight, placement, leading)
+            return (Weight(None, self.finished(gradient, placement, leading)),)
 
         boundary = jax.custom_vjp(lambda weight: self.gathered(weight, placement, leading))
         boundary.defvjp(forward, backward)

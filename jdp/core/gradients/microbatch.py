@@ -17,6 +17,7 @@ from jdp.core.gradients.model_state import changed_leaves
 from jdp.core.gradients.spec import Collectives, GradientSpec, map_leaves
 from jdp.core.gradients.wire import seeds_by_row
 from jdp.core.rematerialisation import keep_costly
+from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.placement import Placement
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
@@ -49,10 +50,11 @@ def boundary_of(collectives: Collectives, *, in_loops: bool = False, sums_others
     gathers, reduces = is_only or at_use, is_only or sums_others or strategy.reduce_each_microbatch
     return Boundary(
         collectives.gather if gathers else None,
-        collectives.complete if completes else collectives.reduce if reduces else None,
+        collectives.reduce if reduces else None,
+        collectives.finish if completes else None,
         settings.precision,
         with_replicated=completes and not strategy.shard_state,
-        completes=completes,
+        sends_twice=completes and collectives.spec.plan.mesh.shape.get(REPLICA, 1) > 1,
         again=at_use,
         in_loops=in_loops,
     )

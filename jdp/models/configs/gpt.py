@@ -53,7 +53,7 @@ class GPTConfig:
         rope_original_context: with rope_factor, tokens of the original context.
         norm_eps: added to the variance in norms.
         scan: true: layers are stacked and compiled once, as a loop. false: each is stored and compiled separately.
-            "auto": they are stacked, and up to 48 on GPUs and 8 on CPUs are compiled one by one.
+            "auto": they are stacked, and up to 128 on GPUs and 8 on CPUs are compiled one by one.
         remat: what each layer saves for the backward pass: None, everything; "dots", its matrix products;
             "dots_except_mlp", those of attention; "full", only its input.
         attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype. "auto" is
